@@ -1,0 +1,1 @@
+"""One copy of every tensor that several models have in common."""

@@ -1,0 +1,72 @@
+"""Every error this package raises.
+
+TensorDedupError
+  - ConfigError                 a setting is wrong, unknown, or cannot be combined with another
+  - CheckpointError             a checkpoint is not usable
+      - CheckpointNotFoundError   no weights at that path
+      - FormatError               the file lies about itself (one subclass for each way to lie)
+      - ChangedFileError          the file changed while it was being read
+  - SharedWeightsError          somebody asks to write weights that others share, and cannot be served
+  - IntegrityError              bytes are not what their digest or their record says
+      - AuditError                a shared layer differs from the same layer rebuilt from its checkpoint
+  - UnsupportedError            this engine, version or device cannot do what was asked
+
+All are picklable (worker processes), carry their facts as attributes and end in the next step.
+"""
+
+from typing import Any
+
+
+class TensorDedupError(Exception):
+    """Base of all errors of this package. `facts` holds what the message was made from."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.facts)
+
+
+def _rebuild(cls: type[TensorDedupError], message: str, facts: dict[str, Any]) -> TensorDedupError:
+    return cls(message, **facts)
+
+
+class ConfigError(TensorDedupError):
+    """A setting is wrong, unknown, or cannot be combined with another one."""
+
+
+class CheckpointError(TensorDedupError):
+    """A checkpoint is not usable."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There are no weights at that path."""
+
+
+class FormatError(CheckpointError):
+    """The file lies about itself. Never raised for a file the safetensors library accepts."""
+
+
+class ChangedFileError(CheckpointError):
+    """The file changed while it was being read: load again."""
+
+
+class SharedWeightsError(TensorDedupError):
+    """A write to weights that other models share, which cannot be made private first."""
+
+
+class IntegrityError(TensorDedupError):
+    """Bytes are not what their digest or their record says."""
+
+
+class AuditError(IntegrityError):
+    """A shared layer differs from the same layer rebuilt from its checkpoint."""
+
+
+class UnsupportedError(TensorDedupError):
+    """This engine, version or device cannot do what was asked."""

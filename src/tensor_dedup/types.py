@@ -1,0 +1,37 @@
+"""Values that every layer of the package speaks of. No torch here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor as a checkpoint file holds it.
+
+    `dtype` is a safetensors name (`BF16`, `F8_E4M3`) or `gguf:Q4_K` and so on; `start` is the
+    offset of its first byte from the beginning of the file; `nbytes` its size in the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What two source tensors have in common when their bytes are equal."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentKey:
+    """Identity of a tensor in memory: its dtype, geometry (in elements) and its storage's bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    digest: str
