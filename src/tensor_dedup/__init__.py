@@ -1,1 +1,59 @@
-"""One copy of every tensor that several models have in common."""
+"""One copy of every tensor that several models have in common.
+
+Importing this package loads neither torch nor vllm: each name is imported when it is first used.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.errors import ConfigError, FormatError, TensorDedupError
+    from tensor_dedup.loader.report import report
+    from tensor_dedup.loader.residents import shares_memory
+    from tensor_dedup.loader.sharing import unshare, verify
+
+__all__ = [
+    "ConfigError",
+    "FormatError",
+    "TensorDedupConfig",
+    "TensorDedupError",
+    "report",
+    "shares_memory",
+    "unshare",
+    "verify",
+]
+
+_HOMES: Mapping[str, str] = {
+    "ConfigError": "tensor_dedup.errors",
+    "FormatError": "tensor_dedup.errors",
+    "TensorDedupConfig": "tensor_dedup.config",
+    "TensorDedupError": "tensor_dedup.errors",
+    "report": "tensor_dedup.loader.report",
+    "shares_memory": "tensor_dedup.loader.residents",
+    "unshare": "tensor_dedup.loader.sharing",
+    "verify": "tensor_dedup.loader.sharing",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# vLLM asks its plug-ins before it reads its arguments, except where it is told its platform
+# (VLLM_TARGET_DEVICE): there only this import can teach it `tensor_dedup=`. find_spec finds a
+# top-level package without importing it.
+if importlib.util.find_spec("vllm") and importlib.util.find_spec("tensor_dedup.patches.vllm.hooks"):
+    from tensor_dedup.patches.vllm import hooks
+
+    hooks.install()

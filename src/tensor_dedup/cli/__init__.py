@@ -1,0 +1,48 @@
+"""The command line `tensor-dedup VERB [OPTIONS]`.
+
+A verb lives in `tensor_dedup.cli.<verb>` as a click command named `command`. It is imported only
+when it is called, so that `--help` stays quick and no verb pays for another's libraries.
+"""
+
+import importlib
+from collections.abc import Mapping
+
+import click
+
+from tensor_dedup.cli.errors import data_errors
+
+VERBS: Mapping[str, str] = {
+    "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
+}
+
+
+class VerbGroup(click.Group):
+    """Knows its verbs by name and one line, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command = importlib.import_module(f"tensor_dedup.cli.{cmd_name}").command
+        return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click's own would import every verb for the sake of its short help.
+        with formatter.section("Verbs"):
+            formatter.write_dl(sorted(VERBS.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        with data_errors():
+            result: object = super().invoke(ctx)
+        return result
+
+
+@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tensor-dedup", prog_name="tensor-dedup")
+def main() -> None:
+    """One copy of every tensor that several models have in common.
+
+    Exit status: 0 all is well, 1 something is wrong with the data, 2 wrong use.
+    """

@@ -1,0 +1,172 @@
+"""TensorDedupConfig: every field's values, every way to write one, every refusal."""
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensor_dedup.config import FIELDS, HASH_ALGORITHMS, HashAlgorithm, TensorDedupConfig
+from tensor_dedup.errors import ConfigError
+
+DEFAULTS = {
+    "enabled": True,
+    "hash_algorithm": "blake3",
+    "verify_bytes": None,
+    "min_tensor_bytes": 0,
+    "memory_manager": None,
+    "store": None,
+    "store_writes": False,
+    "cpu_weights": None,
+    "verify": "hint",
+    "audit": 0.0,
+}
+
+configs = st.builds(
+    TensorDedupConfig,
+    enabled=st.booleans(),
+    hash_algorithm=st.sampled_from(HASH_ALGORITHMS),
+    verify_bytes=st.none() | st.booleans(),
+    min_tensor_bytes=st.integers(0, 1 << 70),
+    cpu_weights=st.sampled_from([None, "packed", "plain"]),
+    verify=st.sampled_from(["hint", "always"]),
+    audit=st.floats(0.0, 1.0),
+)
+
+
+def test_the_defaults() -> None:
+    assert TensorDedupConfig().to_dict() == DEFAULTS
+
+
+@given(configs)
+def test_every_way_to_write_one_gives_the_same(config: TensorDedupConfig) -> None:
+    values = config.to_dict()
+    assert TensorDedupConfig.from_any(config) is config
+    assert TensorDedupConfig.from_any(values) == config
+    assert TensorDedupConfig.from_any(json.dumps(values)) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(TensorDedupConfig.from_any(values)) == hash(config)
+
+
+@pytest.mark.parametrize("value", [None, True, "true", "null", {}, "{}", " {} "])
+def test_nothing_said_means_the_defaults(value: object) -> None:
+    assert TensorDedupConfig.from_any(value) == TensorDedupConfig()
+
+
+@pytest.mark.parametrize("value", [False, "false"])
+def test_false_switches_off(value: object) -> None:
+    assert TensorDedupConfig.from_any(value) == TensorDedupConfig(enabled=False)
+
+
+def test_a_partial_mapping_keeps_the_other_defaults() -> None:
+    assert TensorDedupConfig.from_any({"audit": 1}).to_dict() == {**DEFAULTS, "audit": 1}
+
+
+@pytest.mark.parametrize(
+    "value", [3, 0, 1.5, b"{}", [], "[]", "3", '"blake3"', "", "{", "[" * 99999]
+)
+def test_what_is_no_config_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="tensor_dedup is"):
+        TensorDedupConfig.from_any(value)
+
+
+@pytest.mark.parametrize(
+    ("field", "nearest"),
+    [
+        ("hash_algo", "hash_algorithm"),
+        ("enable", "enabled"),
+        ("min_tensor_byte", "min_tensor_bytes"),
+        ("cpu_weight", "cpu_weights"),
+        ("Store", "store"),
+        ("store_write", "store_writes"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(field: str, nearest: str) -> None:
+    values: dict[str, Any] = {field: None}
+    makers: tuple[Callable[[], TensorDedupConfig], ...] = (
+        lambda: TensorDedupConfig(**values),
+        lambda: TensorDedupConfig.from_any(values),
+        lambda: TensorDedupConfig.from_any(json.dumps(values)),
+        lambda: dataclasses.replace(TensorDedupConfig(), **values),
+    )
+    for make in makers:
+        with pytest.raises(ConfigError, match=f"'{field}'; did you mean '{nearest}'") as caught:
+            make()
+        assert caught.value.facts["field"] == field
+
+
+@given(st.text())
+def test_any_unknown_field_is_answered_with_a_real_one(name: str) -> None:
+    if name in FIELDS:
+        return
+    with pytest.raises(ConfigError) as caught:
+        TensorDedupConfig.from_any({name: None})
+    assert any(f"did you mean {field!r}" in str(caught.value) for field in FIELDS)
+
+
+def test_a_key_that_is_not_text_is_an_unknown_field() -> None:
+    with pytest.raises(ConfigError, match="no field '3'"):
+        TensorDedupConfig.from_any({3: True})
+
+
+WRONG: list[tuple[str, object]] = [
+    *(("enabled", value) for value in (None, 1, "yes")),
+    *(("hash_algorithm", value) for value in (None, "BLAKE3", "md5", "", 3, ["blake3"])),
+    *(("verify_bytes", value) for value in (0, 1, "auto")),
+    *(("min_tensor_bytes", value) for value in (-1, True, 1.0, "1", None)),
+    *(("cpu_weights", value) for value in ("raw", True, "")),
+    *(("verify", value) for value in (None, True, "never")),
+    *(("audit", value) for value in (-0.1, 1.1, float("nan"), float("inf"), True, "1", None)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG)
+def test_a_wrong_value_is_refused_with_what_to_write(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field} is .*; .") as caught:
+        TensorDedupConfig.from_any({field: value})
+    assert caught.value.facts == {"field": field, "value": repr(value)}
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_wrong_choice_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'xxh3_128'"):
+        TensorDedupConfig.from_any({"hash_algorithm": "xxh3"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_manager", "auto"),
+        ("memory_manager", Path("/run/user/socket")),
+        ("store", True),
+        ("store", False),
+        ("store", "somewhere"),
+        ("store_writes", True),
+        ("store_writes", None),
+    ],
+)
+def test_what_comes_later_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} is .* not available in this version"):
+        TensorDedupConfig.from_any({field: value})
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+def test_hits_are_compared_by_default_where_the_hash_can_be_forged(
+    algorithm: HashAlgorithm,
+) -> None:
+    forgeable = algorithm.startswith("xxh")
+    assert TensorDedupConfig(hash_algorithm=algorithm).verifies_bytes is forgeable
+    for asked in (True, False):
+        config = TensorDedupConfig(hash_algorithm=algorithm, verify_bytes=asked)
+        assert config.verifies_bytes is asked
+
+
+def test_it_cannot_be_changed_after_it_was_checked() -> None:
+    config = TensorDedupConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.audit = 0.5  # type: ignore[misc]
