@@ -1,0 +1,28 @@
+"""What every test needs before vllm or transformers is first imported."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# At import, not in a fixture: vllm and huggingface_hub read their environment when they are
+# imported, and test modules import them before any fixture runs.
+_SESSION = tempfile.TemporaryDirectory(prefix="tensor-dedup-tests-")
+os.environ.update(
+    # The engine runs in this process, so that a test can look at its weights.
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    # Every checkpoint is made by the tests: a network would only hide that one is missing.
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    TOKENIZERS_PARALLELISM="false",
+    # Hints of the person who runs the tests would make an unknown checkpoint a known one.
+    TENSOR_DEDUP_HINTS=str(Path(_SESSION.name) / "hints.sqlite"),
+)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    _SESSION.cleanup()
