@@ -1,0 +1,297 @@
+"""The one name every tensor has: a digest of its bytes, in a tree of 2 MiB leaves.
+
+leaf   = BLAKE3-256 of one piece of at most 2 MiB, at offsets that are multiples of 2 MiB
+digest = BLAKE3-256 in derive-key mode over u64le(nbytes) and the leaf digests, at every size
+
+so a leaf is never a digest and no bytes can imitate another tensor's leaves. Bytes are raw,
+contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes, and their text
+carries the algorithm's name, so it never equals a BLAKE3 digest.
+
+One pool of threads serves the whole process. Nothing that runs in it ever waits for it: work is
+cut into chunks and the chunk that ends last combines them, so no number of callers can deadlock it.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pickle import PickleBuffer
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+from blake3 import blake3
+
+from tensor_dedup.errors import ConfigError, IntegrityError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+LEAF_BYTES = 2 << 20
+CONTEXT = "tensor-dedup digest v1"
+ALGORITHMS = ("blake3", "blake2b", "xxh3_128", "xxhash64")
+
+_LEAF_DIGEST_BYTES = 32
+# A chunk of 8 leaves takes about 4 ms: long beside the cost of handing it to a thread (tens of
+# microseconds), short enough that the tail of one tensor does not leave the other threads idle.
+_MAX_CHUNK_LEAVES = 8
+# Below this, hashing in the calling thread takes less than handing the work over (about 50 us).
+_INLINE_BYTES = 128 << 10
+
+
+def digest(data: "Buffer", algorithm: str = "blake3") -> str:
+    """The digest of all of `data`, in text form; spread over the pool when it is large.
+
+    `data` is any C-contiguous buffer (TypeError otherwise) that nobody writes meanwhile. Safe from
+    any thread, those of the pool included. ConfigError: no such algorithm.
+    """
+    _check(algorithm)
+    if not _splits(memoryview(data).nbytes, algorithm) or _in_pool():
+        with _bytes_of(data) as view:
+            return _serial(view, algorithm)
+    return submit(data, algorithm).result()
+
+
+def submit(data: "Buffer", algorithm: str = "blake3") -> "Future[str]":
+    """Start digest(data, algorithm) on the pool; the result is its text form.
+
+    The buffer is held until the work is done and let go before the result can be seen, so an mmap
+    may be closed as soon as result() returned. Small buffers, and whatever a thread of the pool
+    asks for, are hashed before this returns: waiting inside the pool is safe. The future cannot be
+    cancelled. A forked child has a pool of its own; the futures of its parent never end there.
+    """
+    _check(algorithm)
+    if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
+        return _done(data, algorithm)
+    return _Job(_bytes_of(data), algorithm, _POOL.executor()).future
+
+
+def leaf_digests(data: "Buffer") -> list[bytes]:
+    """The 32-byte leaf digests of `data`, in order; none for 0 bytes. In the calling thread."""
+    with _bytes_of(data) as view:
+        return _leaves(view)
+
+
+def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
+    """The digest of `nbytes` bytes that have these leaf digests.
+
+    IntegrityError when that many bytes cannot have that many leaves, or one is not 32 bytes.
+    """
+    if nbytes < 0 or len(leaves) != -(-nbytes // LEAF_BYTES):
+        raise IntegrityError(
+            f"{nbytes} bytes cannot have {len(leaves)} leaves; hash the bytes again",
+            nbytes=nbytes,
+            leaves=len(leaves),
+        )
+    if any(len(leaf) != _LEAF_DIGEST_BYTES for leaf in leaves):
+        raise IntegrityError("a leaf digest is not 32 bytes; hash the bytes again", nbytes=nbytes)
+    tree = blake3(nbytes.to_bytes(8, "little"), derive_key_context=CONTEXT)
+    tree.update(b"".join(leaves))
+    return tree.hexdigest()
+
+
+class StreamDigest:
+    """The digest of bytes that arrive in pieces, however they are split. One thread at a time.
+
+    `nbytes` is how many will come: optional for blake3, needed by the other algorithms, which hash
+    the size first (ConfigError without it).
+    """
+
+    def __init__(self, algorithm: str = "blake3", nbytes: int | None = None) -> None:
+        _check(algorithm)
+        self._algorithm = algorithm
+        self._declared = nbytes
+        self._seen = 0
+        self._leaves: list[bytes] = []
+        self._leaf = blake3()
+        self._flat = None if algorithm == "blake3" else _flat(algorithm, nbytes)
+
+    def update(self, data: "Buffer") -> None:
+        """Add the next bytes: any C-contiguous buffer, not kept."""
+        with _bytes_of(data) as view:
+            if self._flat is not None:
+                self._flat.update(view)
+                self._seen += view.nbytes
+            else:
+                self._update_leaves(view)
+
+    def _update_leaves(self, view: memoryview) -> None:
+        start = 0
+        while start < view.nbytes:
+            room = LEAF_BYTES - self._seen % LEAF_BYTES
+            with view[start : start + room] as piece:
+                self._leaf.update(piece)
+                start += piece.nbytes
+                self._seen += piece.nbytes
+            if self._seen % LEAF_BYTES == 0:
+                self._leaves.append(self._leaf.digest())
+                self._leaf = blake3()
+
+    def hexdigest(self) -> str:
+        """The text form of what has come so far; more may follow.
+
+        IntegrityError when `nbytes` was given and another number of bytes came.
+        """
+        if self._declared not in (None, self._seen):
+            raise IntegrityError(
+                f"{self._declared} bytes were announced, {self._seen} came; read the tensor again",
+                announced=self._declared,
+                came=self._seen,
+            )
+        if self._flat is not None:
+            return f"{self._algorithm}:{self._flat.hexdigest()}"
+        partial = [self._leaf.digest()] if self._seen % LEAF_BYTES else []
+        return combine(self._seen, self._leaves + partial)
+
+
+class _Hasher(Protocol):
+    def update(self, data: memoryview | bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Job:
+    """One digest on the pool. Chunks hash; whichever ends last combines and sets the future."""
+
+    def __init__(self, view: memoryview, algorithm: str, pool: ThreadPoolExecutor) -> None:
+        self.future: Future[str] = Future()
+        # Running from the start: a cancelled future would refuse the result that is on its way.
+        self.future.set_running_or_notify_cancel()
+        self._view = view
+        self._nbytes = view.nbytes
+        self._lock = threading.Lock()
+        self._chunks: list[Future[list[bytes]]] = []
+        work: list[Callable[[], list[bytes]]]
+        if _splits(view.nbytes, algorithm):
+            work = [self._hasher(start, stop) for start, stop in _chunks(view.nbytes)]
+        else:
+            work = [lambda: [_serial(view, algorithm).encode()]]
+        self._combine = len(work) > 1
+        self._pending = len(work)
+        self._chunks = [pool.submit(task) for task in work]
+        for chunk in self._chunks:
+            chunk.add_done_callback(self._ended)
+
+    def _hasher(self, start: int, stop: int) -> Callable[[], list[bytes]]:
+        def task() -> list[bytes]:
+            with self._view[start:stop] as piece:
+                return _leaves(piece)
+
+        return task
+
+    def _ended(self, _: "Future[list[bytes]]") -> None:
+        with self._lock:
+            self._pending -= 1
+            if self._pending:
+                return
+        self._view.release()
+        errors = [error for chunk in self._chunks if (error := chunk.exception()) is not None]
+        if errors:
+            self.future.set_exception(errors[0])
+            return
+        parts = [part for chunk in self._chunks for part in chunk.result()]
+        self.future.set_result(combine(self._nbytes, parts) if self._combine else parts[0].decode())
+
+
+class _Pool:
+    """The process's threads, made when first needed and made again in a forked child."""
+
+    def __init__(self) -> None:
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        # After a fork only the forking thread lives: the parent's workers are gone and its lock
+        # may be held by a thread that no longer exists.
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._mark = threading.local()
+
+    def executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(
+                    _thread_count(), "tensor-dedup-digest", initializer=self._enter
+                )
+            return self._executor
+
+    def _enter(self) -> None:
+        self._mark.inside = True
+
+    def inside(self) -> bool:
+        return getattr(self._mark, "inside", False)
+
+
+def _thread_count() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _in_pool() -> bool:
+    return _POOL.inside()
+
+
+def _done(data: "Buffer", algorithm: str) -> "Future[str]":
+    future: Future[str] = Future()
+    with _bytes_of(data) as view:
+        future.set_result(_serial(view, algorithm))
+    return future
+
+
+def _check(algorithm: str) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(
+            f"no hash algorithm {algorithm!r}; use one of {', '.join(ALGORITHMS)}",
+            algorithm=algorithm,
+        )
+
+
+def _bytes_of(data: "Buffer") -> memoryview:
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise TypeError("only C-contiguous bytes have a digest; copy the tensor first")
+    # memoryview.cast refuses empty shapes and the formats of ctypes ("<B"); this does not.
+    return PickleBuffer(data).raw()
+
+
+def _splits(nbytes: int, algorithm: str) -> bool:
+    return algorithm == "blake3" and nbytes > LEAF_BYTES and _thread_count() > 1
+
+
+def _chunks(nbytes: int) -> Iterator[tuple[int, int]]:
+    leaves = -(-nbytes // LEAF_BYTES)
+    step = min(-(-leaves // _thread_count()), _MAX_CHUNK_LEAVES) * LEAF_BYTES
+    for start in range(0, nbytes, step):
+        yield start, min(start + step, nbytes)
+
+
+def _leaves(view: memoryview) -> list[bytes]:
+    found = []
+    for start in range(0, view.nbytes, LEAF_BYTES):
+        with view[start : start + LEAF_BYTES] as piece:
+            found.append(blake3(piece).digest())
+    return found
+
+
+def _serial(view: memoryview, algorithm: str) -> str:
+    if algorithm == "blake3":
+        return combine(view.nbytes, _leaves(view))
+    hasher = _flat(algorithm, view.nbytes)
+    hasher.update(view)
+    return f"{algorithm}:{hasher.hexdigest()}"
+
+
+def _flat(algorithm: str, nbytes: int | None) -> _Hasher:
+    if nbytes is None:
+        raise ConfigError(
+            f"{algorithm} hashes the size first: say nbytes, or use blake3", algorithm=algorithm
+        )
+    make: dict[str, Callable[[], _Hasher]] = {
+        "blake2b": lambda: hashlib.blake2b(digest_size=32),
+        "xxh3_128": xxhash.xxh3_128,
+        "xxhash64": xxhash.xxh64,
+    }
+    hasher = make[algorithm]()
+    hasher.update(nbytes.to_bytes(8, "little"))
+    return hasher
+
+
+_POOL = _Pool()
