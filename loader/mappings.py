@@ -1,0 +1,85 @@
+"""Which addresses of this process are mappings of slabs, and which of their pages were copied."""
+
+from array import array
+from bisect import bisect_right
+from mmap import PAGESIZE
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_PAGEMAP: Final = Path("/proc/self/pagemap")
+_ENTRY_BYTES: Final = 8
+_CHUNK: Final = 1 << 20
+# The top bits of a pagemap entry: present (63), swapped out (62), a page of the file (61).
+_FLAGS_SHIFT: Final = 61
+_COPIED: Final = frozenset({0b100, 0b010, 0b110})
+
+
+class Span(NamedTuple):
+    """One mapping: its length, and the slab and offset its first byte comes from."""
+
+    length: int
+    slab: int
+    offset: int
+
+
+class MappingTable:
+    """Mappings by address.
+
+    Takes no lock: finalizers remove entries, and may run inside any allocation of any thread,
+    also one that is in here, and in a forked child whose other threads are gone. Every step is
+    one operation on a dict; the sorted copy is made anew when the dict changed since.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[int, Span] = {}
+        self._change = object()
+        self._sorted: tuple[object, list[int]] = (self._change, [])
+
+    def add(self, address: int, span: Span) -> None:
+        """Remember a mapping."""
+        self._spans[address] = span
+        self._change = object()
+
+    def forget(self, address: int) -> None:
+        """Forget the mapping that starts there, if there is one."""
+        self._spans.pop(address, None)
+        self._change = object()
+
+    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Slab and offset of a range of memory; None unless one mapping holds all of it."""
+        change = self._change
+        if self._sorted[0] is not change:
+            self._sorted = (change, sorted(self._spans))
+        starts = self._sorted[1]
+        index = bisect_right(starts, address) - 1
+        span = self._spans.get(starts[index]) if index >= 0 else None
+        if span is None or address + nbytes > starts[index] + span.length:
+            return None
+        return span.slab, span.offset + address - starts[index]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+
+MAPPINGS: Final = MappingTable()
+
+
+def any_page_copied(address: int, nbytes: int) -> bool:
+    """Whether a page of this range of a private mapping was written, and so became private.
+
+    Pages nobody has touched yet are not copied. Reads 8 bytes a page from the kernel.
+    """
+    first, last = address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)
+    with _PAGEMAP.open("rb", buffering=0) as pagemap:
+        pagemap.seek(first * _ENTRY_BYTES)
+        left = (last - first) * _ENTRY_BYTES
+        while left > 0:
+            piece = pagemap.read(min(left, _CHUNK))
+            if not piece or _has_copied(piece):
+                return True  # unreadable: not known to be shared
+            left -= len(piece)
+    return False
+
+
+def _has_copied(entries: bytes) -> bool:
+    return any(entry >> _FLAGS_SHIFT in _COPIED for entry in set(array("Q", entries)))
