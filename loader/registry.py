@@ -9,6 +9,7 @@ import threading
 from typing import Final
 from weakref import WeakValueDictionary
 
+from tensor_dedup.loader import report
 from tensor_dedup.loader.residents import Resident
 from tensor_dedup.types import ResidentKey
 
@@ -84,3 +85,4 @@ def _key_bytes(key: ResidentKey) -> int:
 
 registry: Final = Registry()
 os.register_at_fork(after_in_child=registry._renew_lock)
+report.measure_with(registry.overhead_bytes, registry.resident_bytes)

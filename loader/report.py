@@ -1,0 +1,212 @@
+"""What every load of this process, and of its workers, read, shared and kept for itself. No torch.
+
+A worker process hands its reports over as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also
+writes the model's report there, and a process that calls `collect_from` merges them. Files, and
+not a pipe, because engines start workers in ways we do not control, and a worker may be gone
+before anyone asks.
+"""
+
+import atexit
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from tensor_dedup.loader.report_table import render
+
+REPORT_DIR_VARIABLE: Final = "TENSOR_DEDUP_REPORT_DIR"
+_PHASES: Final = ("plan", "read", "hash", "process")
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelReport:
+    """One load of one model by one process. Sizes in bytes.
+
+    `total_bytes` is what the final tensors take, packed copies included; `shared_bytes` of it
+    were resident already, `private_bytes` is the rest. `bytes_read` is all tensor data fetched
+    from files, for hashing too; `header_bytes` the headers. `known`: were the digests remembered.
+    `skipped` holds (name, reason) of what could not be shared. `collisions` counts hits that
+    a comparison of bytes refused; `tokens_equal_plain` is for whoever compared outputs.
+    """
+
+    name: str = ""
+    pid: int = field(default_factory=os.getpid)
+    rank: int = 0
+    known: bool = False
+    total_bytes: int = 0
+    shared_bytes: int = 0
+    private_bytes: int = 0
+    checkpoint_bytes: int = 0
+    header_bytes: int = 0
+    bytes_read: int = 0
+    bytes_hashed: int = 0
+    bytes_materialised: int = 0
+    tensors_total: int = 0
+    tensors_shared: int = 0
+    source_tensors_total: int = 0
+    source_tensors_shared: int = 0
+    source_bytes_shared: int = 0
+    collisions: int = 0
+    tokens_equal_plain: bool | None = None
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
+    components: list[Any] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, as JSON would hold them."""
+        return asdict(self) | {"skipped": [list(pair) for pair in self.skipped]}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All loads in the order of time, and what the residents and their table take now, in bytes.
+
+    The two sizes include workers', as of each one's last load.
+    """
+
+    models: list[ModelReport]
+    registry_bytes: int
+    resident_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only: `models`, `registry_bytes`, `resident_bytes`."""
+        return {
+            "models": [model.to_dict() for model in self.models],
+            "registry_bytes": self.registry_bytes,
+            "resident_bytes": self.resident_bytes,
+        }
+
+    def __str__(self) -> str:
+        return render(self.to_dict())
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One report with the place it takes among others; also the content of a report file."""
+
+    time_ns: int
+    pid: int
+    number: int
+    model: ModelReport
+    registry_bytes: int = 0
+    resident_bytes: int = 0
+
+
+class _Collection:
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self.directories: list[Path] = []
+        self.refused: set[Path] = set()
+        self.gauges: tuple[Callable[[], int], Callable[[], int]] = (int, int)
+        self.numbers = itertools.count(1)
+        self.lock = threading.Lock()
+
+    def renew_lock(self) -> None:
+        # A thread that does not exist in the child may have held it.
+        self.lock = threading.Lock()
+
+
+_collection: Final = _Collection()
+os.register_at_fork(after_in_child=_collection.renew_lock)
+
+
+def measure_with(registry_bytes: Callable[[], int], resident_bytes: Callable[[], int]) -> None:
+    """Say how to measure this process's table and residents (the registry does, when imported)."""
+    _collection.gauges = (registry_bytes, resident_bytes)
+
+
+def add(model: ModelReport) -> None:
+    """Enter the report of a finished load. Safe from any thread; never fails the load."""
+    registry_bytes, resident_bytes = (gauge() for gauge in _collection.gauges)
+    with _collection.lock:
+        entry = _Entry(
+            time_ns=time.time_ns(),
+            pid=os.getpid(),
+            number=next(_collection.numbers),
+            model=model,
+            registry_bytes=registry_bytes,
+            resident_bytes=resident_bytes,
+        )
+        _collection.entries.append(entry)
+    directory = os.environ.get(REPORT_DIR_VARIABLE)
+    if directory:
+        _hand_over(entry, Path(directory))
+
+
+def _hand_over(entry: _Entry, directory: Path) -> None:
+    name = f"{entry.pid}-{entry.number}.json"
+    unfinished = directory / f".{name}"  # of this process alone, and not what readers look for
+    try:
+        unfinished.write_bytes(msgspec.json.encode(entry))
+        unfinished.replace(directory / name)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        _log.warning("the report of %s stays in process %d: %s", entry.model.name, entry.pid, error)
+
+
+def collect_from(directory: str | os.PathLike[str]) -> None:
+    """From now on `report` also takes what other processes write into this directory."""
+    path = Path(directory).absolute()
+    with _collection.lock:
+        if path not in _collection.directories:
+            _collection.directories.append(path)
+
+
+def share_with_workers() -> Path:
+    """Make workers started from now on report to this process; return the directory.
+
+    Does nothing more when the variable is set: then an outer process, or the user, collects.
+    The directory is removed when this process ends.
+    """
+    given = os.environ.get(REPORT_DIR_VARIABLE)
+    if given:
+        return Path(given)
+    path = Path(tempfile.mkdtemp(prefix="tensor-dedup-reports-"))
+    atexit.register(_remove_in, os.getpid(), path)
+    os.environ[REPORT_DIR_VARIABLE] = str(path)
+    collect_from(path)
+    return path
+
+
+def _remove_in(pid: int, path: Path) -> None:
+    if os.getpid() == pid:  # and not in a forked worker
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def report() -> Report:
+    """All loads of this process and of those it collects from. Safe from any thread."""
+    with _collection.lock:
+        entries = {(entry.pid, entry.number): entry for entry in _collection.entries}
+        directories = list(_collection.directories)
+    for directory in directories:
+        for path in sorted(directory.glob("[0-9]*-*.json")):
+            entry = _read(path)
+            if entry is not None:
+                entries.setdefault((entry.pid, entry.number), entry)
+    ordered = sorted(entries.values(), key=lambda entry: (entry.time_ns, entry.pid, entry.number))
+    last = {entry.pid: entry for entry in ordered if entry.pid != os.getpid()}
+    registry_bytes, resident_bytes = (gauge() for gauge in _collection.gauges)
+    return Report(
+        models=[entry.model for entry in ordered],
+        registry_bytes=registry_bytes + sum(entry.registry_bytes for entry in last.values()),
+        resident_bytes=resident_bytes + sum(entry.resident_bytes for entry in last.values()),
+    )
+
+
+def _read(path: Path) -> _Entry | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Entry)
+    except (OSError, msgspec.MsgspecError) as error:
+        if path not in _collection.refused:
+            _collection.refused.add(path)
+            _log.warning("skipped the report %s: %s", path, error)
+        return None

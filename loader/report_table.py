@@ -1,0 +1,87 @@
+"""A report as a table for people."""
+
+from collections import Counter
+from collections.abc import Mapping
+from io import StringIO
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_SIZES: Final = (
+    ("total", "total_bytes"),
+    ("shared", "shared_bytes"),
+    ("private", "private_bytes"),
+    ("read", "bytes_read"),
+    ("hashed", "bytes_hashed"),
+    ("materialised", "bytes_materialised"),
+)
+_PAIRS: Final = (
+    ("tensors", "tensors_shared", "tensors_total"),
+    ("source tensors", "source_tensors_shared", "source_tensors_total"),
+)
+_NAME_WIDTH: Final = 40
+_WIDTH: Final = 240
+_REASONS_SHOWN: Final = 10
+
+
+def human(nbytes: int) -> str:
+    """A size with a unit of 1024: `512 B`, `1.5 KiB`, `3.0 GiB`."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 1023.95:  # what would be printed as 1024.0
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The table of a report (its `to_dict()`), and what it comes to. No colours, no terminal."""
+    models: list[Mapping[str, Any]] = report["models"]
+    if not models:
+        return "tensor-dedup: no model was loaded yet"
+    # This box is also a Markdown table, so that it can go into an issue as it is.
+    table = Table(box=box.MARKDOWN)
+    table.add_column("model", max_width=_NAME_WIDTH, overflow="fold")
+    for heading in ("known", *(h for h, _ in _SIZES), *(h for h, _, _ in _PAIRS), "seconds"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for model in models:
+        table.add_row(Text(str(model["name"])), "yes" if model["known"] else "no", *_cells([model]))
+    table.add_row("all", "", *_cells(models))
+    out = StringIO()
+    Console(file=out, width=_WIDTH, color_system=None).print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+    return "\n".join([*lines, "", _saved(report), *_reasons(models)])
+
+
+def _cells(models: list[Mapping[str, Any]]) -> list[str]:
+    def total(key: str) -> int:
+        return sum(model[key] for model in models)
+
+    seconds = sum(sum(model["seconds"].values()) for model in models)
+    return [
+        *(human(total(key)) for _, key in _SIZES),
+        *(f"{total(part)}/{total(whole)}" for _, part, whole in _PAIRS),
+        f"{seconds:.2f}",
+    ]
+
+
+def _saved(report: Mapping[str, Any]) -> str:
+    total = sum(model["total_bytes"] for model in report["models"])
+    saved = sum(model["shared_bytes"] for model in report["models"])
+    share = 100 * saved / total if total else 0.0
+    return (
+        f"saved {human(saved)} of {human(total)} ({share:.1f} %); "
+        f"residents {human(report['resident_bytes'])}, registry {human(report['registry_bytes'])}"
+    )
+
+
+def _reasons(models: list[Mapping[str, Any]]) -> list[str]:
+    reasons = Counter(str(reason) for model in models for _, reason in model["skipped"])
+    lines = [f"not shared: {n} x {reason}" for reason, n in reasons.most_common(_REASONS_SHOWN)]
+    hidden = len(reasons) - len(lines)
+    return [*lines, f"not shared: {hidden} more reasons"] if hidden > 0 else lines
