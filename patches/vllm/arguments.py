@@ -1,0 +1,239 @@
+"""`tensor_dedup=` for vLLM's engine arguments, and `--tensor-dedup` for its command line.
+
+What the user asked for becomes a load format and a plain dict beside the loader's own keys:
+`LoadConfig` carries both, pickled, to every process of the engine. Nothing here imports vllm.
+"""
+
+import argparse
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.patches.vllm.reports import gather_from_children
+from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
+
+LOAD_FORMAT = "tensor_dedup"
+KEY = "tensor_dedup"  # of model_loader_extra_config
+INNER_FORMATS = ("auto", "hf", "safetensors")
+
+_AddCliArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+# What overwrites weights in place, or moves them, after they were loaded: others read them too.
+MOVES_WEIGHTS: Mapping[str, str] = {
+    "enable_sleep_mode": "a sleeping engine discards weights and writes them again when it wakes",
+    "enable_eplb": "balancing experts overwrites expert weights while the engine runs",
+    "enable_elastic_ep": "scaling experts overwrites expert weights while the engine runs",
+    "cpu_offload_gb": "offloading moves weights into memory of its own",
+    "offload_group_size": "offloading moves weights into memory of its own",
+    "weight_transfer_config": "a weight update overwrites weights while the engine runs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What was asked for: the config, and the load format that reads the files."""
+
+    config: TensorDedupConfig
+    inner: str
+
+
+def translate(value: object, load_format: str, extra: object) -> tuple[str, dict[str, Any]]:
+    """Return the load format and loader config that mean `tensor_dedup=value` to vLLM.
+
+    `extra` is the user's own model_loader_extra_config; its other keys are kept and the object is
+    not changed. Applied to its own result with `value` None it returns the same again. A config
+    that is switched off returns what plain vLLM would have been given. Raises ConfigError.
+    """
+    own = _loader_config(extra)
+    request = _requested(value, load_format, own)
+    rest = {name: own[name] for name in own if name != KEY}
+    if request is None:
+        return load_format, own
+    if not request.config.enabled:
+        return request.inner, rest
+    if request.inner.lower() not in INNER_FORMATS:
+        raise ConfigError(
+            f"tensor_dedup does not combine with load_format={request.inner!r}: it shares weights "
+            f"read with one of {', '.join(INNER_FORMATS)}; drop one of the two arguments",
+            load_format=request.inner,
+        )
+    mine = {**request.config.to_dict(), "inner": request.inner.lower()}
+    return LOAD_FORMAT, {**rest, KEY: mine}
+
+
+def refuse_moving_weights(settings: object) -> None:
+    """Raise ConfigError when engine arguments ask for something that would write shared weights."""
+    for name, reason in MOVES_WEIGHTS.items():
+        if value := getattr(settings, name, None):
+            raise ConfigError(
+                f"tensor_dedup does not combine with {name}={value!r} in this version: {reason}, "
+                f"and other models may share them; drop {name} or tensor_dedup",
+                setting=name,
+            )
+
+
+def parse_flag(text: str) -> dict[str, Any]:
+    """Type of `--tensor-dedup` for argparse, which turns ArgumentTypeError into exit status 2."""
+    try:
+        return TensorDedupConfig.from_any(text).to_dict()
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def patch(arg_utils: ModuleType) -> None:
+    """Teach vllm.engine.arg_utils the argument. Idempotent; `unpatch` undoes it.
+
+    Where the seams do not match, every argument class says so when tensor_dedup is used and is
+    otherwise untouched.
+    """
+    matches = usable("arguments")
+    for name in ("EngineArgs", "AsyncEngineArgs"):
+        cls = getattr(arg_utils, name, None)
+        if cls is not None and not _is_ours(cls.__init__):
+            cls.__init__ = _init(cls.__init__) if matches else _refusing_init(cls.__init__)
+    if matches and not _is_ours(arg_utils.EngineArgs.add_cli_args):
+        engine_args = arg_utils.EngineArgs
+        engine_args.add_cli_args = staticmethod(_add_cli_args(engine_args.add_cli_args))
+        engine_args.from_cli_args = classmethod(_from_cli_args(engine_args.from_cli_args.__func__))
+
+
+def unpatch(arg_utils: ModuleType) -> None:
+    """Give vllm.engine.arg_utils its own functions back. Idempotent."""
+    for cls in (arg_utils.EngineArgs, arg_utils.AsyncEngineArgs):
+        if _is_ours(cls.__init__):
+            cls.__init__ = cls.__init__.__wrapped__
+    engine_args = arg_utils.EngineArgs
+    if _is_ours(engine_args.add_cli_args):
+        engine_args.add_cli_args = staticmethod(engine_args.add_cli_args.__wrapped__)
+        engine_args.from_cli_args = classmethod(engine_args.from_cli_args.__func__.__wrapped__)
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return function.__code__.co_filename == __file__
+
+
+def _loader_config(extra: object) -> dict[str, Any]:
+    if extra is None:
+        return {}
+    if isinstance(extra, Mapping):
+        return dict(extra)
+    raise ConfigError(
+        f"model_loader_extra_config is a {type(extra).__name__}; with tensor_dedup give a dict",
+        value=repr(extra),
+    )
+
+
+def _requested(value: object, load_format: str, own: Mapping[str, Any]) -> _Request | None:
+    if load_format.lower() != LOAD_FORMAT:
+        if value is None:
+            return None
+        return _Request(TensorDedupConfig.from_any(value), load_format)
+    config, inner = split(own.get(KEY))
+    if value is None:
+        return _Request(config, inner)
+    asked = TensorDedupConfig.from_any(value)
+    if KEY in own and asked != config:
+        raise ConfigError(
+            f"tensor_dedup is given twice and differs: {asked.to_dict()} as an argument, "
+            f"{config.to_dict()} in model_loader_extra_config; give it once",
+        )
+    return _Request(asked, inner)
+
+
+def split(mine: object) -> tuple[TensorDedupConfig, str]:
+    """Take our entry of model_loader_extra_config apart: the config and the inner load format.
+
+    Whatever may be written as a config may be written there, None included. Raises ConfigError.
+    """
+    if not isinstance(mine, Mapping):
+        return TensorDedupConfig.from_any(mine), "auto"
+    fields = {name: mine[name] for name in mine if name != "inner"}
+    return TensorDedupConfig.from_any(fields), str(mine.get("inner", "auto"))
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+    default_format: str = signature.parameters["load_format"].default
+
+    @functools.wraps(original)
+    def __init__(
+        self: object, *args: object, tensor_dedup: object = None, **kwargs: object
+    ) -> None:
+        try:
+            given = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            # Plain vLLM's own message names its class and the argument.
+            return original(self, *args, **kwargs)
+        load_format = given.arguments.get("load_format", default_format)
+        if tensor_dedup is None and str(load_format).lower() != LOAD_FORMAT:
+            return original(self, *args, **kwargs)
+        load_format, extra = translate(
+            tensor_dedup, load_format, given.arguments.get("model_loader_extra_config")
+        )
+        given.arguments.update(load_format=load_format, model_loader_extra_config=extra)
+        original(*given.args, **given.kwargs)
+        if load_format == LOAD_FORMAT:
+            refuse_moving_weights(self)
+            gather_from_children()
+        return None
+
+    return __init__
+
+
+def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(
+        self: object, *args: object, tensor_dedup: object = None, **kwargs: object
+    ) -> None:
+        if tensor_dedup is not None and TensorDedupConfig.from_any(tensor_dedup).enabled:
+            raise UnsupportedError(
+                "tensor_dedup cannot be used with this vLLM: "
+                f"{'; '.join(map(str, check('arguments')))}; "
+                f"install vLLM {RECORDED_VERSION} or drop tensor_dedup",
+            )
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _add_cli_args(original: _AddCliArgs) -> _AddCliArgs:
+    @functools.wraps(original)
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        group = parser.add_argument_group(
+            "TensorDedupConfig", "One copy of every tensor that several models have in common."
+        )
+        group.add_argument(
+            "--tensor-dedup",
+            nargs="?",
+            const="{}",  # argparse passes text through `type`, defaults and constants included
+            type=parse_flag,
+            metavar="JSON",
+            help="Share identical weights with other models. Without a value: the defaults; "
+            "else fields of TensorDedupConfig, for example '{\"min_tensor_bytes\": 4194304}'.",
+        )
+        return parser
+
+    return add_cli_args
+
+
+def _from_cli_args(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def from_cli_args(cls: type, args: argparse.Namespace) -> object:
+        value = getattr(args, "tensor_dedup", None)
+        if value is not None:
+            # A copy: `vllm serve` builds engine arguments from one namespace more than once.
+            args = argparse.Namespace(**vars(args))
+            args.load_format, args.model_loader_extra_config = translate(
+                value,
+                getattr(args, "load_format", "auto"),
+                getattr(args, "model_loader_extra_config", None),
+            )
+        return original(cls, args)
+
+    return from_cli_args

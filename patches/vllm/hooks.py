@@ -1,0 +1,76 @@
+"""Reach vLLM's modules as soon as they are imported, whoever imports them and in which order."""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import wrapt
+
+from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.patches.vllm.arguments import patch
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """What to do with a module once the name `ready`, the last that we need, is defined in it."""
+
+    module: str
+    ready: str
+    apply: Callable[[ModuleType], None]
+
+
+def _offer_config(load: ModuleType) -> None:
+    # The published snippet is `from vllm.config.load import TensorDedupConfig`.
+    load.TensorDedupConfig = TensorDedupConfig  # type: ignore[attr-defined]
+
+
+_HOOKS = (
+    _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", patch),
+    _Hook("vllm.config.load", "LoadConfig", _offer_config),
+)
+_lock = threading.Lock()
+_installed: set[str] = set()
+
+
+def install() -> None:
+    """Patch vLLM's arguments now, or when they are imported. Idempotent, safe from any thread.
+
+    Imports neither vllm nor torch.
+    """
+    for hook in _HOOKS:
+        with _lock:
+            if hook.module in _installed:
+                continue
+            _installed.add(hook.module)
+        _install(hook)
+
+
+def _install(hook: _Hook) -> None:
+    module = sys.modules.get(hook.module)
+    if module is None:
+        wrapt.register_post_import_hook(hook.apply, hook.module)
+    elif hook.ready in vars(module):
+        hook.apply(module)
+    else:
+        _apply_when_complete(module, hook)
+
+
+def _apply_when_complete(module: ModuleType, hook: _Hook) -> None:
+    """Apply a hook to a module that is being imported right now, before anybody gets a name of it.
+
+    `from vllm import EngineArgs` first: arg_utils imports the platforms, and those call us in the
+    middle of it. It is too late for an import hook then. But nobody can use a class of the module
+    without asking the module for it, and a module's class may be replaced to see that.
+    """
+    plain = type(module)
+
+    class Incomplete(plain):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> object:
+            if hook.ready in plain.__getattribute__(self, "__dict__"):
+                self.__class__ = plain  # type: ignore[assignment]
+                hook.apply(self)
+            return plain.__getattribute__(self, name)
+
+    module.__class__ = Incomplete

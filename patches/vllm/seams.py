@@ -1,0 +1,228 @@
+"""Every function of vLLM that we wrap, override or depend on, and what happens when it changed.
+
+Recorded against vLLM 0.32. A signature is compared by names, kinds and defaults of its
+parameters; annotations may change freely. No vllm and no torch until something is checked.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+logger = logging.getLogger(__name__)
+
+RECORDED_VERSION = "0.32"
+
+Part = Literal["arguments", "loader", "reload"]
+# What a load does without that part; one sentence, so that the log can say it.
+WITHOUT: dict[Part, str] = {
+    "arguments": "`tensor_dedup=` raises UnsupportedError and `--tensor-dedup` is not offered",
+    "loader": "weights are loaded plainly, without sharing",
+    "reload": "weights are loaded plainly, without sharing, because a reload could not be guarded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One function we rely on: `target` is "module:qualified name".
+
+    `signature` is the whole recorded signature, or empty where only the parameters named in
+    `needs` matter (a generated `__init__` with hundreds of them grows with every release).
+    """
+
+    target: str
+    part: Part
+    reason: str
+    signature: str = ""
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A seam that is not what was recorded; `found` says what is there instead."""
+
+    seam: Seam
+    found: str
+
+    def __str__(self) -> str:
+        wanted = self.seam.signature or f"parameters {', '.join(self.seam.needs)}"
+        return f"{self.seam.target} is {self.found}, vLLM {RECORDED_VERSION} had {wanted}"
+
+
+_ARG_UTILS = "vllm.engine.arg_utils"
+_MODELS = "vllm.model_executor"
+_LOADERS = "vllm.model_executor.model_loader"
+_RUNNER = "vllm.v1.worker"
+_ENGINE_SETTINGS = (
+    "load_format",
+    "model_loader_extra_config",
+    "enable_sleep_mode",
+    "enable_eplb",
+    "enable_elastic_ep",
+    "cpu_offload_gb",
+    "offload_group_size",
+    "weight_transfer_config",
+)
+_RELOAD = "(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True)"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        f"{_ARG_UTILS}:EngineArgs.__init__",
+        "arguments",
+        "wrapped: takes `tensor_dedup` (LLM passes it on) and refuses settings that move weights",
+        needs=_ENGINE_SETTINGS,
+    ),
+    Seam(
+        f"{_ARG_UTILS}:AsyncEngineArgs.__init__",
+        "arguments",
+        "wrapped: a dataclass of its own generated __init__, which never calls EngineArgs'",
+        needs=_ENGINE_SETTINGS,
+    ),
+    Seam(
+        f"{_ARG_UTILS}:EngineArgs.add_cli_args",
+        "arguments",
+        "wrapped: offers --tensor-dedup to `vllm serve` and every other command with an engine",
+        "(parser)",
+    ),
+    Seam(
+        f"{_ARG_UTILS}:EngineArgs.from_cli_args",
+        "arguments",
+        "wrapped: it copies dataclass fields only, so the flag would be lost without a word",
+        "(args)",
+    ),
+    Seam(
+        f"{_LOADERS}:register_model_loader",
+        "loader",
+        "called: makes `tensor_dedup` a load format (public)",
+        "(load_format)",
+    ),
+    Seam(
+        f"{_LOADERS}.base_loader:BaseModelLoader.load_model",
+        "loader",
+        "overridden: the order of building, loading and processing is the loader's own",
+        "(self, vllm_config, model_config, prefix='')",
+    ),
+    Seam(
+        f"{_LOADERS}.base_loader:BaseModelLoader.create_model",
+        "loader",
+        "called between the parts of load_model: builds the module tree",
+        "(self, vllm_config, model_config, prefix='')",
+    ),
+    Seam(
+        f"{_LOADERS}.default_loader:DefaultModelLoader.load_weights",
+        "loader",
+        "called while source tensors are deferred: filters, checks and tracks as vLLM does",
+        "(self, model, model_config)",
+    ),
+    Seam(
+        f"{_LOADERS}.default_loader:DefaultModelLoader._get_weights_iterator",
+        "loader",
+        "overridden: yields deferred source tensors instead of reading them",
+        "(self, source)",
+    ),
+    Seam(
+        f"{_LOADERS}.default_loader:DefaultModelLoader._prepare_weights",
+        "loader",
+        "called: which files hold the weights, downloaded where they are not local",
+        "(self, model_name_or_path, subfolder, revision, fall_back_to_pt, "
+        "allow_patterns_overrides)",
+    ),
+    Seam(
+        f"{_LOADERS}.utils:process_weights_after_loading",
+        "loader",
+        "called: drives the per-layer processing that is taken over layer by layer",
+        "(model, model_config, target_device)",
+    ),
+    Seam(
+        f"{_LOADERS}.weight_tying:maybe_retie_word_embeddings",
+        "loader",
+        "replaced during a load: it compares the bytes of weights that are not there yet",
+        "(model, model_config)",
+    ),
+    Seam(
+        f"{_MODELS}.utils:weights_already_processed",
+        "loader",
+        "entered on a hit: processing sets a layer up without touching its finished weights",
+        "()",
+    ),
+    Seam(
+        f"{_MODELS}.layers.utils:dispatch_cpu_unquantized_gemm",
+        "loader",
+        "wrapped on CPU: packs a weight for oneDNN; the packed handler is what can be shared",
+        "(layer, remove_weight)",
+    ),
+    Seam(
+        f"{_LOADERS}.reload.layerwise:initialize_layerwise_reload",
+        "reload",
+        "guarded: from here on a reload writes into the model's weights in place",
+        "(model)",
+    ),
+    Seam(
+        f"{_LOADERS}.reload.inplace:reload_weights",
+        "reload",
+        "guarded: writes weights in kernel format straight into parameters",
+        "(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format)",
+    ),
+    Seam(
+        f"{_RUNNER}.gpu_model_runner:GPUModelRunner.reload_weights",
+        "reload",
+        "guarded: CPUModelRunner inherits it too",
+        _RELOAD,
+    ),
+    Seam(
+        f"{_RUNNER}.gpu.model_runner:GPUModelRunner.reload_weights",
+        "reload",
+        "guarded: the second generation of runners, on GPU and (v1/worker/cpu) on CPU",
+        _RELOAD,
+    ),
+)
+
+
+def check(part: Part | None = None) -> tuple[Mismatch, ...]:
+    """Compare the installed vLLM with the table, or with one part of it. Imports what it checks.
+
+    Never raises for a vLLM that is different; a module or name that is gone is a mismatch.
+    """
+    chosen = (seam for seam in SEAMS if part in (None, seam.part))
+    return tuple(found for seam in chosen if (found := compare(seam)) is not None)
+
+
+def compare(seam: Seam) -> Mismatch | None:
+    """The difference between one seam and the installed vLLM, or None."""
+    try:
+        found = inspect.signature(_resolve(seam.target))
+    except (ImportError, AttributeError) as error:
+        return Mismatch(seam, f"missing ({error})")
+    if seam.signature and _plain(found) != seam.signature:
+        return Mismatch(seam, _plain(found))
+    absent = [name for name in seam.needs if name not in found.parameters]
+    return Mismatch(seam, f"without {', '.join(absent)}") if absent else None
+
+
+@functools.cache
+def usable(part: Part) -> bool:
+    """Whether one part of the table matches; otherwise logged once in this process. Thread-safe."""
+    mismatches = check(part)
+    if mismatches:
+        logger.warning(
+            "This vLLM is not the one tensor-dedup knows, so %s: %s",
+            WITHOUT[part],
+            "; ".join(map(str, mismatches)),
+        )
+    return not mismatches
+
+
+def _resolve(target: str) -> Callable[..., object]:
+    module, _, qualified = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in qualified.split("."):
+        found = getattr(found, name)
+    return cast("Callable[..., object]", found)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
