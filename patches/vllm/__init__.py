@@ -7,8 +7,9 @@ argument. Importing this module loads neither vllm nor torch.
 import functools
 import importlib.util
 
-from tensor_dedup.patches.vllm.arguments import LOAD_FORMAT
 from tensor_dedup.patches.vllm.hooks import install
+
+LOAD_FORMAT = "tensor_dedup"
 
 
 def prepare() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError, UnsupportedError
-from tensor_dedup.patches.vllm.reports import gather_from_children
+from tensor_dedup.loader.report import share_with_workers
+from tensor_dedup.patches.vllm import LOAD_FORMAT
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
 
-LOAD_FORMAT = "tensor_dedup"
 KEY = "tensor_dedup"  # of model_loader_extra_config
 INNER_FORMATS = ("auto", "hf", "safetensors")
 
@@ -179,7 +179,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         original(*given.args, **given.kwargs)
         if load_format == LOAD_FORMAT:
             refuse_moving_weights(self)
-            gather_from_children()
+            share_with_workers()
         return None
 
     return __init__

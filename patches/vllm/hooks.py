@@ -1,34 +1,33 @@
 """Reach vLLM's modules as soon as they are imported, whoever imports them and in which order."""
 
+import importlib
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
 import wrapt
 
-from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.patches.vllm.arguments import patch
-
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
-    """What to do with a module once the name `ready`, the last that we need, is defined in it."""
+    """What to do with a module once the name `ready`, the last that we need, is defined in it.
+
+    `patch` names a module of ours with a function `patch(module)`. It is imported with its target,
+    because this one is imported by `import tensor_dedup` and must stay light.
+    """
 
     module: str
     ready: str
-    apply: Callable[[ModuleType], None]
+    patch: str
 
-
-def _offer_config(load: ModuleType) -> None:
-    # The published snippet is `from vllm.config.load import TensorDedupConfig`.
-    load.TensorDedupConfig = TensorDedupConfig  # type: ignore[attr-defined]
+    def apply(self, module: ModuleType) -> None:
+        importlib.import_module(self.patch).patch(module)
 
 
 _HOOKS = (
-    _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", patch),
-    _Hook("vllm.config.load", "LoadConfig", _offer_config),
+    _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", "tensor_dedup.patches.vllm.arguments"),
+    _Hook("vllm.config.load", "LoadConfig", "tensor_dedup.patches.vllm.load_config"),
 )
 _lock = threading.Lock()
 _installed: set[str] = set()
