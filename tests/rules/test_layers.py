@@ -1,0 +1,85 @@
+"""Who may import whom."""
+
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+import house
+
+GOOD = {
+    "tensor_dedup.loader.plan": "from tensor_dedup.store.refs import name",
+    "tensor_dedup.loader.deep": "def f():\n    import torch",
+    "tensor_dedup.store.a": "from tensor_dedup.store.b import c",
+    "tensor_dedup.digest": "from tensor_dedup.errors import ConfigError",
+    "tensor_dedup.patches.vllm.loader": "import vllm, torch\nimport tensor_dedup.loader.report",
+    "tensor_dedup": "from tensor_dedup.patches.vllm import hooks",
+    "tensor_dedup.cli.analyze": "from tensor_dedup.analyze import analyze",
+}
+BAD = [
+    ("tensor_dedup.types", "import tensor_dedup.loader"),
+    ("tensor_dedup.formats.safetensors", "from tensor_dedup.store.blobs import Blob"),
+    ("tensor_dedup.store.blobs", "from tensor_dedup import loader"),
+    ("tensor_dedup.loader.report", "from tensor_dedup.patches.vllm import hooks"),
+    ("tensor_dedup.loader.report", "def f():\n    from tensor_dedup.patches import vllm"),
+    ("tensor_dedup.store.gc", "from tensor_dedup.memory_manager.server import Server"),
+    ("tensor_dedup.memory_manager.server", "import tensor_dedup.store"),
+    ("tensor_dedup.loader.plan", "from tensor_dedup import report"),
+    ("tensor_dedup.loader.plan", "import tensor_dedup"),
+    ("tensor_dedup.patches.vllm.hooks", "import tensor_dedup.cli.errors"),
+    ("tensor_dedup.loader.plan", "import vllm.config"),
+    ("tensor_dedup.patches.diffusers", "from vllm import LLM"),
+    ("tensor_dedup.patches.vllm_like", "from vllm import LLM"),
+    ("tensor_dedup.patches.vllm.loader", "import diffusers"),
+    ("tensor_dedup.digest", "import torch"),
+    ("tensor_dedup.cli.analyze", "def f():\n    import torch.nn"),
+    ("tensor_dedup", "if TYPE_CHECKING:\n    from torch import Tensor"),
+    ("tensor_dedup.loader.plan", "from . import registry"),
+    ("tensor_dedup.loader.plan", "from .registry import Registry"),
+]
+
+
+def test_the_package_keeps_its_layers() -> None:
+    assert house.layer_faults(house.sources()) == []
+
+
+def test_what_is_allowed_is_not_reported() -> None:
+    assert house.layer_faults(GOOD) == []
+
+
+@pytest.mark.parametrize(("module", "text"), BAD)
+def test_what_is_forbidden_is_reported(module: str, text: str) -> None:
+    assert len(house.layer_faults({module: text})) == 1
+
+
+def test_every_part_of_the_package_has_a_layer() -> None:
+    parts = {name.split(".")[1] for name in house.modules() if "." in name}
+    assert parts - house.TOP <= frozenset().union(*house.LAYERS)
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    tuple(TopologicalSorter(house.import_graph(house.sources())).static_order())
+
+
+def test_a_circle_is_found() -> None:
+    circle = {
+        "tensor_dedup.loader.a": "from tensor_dedup.loader import b",
+        "tensor_dedup.loader.b": "from tensor_dedup.loader.c import name",
+        "tensor_dedup.loader.c": "def f():\n    import tensor_dedup.loader.a",
+    }
+    with pytest.raises(CycleError):
+        tuple(TopologicalSorter(house.import_graph(circle)).static_order())
+
+
+@pytest.mark.parametrize("part", house.LINKED)
+def test_each_folder_of_the_root_is_linked_into_the_package(part: str) -> None:
+    # A checkout that lost its links builds a wheel with the root package only, without a warning.
+    link = house.SOURCE / "tensor_dedup" / part
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../../{part}"
+    assert link.resolve() == house.ROOT / part
+
+
+@pytest.mark.parametrize("name", [name for name in house.modules() if name])
+def test_every_folder_with_code_is_a_package(name: str) -> None:
+    parent = name.rpartition(".")[0]
+    assert not parent or parent in house.modules()

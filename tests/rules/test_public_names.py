@@ -1,0 +1,98 @@
+"""What `import tensor_dedup` offers, and what it costs."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import house
+import tensor_dedup
+
+PUBLIC = {
+    "ConfigError",
+    "FormatError",
+    "TensorDedupConfig",
+    "TensorDedupError",
+    "report",
+    "shares_memory",
+    "unshare",
+    "verify",
+}
+HEAVY = ("torch", "vllm", "numpy", "transformers", "diffusers")
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def loaded_by(module: str) -> list[str]:
+    """Which heavy packages a fresh interpreter has loaded after one import."""
+    code = f"import sys, {module}; print(*[name for name in {HEAVY} if name in sys.modules])"
+    return run(code).split()
+
+
+def for_type_checkers() -> dict[str, str]:
+    """Name and home of each import that only type checkers see."""
+    tree = ast.parse((house.SOURCE / "tensor_dedup" / "__init__.py").read_text())
+    guards = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = [node for guard in guards for node in guard.body if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.name: str(node.module)
+        for node in seen
+        for alias in node.names
+        if alias.name in PUBLIC
+    }
+
+
+def test_all_is_the_public_names() -> None:
+    assert set(tensor_dedup.__all__) == PUBLIC
+    assert len(tensor_dedup.__all__) == len(PUBLIC)
+    assert set(dir(tensor_dedup)) >= PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_each_name_is_what_type_checkers_take_it_for(name: str) -> None:
+    value = getattr(tensor_dedup, name)
+    assert callable(value)
+    assert value is getattr(import_module(for_type_checkers()[name]), name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'dedupe'"):
+        _ = tensor_dedup.dedupe
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tensor_dedup",
+        "tensor_dedup.config",
+        "tensor_dedup.cli",
+        "tensor_dedup.analyze",
+        "tensor_dedup.digest",
+        "tensor_dedup.formats.checkpoint",
+        "tensor_dedup.loader.hints",
+        "tensor_dedup.loader.report",
+        "tensor_dedup.patches.vllm",
+        "tensor_dedup.patches.vllm.hooks",
+    ],
+)
+def test_importing_it_loads_no_framework(module: str) -> None:
+    assert loaded_by(module) == []
+
+
+def test_a_framework_that_is_loaded_is_noticed() -> None:
+    assert loaded_by("numpy") == ["numpy"]
+
+
+def test_using_a_light_name_loads_no_framework() -> None:
+    code = (
+        "import sys, tensor_dedup\n"
+        "tensor_dedup.TensorDedupConfig(), str(tensor_dedup.report())\n"
+        f"print(*[name for name in {HEAVY} if name in sys.modules])"
+    )
+    assert run(code) == ""

@@ -1,0 +1,68 @@
+"""The wheel that is built from what git holds: complete, and importable."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import house
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree as git has it, without what only lies about in the working tree."""
+    folder = tmp_path_factory.mktemp("export")
+    command = ["git", "-C", str(house.ROOT), "checkout-index", "--all", f"--prefix={folder}/"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(export: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
+    command = [*pip, "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(export)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_it_holds_every_module(export: Path, wheel: zipfile.ZipFile) -> None:
+    modules = house.modules(export / "src")
+    expected = {str(path.relative_to(export / "src")) for path in modules.values()}
+    assert {f"tensor_dedup/{part}/__init__.py" for part in house.LINKED} < expected
+    assert "tensor_dedup/patches/vllm/__init__.py" in expected
+    packed = {name for name in wheel.namelist() if name.startswith("tensor_dedup/")}
+    assert packed == expected | {"tensor_dedup/py.typed"}
+
+
+def test_it_announces_its_command_and_its_plug_ins(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    lines = wheel.read(name).decode().splitlines()
+    assert "[vllm.general_plugins]" in lines
+    assert "[vllm.platform_plugins]" in lines
+    assert "tensor-dedup = tensor_dedup.cli:main" in lines
+
+
+def test_it_can_be_imported_without_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    code = (
+        "import tensor_dedup, tensor_dedup.cli, tensor_dedup.loader, tensor_dedup.store\n"
+        "import tensor_dedup.memory_manager, tensor_dedup.patches.vllm\n"
+        "print(tensor_dedup.TensorDedupConfig().hash_algorithm, tensor_dedup.__file__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    algorithm, _, file = done.stdout.strip().partition(" ")
+    assert (algorithm, Path(file)) == ("blake3", tmp_path / "tensor_dedup" / "__init__.py")
