@@ -43,7 +43,7 @@ def brings_cuda(report: dict[str, Any]) -> bool:
 
 def ordinary_report(wanted: str) -> dict[str, Any]:
     """What the ordinary index would install: a package's metadata, never the package."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     look = ["--dry-run", "--ignore-installed", "--no-deps", "--report", "-", wanted]
     done = subprocess.run([*pip, *look], stdout=subprocess.PIPE, check=True)
     report: dict[str, Any] = json.loads(done.stdout)

@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
 # vLLM asks its plug-ins before it reads its arguments, except where it is told its platform
 # (VLLM_TARGET_DEVICE): there only this import can teach it `tensor_dedup=`. find_spec finds a
 # top-level package without importing it.
-if importlib.util.find_spec("vllm") and importlib.util.find_spec("tensor_dedup.patches.vllm.hooks"):
+if importlib.util.find_spec("vllm") is not None:
     from tensor_dedup.patches.vllm import hooks
 
     hooks.install()
