@@ -1,0 +1,89 @@
+"""Small engines and what they answer, in a form that can be compared exactly.
+
+Import it from any test as `import plain`. The environment that keeps an engine in this process
+and small is set by tests/conftest.py, before vllm is first imported.
+"""
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+
+PROMPTS = ([1, 2, 3, 4, 50, 60, 77], list(range(5, 200, 3)))
+NEW_TOKENS = 16
+TOP = 3
+
+# One prompt's answer: its tokens, and for each the most likely tokens with their logprobs; of a
+# pooling model, its embedding.
+Answer = tuple[tuple[int, ...], tuple[tuple[tuple[int, float], ...], ...]] | tuple[float, ...]
+
+
+def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":  # noqa: ANN401
+    """A real engine over `path` with the smallest settings; `options` go to `LLM` and win."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": str(path),
+        # A pooling engine insists on a tokenizer; transformers invents one where there is none.
+        "skip_tokenizer_init": not pooling,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": 16 << 20,
+        "seed": 0,
+    }
+    if pooling:
+        settings["runner"] = "pooling"
+    return LLM(**{**settings, **options})
+
+
+def outputs(llm: "LLM", *, pooling: bool = False) -> tuple[Answer, ...]:
+    """What `llm` answers to both prompts: equal only if every token and every float is equal."""
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    if pooling:
+        embedded = llm.embed(prompts, use_tqdm=False)  # type: ignore[arg-type]
+        return tuple(tuple(request.outputs.embedding) for request in embedded)
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=0, detokenize=False, logprobs=TOP, ignore_eos=True
+    )
+    generated = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+    return tuple(_answer(request.outputs[0]) for request in generated)
+
+
+def tokens(answers: tuple[Answer, ...]) -> list[Any]:
+    """The tokens alone, of answers of a generating model."""
+    return [answer[0] for answer in answers]
+
+
+def model(llm: "LLM") -> "torch.nn.Module":
+    """The model inside an engine that runs in this process."""
+    executor: Any = llm.llm_engine.model_executor
+    module: torch.nn.Module = executor.driver_worker.worker.model_runner.model
+    return module
+
+
+def let_go(llm: "LLM") -> None:
+    """End one engine of several in this process; the caller then drops its references.
+
+    An engine that is merely dropped shuts down in its finalizer and takes the process-wide
+    groups with it: every other engine of the process then fails with "parallel group is not
+    initialized". That is plain vLLM's; what is tested here is what becomes of the weights.
+    """
+    client: Any = llm.llm_engine.engine_core
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    gc.unfreeze()
+
+
+def _answer(completion: Any) -> Answer:  # noqa: ANN401
+    likely = tuple(
+        tuple(sorted((token, entry.logprob) for token, entry in step.items()))
+        for step in completion.logprobs
+    )
+    return tuple(completion.token_ids), likely
