@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -149,7 +150,8 @@ def _hand_over(entry: _Entry, directory: Path) -> None:
         unfinished.write_bytes(msgspec.json.encode(entry))
         unfinished.replace(directory / name)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
         _log.warning("the report of %s stays in process %d: %s", entry.model.name, entry.pid, error)
 
 

@@ -1,0 +1,269 @@
+"""Which bytes of a storage a set of strided writes covers, exactly. No torch, no I/O.
+
+Writes stay unexpanded: a column slice of a matrix with 150,000 rows is one box, not 150,000
+intervals. Overlaps count once, because the answer is a union and not a sum.
+
+How. A box is a run of bytes repeated along strided dimensions. When all boxes are plain runs
+their union is a sort. Otherwise the largest stride among them is taken as the pitch of a matrix
+(rows of that many bytes); each box falls into pieces "the same sub-box in rows r to r + n"; the
+rows between two neighbouring ends of such pieces are all alike, so one of them is solved, by
+the same method with smaller strides, and stands for all. A column slice makes one piece, a
+dense block at most three. Strides that do not divide each other make a piece a row; past
+MAX_PIECES pieces the boxes are given up, and only plain runs count: the answer is then "not
+covered", which costs sharing and never correctness.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from tensor_dedup.errors import UnsupportedError
+
+MAX_PIECES: Final = 1 << 14
+MAX_GAPS: Final = 1 << 12
+
+Interval = tuple[int, int]
+
+
+class _Box(NamedTuple):
+    """`run` bytes at `start`, repeated over `dims`: (count > 1, stride in bytes), by stride."""
+
+    start: int
+    run: int
+    dims: tuple[tuple[int, int], ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.run + sum((count - 1) * stride for count, stride in self.dims)
+
+    def inner(self, offset: int) -> "_Box":
+        """One of the copies along the last dimension, at `offset` instead of `start`."""
+        return _Box(offset, self.run, self.dims[:-1])
+
+
+class _Piece(NamedTuple):
+    """The same sub-box in each of the rows `first` to `last` (not included)."""
+
+    first: int
+    last: int
+    box: _Box
+
+
+class _TooManyPieces(Exception):
+    """The boxes do not fit together; never leaves this module."""
+
+
+class Coverage:
+    """The bytes written of a storage of `nbytes`. One thread at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes: Final = nbytes
+        self._intervals: list[Interval] = []
+        self._boxes: list[_Box] = []
+        self._complete = nbytes == 0
+
+    def add(self, offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
+        """Enter a write of `shape` elements of `itemsize` bytes; offset and strides in bytes.
+
+        Stride 0 (broadcast) and overlapping elements are fine. Raises UnsupportedError for a
+        write that leaves the storage, or a negative stride.
+        """
+        if 0 in shape:
+            return
+        dims = _dims(shape, strides)
+        box = _box(offset, itemsize, dims)
+        if offset < 0 or box.end > self._nbytes or (dims and dims[0][1] < 0):
+            raise UnsupportedError(
+                f"a write of {tuple(shape)} x {itemsize} bytes at {offset} with strides "
+                f"{tuple(strides)} is not inside {self._nbytes} bytes; keep this tensor private",
+                offset=offset,
+                shape=tuple(shape),
+                strides=tuple(strides),
+                nbytes=self._nbytes,
+            )
+        if box.dims:
+            self._boxes.append(box)
+        else:
+            self._intervals.append((box.start, box.end))
+            self._complete = self._complete or box.run == self._nbytes
+
+    def complete(self) -> bool:
+        """Whether every byte was written. May say no (never yes) wrongly past MAX_PIECES."""
+        if not self._complete:
+            self._complete = not self.missing()
+        return self._complete
+
+    def missing(self) -> list[Interval]:
+        """Ranges [start, end) not written, rising and disjoint.
+
+        Exact up to MAX_PIECES and, in one band of rows, MAX_GAPS; past these, wider ranges.
+        """
+        if self._complete:
+            return []
+        self._intervals = _union(self._intervals)
+        self._boxes = list(dict.fromkeys(self._boxes))
+        gaps = _gaps(self._intervals, self._nbytes)
+        if not gaps or not self._boxes:
+            return gaps
+        runs = [_Box(start, end - start, ()) for start, end in self._intervals]
+        try:
+            return _Solver().missing([*runs, *self._boxes], self._nbytes)
+        except _TooManyPieces:
+            return gaps
+
+
+def _dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(count, stride) of the dimensions that move, by rising stride."""
+    dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1 and s != 0]
+    return sorted(dims, key=lambda dim: dim[1])
+
+
+def _box(start: int, run: int, dims: Sequence[tuple[int, int]]) -> _Box:
+    """A box in its simplest form: dimensions that continue the one before are merged into it."""
+    merged: list[tuple[int, int]] = []
+    for count, stride in dims:
+        if not merged and stride <= run:
+            run += (count - 1) * stride
+        elif merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * count, merged[-1][1])
+        else:
+            merged.append((count, stride))
+    return _Box(start, run, tuple(merged))
+
+
+def _union(intervals: Sequence[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _gaps(joined: Sequence[Interval], nbytes: int) -> list[Interval]:
+    """What lies between disjoint rising intervals of [0, nbytes)."""
+    ends = [0, *(end for _, end in joined)]
+    starts = [*(start for start, _ in joined), nbytes]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
+class _Solver:
+    """One question: counts its work, and remembers the rows it has solved."""
+
+    def __init__(self) -> None:
+        self._pieces = 0
+        self._solved: dict[tuple[int, tuple[_Box, ...]], list[Interval]] = {}
+
+    def _count(self, pieces: int) -> None:
+        self._pieces += pieces
+        if self._pieces > MAX_PIECES:
+            raise _TooManyPieces
+
+    def missing(self, boxes: Sequence[_Box], nbytes: int) -> list[Interval]:
+        """Ranges of [0, nbytes) that no box covers."""
+        pitch = max((box.dims[-1][1] for box in boxes if box.dims), default=0)
+        if not pitch:
+            return _gaps(_union([(box.start, box.end) for box in boxes]), nbytes)
+        pieces: list[_Piece] = []
+        for box in boxes:
+            for piece in _pieces(box, pitch):
+                self._count(1)
+                pieces.append(piece)
+        found: list[Interval] = []
+        for first, last, active in self._bands(pieces, pitch, nbytes):
+            size = min(pitch, nbytes - first * pitch)
+            gaps = self._row(active, size)
+            found += _repeat(gaps, first, last, pitch, nbytes)
+        return _union(found)
+
+    def _row(self, active: tuple[_Box, ...], size: int) -> list[Interval]:
+        key = (size, active)
+        if key not in self._solved:
+            self._solved[key] = self.missing(active, size)
+        return self._solved[key]
+
+    def _bands(
+        self, pieces: Sequence[_Piece], pitch: int, nbytes: int
+    ) -> Iterator[tuple[int, int, tuple[_Box, ...]]]:
+        """(first row, last row, sub-boxes in each of them): rows that are all alike."""
+        rows = -(-nbytes // pitch)
+        opening: dict[int, list[_Box]] = {}
+        closing: dict[int, list[_Box]] = {}
+        for piece in pieces:
+            opening.setdefault(piece.first, []).append(piece.box)
+            closing.setdefault(piece.last, []).append(piece.box)
+        # The last row may be shorter than the others: a band of its own.
+        edges = sorted({0, rows - 1, rows, *opening, *closing})
+        active: dict[_Box, int] = {}
+        for first, last in pairwise(edges):
+            for box in opening.get(first, ()):
+                active[box] = active.get(box, 0) + 1
+            for box in closing.get(first, ()):
+                active[box] -= 1
+                if not active[box]:
+                    del active[box]
+            self._count(len(active))
+            yield first, last, tuple(sorted(active))
+
+
+def _repeat(
+    gaps: Sequence[Interval], first: int, last: int, pitch: int, nbytes: int
+) -> list[Interval]:
+    """The gaps of one row in each of the rows; as one gap when they would be too many."""
+    if not gaps:
+        return []
+    if len(gaps) * (last - first) > MAX_GAPS or gaps[0] == (0, pitch):
+        return [(first * pitch, min(last * pitch, nbytes))]
+    return [(row * pitch + a, row * pitch + b) for row in range(first, last) for a, b in gaps]
+
+
+def _pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
+    """The box cut at multiples of `pitch`, its largest stride or more."""
+    if box.dims and box.dims[-1][1] == pitch:
+        count = box.dims[-1][0]
+        for piece in _pieces(box.inner(box.start), pitch):
+            yield piece._replace(last=piece.last + count - 1)
+    elif box.start // pitch == (box.end - 1) // pitch:
+        row = box.start // pitch
+        yield _Piece(row, row + 1, box._replace(start=box.start - row * pitch))
+    elif not box.dims:
+        yield from _run_pieces(box, pitch)
+    else:
+        yield from _dim_pieces(box, pitch)
+
+
+def _run_pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
+    """A run over several rows: the rest of the first, whole ones, the beginning of the last."""
+    first, last = -(-box.start // pitch), box.end // pitch
+    if box.start < first * pitch:
+        start = box.start % pitch
+        yield _Piece(first - 1, first, _Box(start, pitch - start, ()))
+    if first < last:
+        yield _Piece(first, last, _Box(0, pitch, ()))
+    if box.end > last * pitch:
+        yield _Piece(last, last + 1, _Box(0, box.end % pitch, ()))
+
+
+def _dim_pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
+    """A strided box over several rows: what lies in one row stays together."""
+    count, stride = box.dims[-1]
+    per_row = pitch // stride
+    index = 0
+    while index < count:
+        copy = box.inner(box.start + index * stride)
+        row_end = (copy.start // pitch + 1) * pitch
+        inside = min(max((row_end - copy.end) // stride + 1, 0), count - index)
+        whole = (count - index) // per_row if pitch % stride == 0 else 0
+        if copy.start % pitch < stride and whole > 1 and per_row > 1:
+            # The same copies in each of many rows: turned into a dimension of stride `pitch`.
+            dims = (*copy.dims, (per_row, stride), (whole, pitch))
+            yield from _pieces(copy._replace(dims=dims), pitch)
+            index += whole * per_row
+        elif inside:
+            dims = (*copy.dims, (inside, stride)) if inside > 1 else copy.dims
+            yield from _pieces(copy._replace(dims=dims), pitch)
+            index += inside
+        else:
+            yield from _pieces(copy, pitch)
+            index += 1
