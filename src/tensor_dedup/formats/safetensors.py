@@ -1,0 +1,315 @@
+"""The header of a safetensors file, read as if an enemy had written it.
+
+File := u64le(n), n bytes of UTF-8 JSON that begin with `{`, data. The JSON maps each tensor's name
+to its dtype, shape and data_offsets (begin, end: from the start of the data); `__metadata__` maps
+text to text. Sorted by offsets the tensors cover the data without gap or overlap.
+
+What the safetensors library (0.8) accepts is accepted, what it rejects is rejected, but for these,
+which are rejected on purpose, because two readers may see two different checkpoints in them, or
+none at all:
+
+- a key that appears twice in any object (the library takes the last one);
+- anything before the `{` (the format forbids it, the library skips white space);
+- a tensor's entry written as a list, a dtype written as {"F32": null} (a freak of its JSON reader);
+- a header with more braces, brackets or commas than a million tensors need.
+
+Nothing is allocated from a number that has not been compared with the file's size first.
+"""
+
+import os
+import reprlib
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
+from tensor_dedup.formats.errors import (
+    BadOffsetsError,
+    BadShapeError,
+    EmptyFileError,
+    FileTooShortError,
+    HeaderStartError,
+    HeaderTooLargeError,
+    HeaderTruncatedError,
+    HoleError,
+    JsonNestingError,
+    MetadataError,
+    NotAFileError,
+    OffsetsBeyondFileError,
+    OffsetsReversedError,
+    OverlapError,
+    ShapeOverflowError,
+    SizeMismatchError,
+    SubByteError,
+    TensorEntryError,
+    TrailingBytesError,
+    UnknownDtypeError,
+    shorten,
+)
+from tensor_dedup.formats.strict_json import MAX_DEPTH, decode_object, depth_of
+from tensor_dedup.types import TensorSpec
+
+MAX_HEADER_BYTES = 100_000_000
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+_LENGTH_BYTES = 8
+_U64_LIMIT = 1 << 64
+_ENTRY_DEPTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What a file says about itself, checked.
+
+    `header_bytes` counts the 8 bytes of the length too: it is the offset of the data. `tensors` are
+    ordered by where they start and cover the file from there to its end.
+    """
+
+    path: str
+    file_size: int
+    header_bytes: int
+    metadata: Mapping[str, str]
+    tensors: tuple[TensorSpec, ...]
+
+
+def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> SafetensorsHeader:
+    """Read and check the header of a file: two reads, at most MAX_HEADER_BYTES + 8 bytes.
+
+    With `fd`, an open descriptor of that file is used, its position left alone; `path` is then
+    only named in errors. CheckpointNotFoundError: it cannot be opened. FormatError: it lies.
+    ChangedFileError: it shrank meanwhile.
+    """
+    name = os.fspath(path)
+    if fd is not None:
+        return _read_open(name, fd)
+    try:
+        # Non-blocking: opening a pipe nobody writes to would wait for ever.
+        opened = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointNotFoundError(
+            f"{name}: {error.strerror}; check the path and its permissions", path=name
+        ) from error
+    try:
+        return _read_open(name, opened)
+    finally:
+        os.close(opened)
+
+
+def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> SafetensorsHeader:
+    """Check a header that has been read: the 8 bytes of its length and the JSON. No I/O.
+
+    `file_size` in bytes is that of the whole file, `path` is only named in errors (FormatError,
+    nothing else).
+    """
+    length = _header_length(prefix_and_json[:_LENGTH_BYTES], file_size, path)
+    blob = prefix_and_json[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    if len(blob) < length:
+        raise HeaderTruncatedError.at(
+            path, f"the header has {len(blob)} of its {length} bytes", length=length, got=len(blob)
+        )
+    entries = decode_object(blob, path)
+    if blob[:1] != b"{":
+        raise HeaderStartError.at(path, f"the header begins with {blob[:1]!r}, not with '{{'")
+    metadata = _metadata(entries.pop("__metadata__", None), path)
+    start = _LENGTH_BYTES + length
+    specs = [_spec(name, entry, start, file_size, path) for name, entry in entries.items()]
+    specs.sort(key=lambda spec: (spec.start, spec.nbytes))
+    _check_cover(specs, start, file_size, path)
+    return SafetensorsHeader(path, file_size, start, metadata, tuple(specs))
+
+
+def _read_open(path: str, fd: int) -> SafetensorsHeader:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise NotAFileError.at(path, "not a regular file", mode=status.st_mode)
+    prefix = _pread(fd, _LENGTH_BYTES, 0, path) if status.st_size >= _LENGTH_BYTES else b""
+    length = _header_length(prefix, status.st_size, path)
+    blob = prefix + _pread(fd, length, _LENGTH_BYTES, path)
+    return parse_header(blob, status.st_size, path)
+
+
+def _pread(fd: int, nbytes: int, offset: int, path: str) -> bytes:
+    data = os.pread(fd, nbytes, offset)
+    if len(data) != nbytes:
+        raise ChangedFileError(
+            f"{path}: {len(data)} of {nbytes} bytes at {offset} could be read, the file shrank; "
+            "load it again when nobody writes it",
+            path=path,
+            expected=nbytes,
+            got=len(data),
+        )
+    return data
+
+
+def _header_length(prefix: bytes, file_size: int, path: str) -> int:
+    if file_size == 0:
+        raise EmptyFileError.at(path, "the file is empty", file_size=0)
+    if file_size < _LENGTH_BYTES or len(prefix) < _LENGTH_BYTES:
+        raise FileTooShortError.at(
+            path, f"{file_size} bytes cannot hold a header", file_size=file_size
+        )
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise HeaderTooLargeError.at(
+            path,
+            f"a header of {length} bytes, the limit is {MAX_HEADER_BYTES}",
+            length=length,
+            limit=MAX_HEADER_BYTES,
+        )
+    if length > file_size - _LENGTH_BYTES:
+        raise HeaderTruncatedError.at(
+            path,
+            f"a header of {length} bytes in a file of {file_size}",
+            length=length,
+            file_size=file_size,
+        )
+    return length
+
+
+def _metadata(value: object, path: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise MetadataError.at(path, f"__metadata__ is a JSON {type(value).__name__}")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise MetadataError.at(
+                path,
+                f"__metadata__[{shorten(key)!r}] is a JSON {type(text).__name__}, not text",
+                key=shorten(key),
+            )
+    return value
+
+
+def _spec(name: str, entry: object, start: int, file_size: int, path: str) -> TensorSpec:
+    fields = _fields(name, entry, path)
+    dtype = fields["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        shown = reprlib.repr(dtype)
+        raise UnknownDtypeError.at(path, f"unknown dtype {shown}", name, dtype=shown)
+    shape = _shape(name, fields["shape"], path)
+    begin, end = _offsets(name, fields["data_offsets"], file_size - start, path)
+    nbytes = _size(name, dtype, shape, path)
+    if end - begin != nbytes:
+        raise SizeMismatchError.at(
+            path,
+            f"{_kind(dtype, shape)} is {nbytes} bytes, data_offsets hold {end - begin}",
+            name,
+            expected=nbytes,
+            got=end - begin,
+        )
+    return TensorSpec(name, dtype, shape, start + begin, nbytes)
+
+
+def _fields(name: str, entry: object, path: str) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise TensorEntryError.at(path, f"its entry is a JSON {type(entry).__name__}", name)
+    missing = [field for field in ("dtype", "shape", "data_offsets") if field not in entry]
+    if missing:
+        raise TensorEntryError.at(
+            path, f"its entry has no {' and no '.join(missing)}", name, missing=missing
+        )
+    if len(entry) > 3 and depth_of(entry.values()) + _ENTRY_DEPTH > MAX_DEPTH:
+        raise JsonNestingError.at(path, f"nests deeper than {MAX_DEPTH} levels", name)
+    return entry
+
+
+def _is_u64(value: object) -> bool:
+    # type() and not isinstance: True is an int.
+    return type(value) is int and 0 <= value < _U64_LIMIT
+
+
+def _shape(name: str, value: object, path: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(map(_is_u64, value)):
+        shown = reprlib.repr(value)
+        raise BadShapeError.at(path, f"bad shape {shown}", name, shape=shown)
+    return tuple(value)
+
+
+def _offsets(name: str, value: object, data_bytes: int, path: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_u64, value)):
+        shown = reprlib.repr(value)
+        raise BadOffsetsError.at(path, f"bad data_offsets {shown}", name, data_offsets=shown)
+    begin, end = value
+    if end < begin:
+        raise OffsetsReversedError.at(
+            path, f"data_offsets {begin} to {end} end before they begin", name, data_offsets=value
+        )
+    if end > data_bytes:
+        raise OffsetsBeyondFileError.at(
+            path,
+            f"data_offsets {begin} to {end} in {data_bytes} bytes of data",
+            name,
+            data_offsets=value,
+            data_bytes=data_bytes,
+        )
+    return begin, end
+
+
+def _size(name: str, dtype: str, shape: tuple[int, ...], path: str) -> int:
+    bits = 1
+    # In this order, as the library multiplies: a late 0 does not undo an overflow.
+    for factor in (*shape, DTYPE_BITS[dtype]):
+        bits *= factor
+        if bits >= _U64_LIMIT:
+            raise ShapeOverflowError.at(
+                path, f"{_kind(dtype, shape)} does not fit 64 bits", name, dtype=dtype
+            )
+    if bits % 8:
+        raise SubByteError.at(
+            path,
+            f"{dtype} of shape {reprlib.repr(list(shape))} is {bits} bits: no whole bytes",
+            name,
+            bits=bits,
+        )
+    return bits // 8
+
+
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} of shape {reprlib.repr(list(shape))}"
+
+
+def _check_cover(specs: list[TensorSpec], start: int, file_size: int, path: str) -> None:
+    """Sorted, the tensors must cover the data exactly: no second format hides in this file."""
+    expected, before = start, "the header"
+    for spec in specs:
+        if spec.start != expected:
+            lie, word = (OverlapError, "overlaps") if spec.start < expected else (HoleError, "ends")
+            raise lie.at(
+                path,
+                f"begins at {spec.start - start}, but {before} {word} at {expected - start}",
+                spec.name,
+                begins=spec.start - start,
+                expected=expected - start,
+            )
+        expected, before = spec.start + spec.nbytes, repr(shorten(spec.name))
+    if expected != file_size:
+        raise TrailingBytesError.at(
+            path,
+            f"{file_size - expected} bytes after the last tensor belong to none",
+            trailing=file_size - expected,
+        )
