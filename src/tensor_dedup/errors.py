@@ -6,9 +6,10 @@ TensorDedupError
       - CheckpointNotFoundError   no weights at that path
       - FormatError               the file lies about itself (one subclass for each way to lie)
       - ChangedFileError          the file changed while it was being read
-  - SharedWeightsError          somebody asks to write weights that others share, and cannot be served
+  - SharedWeightsError          a write to weights that others share, which cannot be served
   - IntegrityError              bytes are not what their digest or their record says
-      - AuditError                a shared layer differs from the same layer rebuilt from its checkpoint
+      - AuditError                a shared layer differs from the one rebuilt from its checkpoint
+  - StoreError                  the store cannot do what was asked, or is not what it says it is
   - UnsupportedError            this engine, version or device cannot do what was asked
 
 All are picklable (worker processes), carry their facts as attributes and end in the next step.
@@ -66,6 +67,10 @@ class IntegrityError(TensorDedupError):
 
 class AuditError(IntegrityError):
     """A shared layer differs from the same layer rebuilt from its checkpoint."""
+
+
+class StoreError(TensorDedupError):
+    """The store cannot do what was asked, or is not what it says it is."""
 
 
 class UnsupportedError(TensorDedupError):
