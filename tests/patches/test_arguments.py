@@ -1,0 +1,235 @@
+"""`tensor_dedup=` on vLLM's real argument classes, in this process."""
+
+import dataclasses
+import json
+import os
+import pickle
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine import arg_utils
+
+from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.errors import ConfigError
+from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
+from tensor_dedup.patches.vllm import LOAD_FORMAT, arguments
+
+BLAKE2 = {"hash_algorithm": "blake2b"}
+# Any: what is patched into vLLM cannot be in its annotations.
+EngineArgs: Any = arg_utils.EngineArgs
+AsyncEngineArgs: Any = arg_utils.AsyncEngineArgs
+CLASSES = (EngineArgs, AsyncEngineArgs)
+Args = Callable[..., arg_utils.EngineArgs]
+
+
+def mine(args: arg_utils.EngineArgs) -> dict[str, Any]:
+    """Our entry of the loader's config."""
+    extra = args.model_loader_extra_config
+    assert isinstance(extra, dict)
+    entry: dict[str, Any] = extra[arguments.KEY]
+    return entry
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    "value",
+    [BLAKE2, json.dumps(BLAKE2), TensorDedupConfig(hash_algorithm="blake2b")],
+    ids=["dict", "text", "config"],
+)
+def test_every_form_of_a_config_becomes_a_load_format_and_a_plain_dict(
+    cls: Args, value: object, model: str
+) -> None:
+    args = cls(model=model, tensor_dedup=value)
+
+    assert args.load_format == LOAD_FORMAT
+    assert mine(args) == {**TensorDedupConfig(hash_algorithm="blake2b").to_dict(), "inner": "auto"}
+    assert json.loads(json.dumps(mine(args))) == mine(args)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("value", [True, {}, "true", "{}"])
+def test_true_and_nothing_set_are_the_defaults(cls: Args, value: object, model: str) -> None:
+    args = cls(model=model, tensor_dedup=value)
+
+    assert mine(args) == {**TensorDedupConfig().to_dict(), "inner": "auto"}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    "value", [None, False, "false", {"enabled": False}, TensorDedupConfig(enabled=False)]
+)
+@pytest.mark.parametrize(
+    "rest",
+    [{}, {"load_format": "dummy", "enable_sleep_mode": True}, {"cpu_offload_gb": 1.0}],
+    ids=["plain", "dummy", "offload"],
+)
+def test_switched_off_is_plain_vllm_to_the_last_field(
+    cls: Args, value: object, rest: dict[str, Any], model: str
+) -> None:
+    assert cls(model=model, tensor_dedup=value, **rest) == cls(model=model, **rest)
+
+
+def test_the_config_reaches_the_engine_config_that_workers_are_sent(model: str) -> None:
+    args = EngineArgs(
+        model=model,
+        tensor_dedup=BLAKE2,
+        load_format="safetensors",
+        model_loader_extra_config={"enable_multithread_load": True, "num_threads": 2},
+        enforce_eager=True,
+        max_model_len=256,
+        skip_tokenizer_init=True,
+    )
+
+    load_config = pickle.loads(pickle.dumps(args.create_engine_config())).load_config
+
+    assert load_config.load_format == LOAD_FORMAT
+    extra = load_config.model_loader_extra_config
+    assert extra.pop(arguments.KEY) == {
+        **TensorDedupConfig(hash_algorithm="blake2b").to_dict(),
+        "inner": "safetensors",
+    }
+    assert extra == {"enable_multithread_load": True, "num_threads": 2}
+
+
+def test_the_callers_own_dict_is_not_changed(model: str) -> None:
+    extra = {"num_threads": 2}
+
+    EngineArgs(model=model, tensor_dedup=True, model_loader_extra_config=extra)
+
+    assert extra == {"num_threads": 2}
+
+
+@pytest.mark.parametrize("inner", ["auto", "hf", "safetensors", "SafeTensors"])
+def test_the_load_format_asked_for_is_kept_inside(inner: str, model: str) -> None:
+    assert mine(EngineArgs(model=model, tensor_dedup=True, load_format=inner))["inner"] == (
+        inner.lower()
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "dummy",
+        "tensorizer",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "sharded_state",
+        "fastsafetensors",
+        "instanttensor",
+        "ipc_cache",
+        "modelexpress",
+        "gguf",
+        "pt",
+        "npcache",
+        "bitsandbytes",
+        "mistral",
+        "anything_else",
+    ],
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_another_load_format_is_refused_by_name(cls: Args, other: str, model: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor_dedup.*load_format='{other}'.*drop one"):
+        cls(model=model, tensor_dedup=True, load_format=other)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"enable_sleep_mode": True},
+        {"enable_eplb": True},
+        {"enable_elastic_ep": True},
+        {"cpu_offload_gb": 0.5},
+        {"offload_group_size": 4},
+        {"weight_transfer_config": {"backend": "nccl"}},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_what_writes_or_moves_weights_later_is_refused(
+    cls: Args, setting: dict[str, Any], model: str
+) -> None:
+    (name,) = setting
+    with pytest.raises(ConfigError, match=rf"tensor_dedup does not combine with {name}=.*drop"):
+        cls(model=model, tensor_dedup=True, **setting)
+    with pytest.raises(ConfigError, match=name):
+        cls(model=model, load_format=LOAD_FORMAT, **setting)
+
+
+def test_settings_that_cannot_be_are_named_at_once(model: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'hash_algorithm'"):
+        EngineArgs(model=model, tensor_dedup={"hash_algoritm": "blake3"})
+    with pytest.raises(ConfigError, match="model_loader_extra_config is a list"):
+        EngineArgs(model=model, tensor_dedup=True, model_loader_extra_config=[1])
+
+
+class TestByLoadFormat:
+    """`load_format="tensor_dedup"`, with or without our entry in the loader's config."""
+
+    @pytest.mark.parametrize("extra", [{}, {arguments.KEY: {}}, {arguments.KEY: True}])
+    def test_the_defaults_are_filled_in(self, extra: dict[str, Any], model: str) -> None:
+        args = EngineArgs(
+            model=model, load_format="Tensor_Dedup", model_loader_extra_config={**extra}
+        )
+
+        assert args.load_format == LOAD_FORMAT
+        assert mine(args) == {**TensorDedupConfig().to_dict(), "inner": "auto"}
+
+    def test_inner_and_fields_are_read_and_checked_in_the_parent(self, model: str) -> None:
+        def make(**entry: object) -> Any:  # noqa: ANN401
+            extra = {arguments.KEY: entry, "num_threads": 3}
+            return EngineArgs(model=model, load_format=LOAD_FORMAT, model_loader_extra_config=extra)
+
+        args = make(verify="always", inner="hf")
+        assert mine(args) == {**TensorDedupConfig(verify="always").to_dict(), "inner": "hf"}
+        with pytest.raises(ConfigError, match="did you mean 'verify'"):
+            make(verifi="always")
+        with pytest.raises(ConfigError, match="load_format='dummy'"):
+            make(inner="dummy")
+
+    def test_switched_off_reads_with_the_inner_format(self, model: str) -> None:
+        extra = {arguments.KEY: {"enabled": False, "inner": "hf"}, "num_threads": 3}
+        args = EngineArgs(model=model, load_format=LOAD_FORMAT, model_loader_extra_config=extra)
+
+        assert args.load_format == "hf"
+        assert args.model_loader_extra_config == {"num_threads": 3}
+
+    def test_given_twice_it_must_be_the_same(self, model: str) -> None:
+        first = EngineArgs(model=model, tensor_dedup=BLAKE2)
+        again: dict[str, Any] = {
+            "model": model,
+            "load_format": first.load_format,
+            "model_loader_extra_config": first.model_loader_extra_config,
+        }
+
+        assert EngineArgs(**again, tensor_dedup=BLAKE2) == first
+        assert EngineArgs(**again) == first
+        with pytest.raises(ConfigError, match="given twice"):
+            EngineArgs(**again, tensor_dedup=True)
+
+
+def test_arguments_may_be_copied_and_given_by_position(model: str) -> None:
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    plain = EngineArgs(model=model)
+    before = [getattr(plain, name) for name in names[: names.index("load_format")]]
+
+    args = EngineArgs(*before, "safetensors", tensor_dedup=True)
+
+    assert mine(args)["inner"] == "safetensors"
+    assert dataclasses.replace(args, seed=7).model_loader_extra_config == {
+        arguments.KEY: mine(args)
+    }
+
+
+def test_a_wrong_argument_is_vllms_own_error() -> None:
+    with pytest.raises(TypeError, match=r"EngineArgs\.__init__\(\) got an unexpected .* 'modle'"):
+        EngineArgs(modle="x", tensor_dedup=True)
+
+
+def test_children_are_told_where_to_leave_their_reports(model: str) -> None:
+    EngineArgs(model=model, tensor_dedup=True)
+
+    folder = Path(os.environ[REPORT_DIR_VARIABLE])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700

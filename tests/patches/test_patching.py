@@ -1,0 +1,76 @@
+"""The argument patches can be undone, and step back where vLLM is another one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.engine import arg_utils
+from vllm.utils import argparse_utils
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.patches.vllm import arguments, seams
+
+# Any: what is patched into vLLM cannot be in its annotations.
+EngineArgs: Any = arg_utils.EngineArgs
+AsyncEngineArgs: Any = arg_utils.AsyncEngineArgs
+FlexibleArgumentParser: Any = argparse_utils.FlexibleArgumentParser
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    arguments.unpatch(arg_utils)
+    seams.usable.cache_clear()
+    arguments.patch(arg_utils)
+
+
+def functions() -> list[object]:
+    return [
+        EngineArgs.__init__,
+        AsyncEngineArgs.__init__,
+        EngineArgs.add_cli_args,
+        EngineArgs.from_cli_args.__func__,
+    ]
+
+
+def test_they_can_be_undone_and_applied_again(model: str) -> None:
+    patched = functions()
+    arguments.patch(arg_utils)
+    assert functions() == patched
+
+    arguments.unpatch(arg_utils)
+    arguments.unpatch(arg_utils)
+
+    assert not set(functions()) & set(patched)
+    with pytest.raises(TypeError, match="tensor_dedup"):
+        EngineArgs(model=model, tensor_dedup=True)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--tensor-dedup"])
+
+
+def test_on_another_vllm_the_argument_is_unsupported_and_the_flag_absent(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+) -> None:
+    plain = EngineArgs(model=model)
+    arguments.unpatch(arg_utils)
+    changed = seams.Seam(
+        "vllm.engine.arg_utils:EngineArgs.from_cli_args", "arguments", "a test", "(args, env)"
+    )
+    monkeypatch.setattr(seams, "SEAMS", (changed,))
+    seams.usable.cache_clear()
+
+    arguments.patch(arg_utils)
+
+    assert "is (args)" in caplog.text
+    for cls in (EngineArgs, AsyncEngineArgs):
+        with pytest.raises(UnsupportedError, match=r"from_cli_args is \(args\).*install vLLM"):
+            cls(model=model, tensor_dedup=True)
+    assert EngineArgs(model=model) == EngineArgs(model=model, tensor_dedup=False) == plain
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--tensor-dedup"])
+    assert "unrecognized arguments" in capsys.readouterr().err
