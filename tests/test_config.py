@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensor_dedup.config import FIELDS, HASH_ALGORITHMS, HashAlgorithm, TensorDedupConfig
+from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 
 DEFAULTS = {
@@ -164,6 +165,10 @@ def test_hits_are_compared_by_default_where_the_hash_can_be_forged(
     for asked in (True, False):
         config = TensorDedupConfig(hash_algorithm=algorithm, verify_bytes=asked)
         assert config.verifies_bytes is asked
+
+
+def test_every_algorithm_can_be_configured_and_computed() -> None:
+    assert HASH_ALGORITHMS == ALGORITHMS
 
 
 def test_it_cannot_be_changed_after_it_was_checked() -> None:
