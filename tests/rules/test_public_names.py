@@ -96,3 +96,13 @@ def test_using_a_light_name_loads_no_framework() -> None:
         f"print(*[name for name in {HEAVY} if name in sys.modules])"
     )
     assert run(code) == ""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_vllm_is_taught_our_argument_only_where_it_is_installed(installed: bool) -> None:
+    absent = "" if installed else "sys.modules['vllm'] = None\n"  # as if it were not there
+    code = (
+        f"import sys\n{absent}import tensor_dedup\n"
+        "print('tensor_dedup.patches.vllm.hooks' in sys.modules, 'wrapt' in sys.modules)"
+    )
+    assert run(code).split() == [str(installed)] * 2
