@@ -39,7 +39,11 @@ class VerbGroup(click.Group):
         return result
 
 
-@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=VerbGroup,
+    subcommand_metavar="VERB [OPTIONS]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="tensor-dedup", prog_name="tensor-dedup")
 def main() -> None:
     """One copy of every tensor that several models have in common.
