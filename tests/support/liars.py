@@ -92,6 +92,8 @@ LIARS: list[tuple[str, bytes, type[FormatError]]] = [
     ("Infinity", file_of(more("Infinity")), lies.JsonConstantError),
     ("-Infinity as offset", file_of(one(offsets="[-Infinity,8]")), lies.JsonConstantError),
     ("number beyond floats", file_of(more("1e999")), lies.JsonNumberError),
+    ("the largest float, where readers disagree", file_of(more("1.7976931348623158e308")),
+     lies.JsonNumberError),
     ("number of 5000 digits", file_of(more("9" * 5000)), lies.JsonNumberError),
     ("dimension of 5000 digits", file_of(one(shape="[" + "9" * 5000 + "]")), lies.JsonNumberError),
     ("lists 200,000 deep", file_of("[" * 200_000), lies.JsonNestingError),

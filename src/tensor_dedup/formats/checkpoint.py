@@ -1,0 +1,255 @@
+"""A checkpoint: one file, or a folder with its sub-folders, as named tensors in safetensors files.
+
+Tensors of a sub-folder carry its path: "unet/conv_in.weight". In a Diffusers pipeline (a folder
+with a model_index.json) the weights are those of the components it names; single-file versions of
+the whole pipeline beside them are left out. Which of several copies in one folder is taken:
+formats/naming.py. A sub-folder `original`, beside weights, is the publisher's own layout of them
+and left out; so are hidden folders.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from tensor_dedup.errors import CheckpointNotFoundError, UnsupportedError
+from tensor_dedup.formats.errors import (
+    IndexFileError,
+    IndexPathError,
+    IndexTensorError,
+    MissingShardError,
+    RepeatedTensorError,
+    shorten,
+)
+from tensor_dedup.formats.naming import choose, is_index
+from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from tensor_dedup.formats.strict_json import decode_object
+from tensor_dedup.types import TensorSpec
+
+_PIPELINE = "model_index.json"
+_SECOND_COPY = "original"
+_FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """One safetensors file; `prefix` is its sub-folder ("unet/") or "" at the top."""
+
+    path: Path
+    prefix: str
+    header: SafetensorsHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Everything a checkpoint says about itself, checked. Files are by folder, then by name."""
+
+    path: Path
+    files: tuple[CheckpointFile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, headers not counted."""
+        return sum(spec.nbytes for _, _, spec in self.tensors())
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors its files hold."""
+        return sum(len(file.header.tensors) for file in self.files)
+
+    def tensors(self) -> Iterator[tuple[str, CheckpointFile, TensorSpec]]:
+        """Every tensor with its full name, file by file, as they lie in the file."""
+        for file in self.files:
+            for spec in file.header.tensors:
+                yield file.prefix + spec.name, file, spec
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the headers of a checkpoint: a safetensors file, an index, or a folder.
+
+    Reads no tensor data. CheckpointNotFoundError: nothing there. UnsupportedError: weights, but in
+    formats that this version does not read. FormatError: a file, or an index, lies.
+    """
+    root = Path(path)
+    files = _open_tree(root) if root.is_dir() else _open_file(root)
+    _refuse_repeated(files)
+    return Checkpoint(root, tuple(files))
+
+
+def _open_file(path: Path) -> list[CheckpointFile]:
+    if not path.exists():
+        raise CheckpointNotFoundError(
+            f"{path}: no such file or folder; give the path of a local checkpoint", path=str(path)
+        )
+    if path.suffix in _FOREIGN:
+        raise _unsupported(path, [path.name])
+    if is_index(path.name):
+        return _open_index(path, "")
+    return [CheckpointFile(path, "", read_header(path))]
+
+
+def _open_tree(root: Path) -> list[CheckpointFile]:
+    components = _components(root)
+    files: list[CheckpointFile] = []
+    foreign: list[str] = []
+    for prefix, folder in _folders(root):
+        top = prefix.partition("/")[0]
+        if (components and top not in components) or (top == _SECOND_COPY and files):
+            continue
+        names = [entry.name for entry in _entries(folder) if not entry.is_dir()]
+        found = _open_folder(folder, prefix, names)
+        others = [prefix + name for name in names if name.endswith(_FOREIGN)]
+        if components and others and not found:
+            raise _unsupported(root, others)
+        files += found
+        foreign += others
+    if not files:
+        raise _nothing(root, foreign)
+    return files
+
+
+def _open_folder(folder: Path, prefix: str, names: list[str]) -> list[CheckpointFile]:
+    choice = choose(names)
+    if choice.missing is not None:
+        raise MissingShardError.at(
+            str(folder), f"the shard {choice.missing} is not there", shard=choice.missing
+        )
+    files = [file for index in choice.indexes for file in _open_index(folder / index, prefix)]
+    files += [
+        CheckpointFile(folder / name, prefix, read_header(folder / name)) for name in choice.files
+    ]
+    return files
+
+
+def _folders(root: Path) -> Iterator[tuple[str, Path]]:
+    """The folder and all below it, links followed but no folder twice: links may make circles."""
+    seen: set[tuple[int, int]] = set()
+    waiting = [("", root)]
+    while waiting:
+        prefix, folder = waiting.pop(0)
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield prefix, folder
+        waiting += [
+            (f"{prefix}{entry.name}/", entry)
+            for entry in _entries(folder)
+            if entry.is_dir() and not entry.name.startswith(".")
+        ]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointNotFoundError(
+            f"{folder}: {error.strerror}; check its permissions", path=str(folder)
+        ) from error
+
+
+def _components(root: Path) -> frozenset[str]:
+    """The sub-folders a Diffusers pipeline consists of; none when it is no pipeline."""
+    index = root / _PIPELINE
+    if not index.is_file():
+        return frozenset()
+    entries = _read_json(index)
+    return frozenset(
+        name
+        for name, value in entries.items()
+        if isinstance(value, list) and (root / name).is_dir()
+    )
+
+
+def _open_index(index: Path, prefix: str) -> list[CheckpointFile]:
+    shards: dict[str, list[str]] = {}
+    for tensor, shard in _weight_map(index).items():
+        shards.setdefault(shard, []).append(tensor)
+    return [
+        _open_shard(index, prefix, shard, expected) for shard, expected in sorted(shards.items())
+    ]
+
+
+def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> CheckpointFile:
+    path = index.parent / shard
+    if not path.is_file():
+        raise MissingShardError.at(
+            str(index), f"the shard {shorten(shard)} is not there", shard=shorten(shard)
+        )
+    header = read_header(path)
+    # A shard may hold more than the index says: every reader loads what the shard holds.
+    held = {spec.name for spec in header.tensors}
+    for tensor in expected:
+        if tensor not in held:
+            raise IndexTensorError.at(
+                str(index), f"not in {shard}, where the index puts it", tensor, shard=shard
+            )
+    return CheckpointFile(path, prefix, header)
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    found = _read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise IndexFileError.at(str(index), "it has no weight_map")
+    for tensor, shard in found.items():
+        if not isinstance(shard, str):
+            raise IndexFileError.at(str(index), "its file is not named by a text", tensor)
+        if not _stays_inside(shard):
+            raise IndexPathError.at(
+                str(index),
+                f"its file {shorten(shard)!r} lies outside the checkpoint",
+                tensor,
+                shard=shorten(shard),
+            )
+    return found
+
+
+def _stays_inside(name: str) -> bool:
+    # By its letters only: the shards of a hub cache are links to a folder outside, rightly.
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and not {"..", "\0"} & {*path.parts, *name}
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            blob = file.read(MAX_HEADER_BYTES + 1)
+    except OSError as error:
+        raise CheckpointNotFoundError(
+            f"{path}: {error.strerror}; check its permissions", path=str(path)
+        ) from error
+    if len(blob) > MAX_HEADER_BYTES:
+        raise IndexFileError.at(
+            str(path), f"larger than {MAX_HEADER_BYTES} bytes", limit=MAX_HEADER_BYTES
+        )
+    return decode_object(blob, str(path))
+
+
+def _refuse_repeated(files: list[CheckpointFile]) -> None:
+    seen: dict[str, Path] = {}
+    for file in files:
+        for spec in file.header.tensors:
+            name = file.prefix + spec.name
+            if (other := seen.setdefault(name, file.path)) != file.path:
+                raise RepeatedTensorError.at(
+                    str(file.path), f"{other} holds it too", name, other=str(other)
+                )
+
+
+def _unsupported(path: Path, names: list[str]) -> UnsupportedError:
+    shown = ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
+    return UnsupportedError(
+        f"{path}: only {shown}; this version reads safetensors: convert the weights first",
+        path=str(path),
+        files=names,
+    )
+
+
+def _nothing(root: Path, foreign: list[str]) -> UnsupportedError | CheckpointNotFoundError:
+    if foreign:
+        return _unsupported(root, foreign)
+    return CheckpointNotFoundError(
+        f"{root}: no *.safetensors in this folder or below; give the folder that holds the weights",
+        path=str(root),
+    )
