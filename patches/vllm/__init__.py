@@ -5,11 +5,13 @@ argument. Importing this module loads neither vllm nor torch.
 """
 
 import functools
-import importlib.util
+import logging
 
 from tensor_dedup.patches.vllm.hooks import install
 
 LOAD_FORMAT = "tensor_dedup"
+
+_log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
@@ -29,10 +31,13 @@ def register() -> None:
 
 @functools.cache  # vLLM warns about a load format that is registered twice
 def _register_loader() -> None:
-    if importlib.util.find_spec("tensor_dedup.patches.vllm.loader") is None:
+    try:
+        from vllm.model_executor.model_loader import register_model_loader
+
+        from tensor_dedup.patches.vllm.loader import TensorDedupLoader
+    except ImportError as error:
+        # Raising here would end every engine of a vLLM that lost a name we import, also those
+        # that never asked for us. Whoever asks hears from vLLM that the format is not supported.
+        _log.warning("the load format %s is not available in this vLLM: %s", LOAD_FORMAT, error)
         return
-    from vllm.model_executor.model_loader import register_model_loader
-
-    from tensor_dedup.patches.vllm.loader import TensorDedupLoader
-
     register_model_loader(LOAD_FORMAT)(TensorDedupLoader)
