@@ -2,9 +2,12 @@
 
 from array import array
 from bisect import bisect_right
+from io import FileIO
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from tensor_dedup.errors import UnsupportedError
 
 _PAGEMAP: Final = Path("/proc/self/pagemap")
 _ENTRY_BYTES: Final = 8
@@ -67,17 +70,28 @@ MAPPINGS: Final = MappingTable()
 def any_page_copied(address: int, nbytes: int) -> bool:
     """Whether a page of this range of a private mapping was written, and so became private.
 
-    Pages nobody has touched yet are not copied. Reads 8 bytes a page from the kernel.
+    Pages nobody has touched yet are not copied. Reads 8 bytes a page from the kernel, which
+    needs no privilege. Raises UnsupportedError where /proc cannot be read.
     """
     first, last = address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)
-    with _PAGEMAP.open("rb", buffering=0) as pagemap:
-        pagemap.seek(first * _ENTRY_BYTES)
-        left = (last - first) * _ENTRY_BYTES
-        while left > 0:
-            piece = pagemap.read(min(left, _CHUNK))
-            if not piece or _has_copied(piece):
-                return True  # unreadable: not known to be shared
-            left -= len(piece)
+    try:
+        with _PAGEMAP.open("rb", buffering=0) as pagemap:
+            pagemap.seek(first * _ENTRY_BYTES)
+            return _any_copied(pagemap, (last - first) * _ENTRY_BYTES)
+    except OSError as error:
+        raise UnsupportedError(
+            f"{_PAGEMAP}: {error.strerror}; whether memory is shared cannot be told here, "
+            "mount /proc to ask",
+            errno=error.errno,
+        ) from error
+
+
+def _any_copied(pagemap: FileIO, left: int) -> bool:
+    while left > 0:
+        piece = pagemap.read(min(left, _CHUNK))
+        if not piece or _has_copied(piece):
+            return True  # past the end of memory: not known to be shared
+        left -= len(piece)
     return False
 
 

@@ -211,6 +211,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     True for the same range of the same storage, and for the same range of one resident mapped
     twice as long as neither side has written to a page of it. Tensors must agree in size and,
     unless gap-free, in geometry. Without bytes, or on other devices: only within one storage.
+    Safe from any thread. Raises UnsupportedError where /proc/self/pagemap cannot be read.
     """
     if a.layout is not torch.strided or b.layout is not torch.strided or not _same_extent(a, b):
         return False

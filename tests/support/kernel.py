@@ -1,0 +1,80 @@
+"""What the kernel says about this process: its slab mappings, descriptors and memory; forking."""
+
+import os
+import pickle
+import re
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+_HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ")
+T = TypeVar("T")
+SLAB = "/memfd:tensor-dedup"
+
+
+def slab_mappings() -> int:
+    """How many mappings of slabs this process has."""
+    return sum(SLAB in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def slab_descriptors() -> int:
+    """How many open descriptors of slabs this process has."""
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(path.readlink()))
+        except FileNotFoundError:  # the descriptor of this listing
+            continue
+    return sum(link.startswith(SLAB) for link in links)
+
+
+def slab_memory() -> Counter[str]:
+    """Bytes by field (Rss, Pss, Anonymous and so on) over the mappings of slabs."""
+    sizes: Counter[str] = Counter()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if _HEAD.match(line):
+            inside = SLAB in line
+        elif inside and line.endswith(" kB"):
+            name, _, size = line.partition(":")
+            sizes[name] += int(size.split()[0]) * 1024
+    return sizes
+
+
+def fork() -> int:
+    """os.fork, for a child that does little and leaves with os._exit."""
+    with warnings.catch_warnings():
+        # torch has started threads, of which Python warns.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def forked(function: Callable[[], T]) -> T:
+    """Run a function in a forked child and return its result; its failure fails the caller."""
+    reading, writing = os.pipe()
+    pid = fork()
+    if pid == 0:
+        _answer(function, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, data.decode(errors="replace") or f"the child ended with status {status}"
+    result: T = pickle.loads(data)
+    return result
+
+
+def _answer(function: Callable[[], object], writing: int) -> None:
+    code, data = 1, b""
+    try:
+        data = pickle.dumps(function())
+        code = 0
+    except BaseException:  # noqa: BLE001 - the parent gets it, and the child must not go on
+        data = traceback.format_exc().encode()
+    finally:
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(data)
+        os._exit(code)
