@@ -2,7 +2,8 @@
 
 Prints the arguments `pip install` needs, one a line: the pinned requirement, and `--index-url`
 where the ordinary index would bring the CUDA build (several GB). Needs pip of this interpreter and
-nothing else: it runs before anything is installed.
+nothing else: it runs before anything is installed. Given a file, it takes pip's report from there
+instead of asking the index.
 """
 
 import json
@@ -41,22 +42,22 @@ def brings_cuda(report: dict[str, Any]) -> bool:
     )
 
 
-def ordinary_report(wanted: str) -> dict[str, Any]:
+def ordinary_report(wanted: str) -> str:
     """What the ordinary index would install: a package's metadata, never the package."""
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     look = ["--dry-run", "--ignore-installed", "--no-deps", "--report", "-", wanted]
-    done = subprocess.run([*pip, *look], stdout=subprocess.PIPE, check=True)
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    return subprocess.run([*pip, *look], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def arguments() -> list[str]:
+def arguments(saved: str | None) -> list[str]:
     wanted = requirement()
     index = os.environ.get(OVERRIDE, CPU_INDEX)
-    if index and brings_cuda(ordinary_report(wanted)):
-        return [wanted, "--index-url", index]
-    return [wanted]
+    if not index:
+        return [wanted]
+    report = Path(saved).read_text() if saved else ordinary_report(wanted)
+    return [wanted, "--index-url", index] if brings_cuda(json.loads(report)) else [wanted]
 
 
 if __name__ == "__main__":
-    sys.stdout.writelines(f"{argument}\n" for argument in arguments())
+    lines = arguments(sys.argv[1] if len(sys.argv) > 1 else None)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
