@@ -1,0 +1,246 @@
+"""The numbers of `tensor-dedup analyze`."""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from tensor_dedup.analyze.fusing import Fused, survives
+from tensor_dedup.analyze.layers import SharedLayer, shared_layers
+from tensor_dedup.analyze.reading import Digests, Progress, read_digests
+from tensor_dedup.analyze.tensors import Measured, Tensor
+from tensor_dedup.digest import ALGORITHMS
+from tensor_dedup.errors import ConfigError
+from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.loader.hints import HintIndex
+from tensor_dedup.types import Fingerprint, TensorSpec
+
+STORE_SCHEME = "store://"
+
+
+class _Silent:
+    def start(self, total_bytes: int) -> None: ...
+
+    def advance(self, nbytes: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PairOverlap:
+    """What two checkpoints have in common; names counted by multiset intersection."""
+
+    a: str
+    b: str
+    shared_tensors: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """A tensor that appears more than once; `places` are (path, name)."""
+
+    fingerprint: Fingerprint
+    nbytes: int
+    places: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What checkpoints have in common. Sizes in bytes; tensors below the minimum are left out.
+
+    `unique_bytes` counts each digest once. `bytes_hashed` is 0 when all digests were remembered.
+    """
+
+    checkpoints: tuple[Measured, ...]
+    unique_bytes: int
+    pairs: tuple[PairOverlap, ...]
+    shared_layers: tuple[SharedLayer, ...]
+    shared_tensors: tuple[SharedTensor, ...]
+    vllm: Fused
+    bytes_read: int
+    bytes_hashed: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(checkpoint.nbytes for checkpoint in self.checkpoints)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.total_bytes - self.unique_bytes
+
+    @property
+    def saving(self) -> float:
+        """Share of all bytes that need not be held when all these checkpoints are, 0.0 to 1.0."""
+        return self.shared_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    def to_dict(self, top: int = 10) -> dict[str, Any]:
+        """Plain values, as `--json` prints them; `top` bounds `largest_shared`."""
+        return {
+            "checkpoints": [
+                {"path": c.path, "tensors": len(c.tensors), "bytes": c.nbytes}
+                for c in self.checkpoints
+            ],
+            "total_bytes": self.total_bytes,
+            "unique_bytes": self.unique_bytes,
+            "shared_bytes": self.shared_bytes,
+            "saving": self.saving,
+            "pairs": [
+                {
+                    "a": pair.a,
+                    "b": pair.b,
+                    "shared_tensors": pair.shared_tensors,
+                    "shared_bytes": pair.shared_bytes,
+                }
+                for pair in self.pairs
+            ],
+            "shared_layers": [_layer_dict(layer) for layer in self.shared_layers],
+            "largest_shared": [_tensor_dict(tensor) for tensor in self.shared_tensors[:top]],
+            "vllm": _vllm_dict(self.vllm),
+            "bytes_read": self.bytes_read,
+            "bytes_hashed": self.bytes_hashed,
+        }
+
+
+def analyze(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    min_tensor_bytes: int = 0,
+    hash_algorithm: str = "blake3",
+    hints: HintIndex | None = None,
+    progress: Progress | None = None,
+) -> Analysis:
+    """Hash each tensor of these checkpoints once and say what they have in common.
+
+    A path is one checkpoint: a file, or a directory with its sub-folders. Tensors smaller than
+    `min_tensor_bytes` are left out of every number. With `hints`, remembered files are not read.
+    Safe from any thread; nothing is kept. ConfigError: a setting is wrong. CheckpointError: a
+    checkpoint is missing, lies about itself, or changed meanwhile.
+    """
+    _check(paths, min_tensor_bytes, hash_algorithm)
+    opened = [open_checkpoint(Path(path)) for path in paths]
+    files: dict[Path, list[TensorSpec]] = {}
+    for checkpoint in opened:
+        for file in checkpoint.files:
+            files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
+    digests = read_digests(files, hash_algorithm, hints, progress or _Silent())
+    measured = [
+        _measure(os.fspath(path), checkpoint, digests, min_tensor_bytes)
+        for path, checkpoint in zip(paths, opened, strict=True)
+    ]
+    return compare(measured, digests.bytes_read, digests.bytes_hashed)
+
+
+def compare(
+    checkpoints: Sequence[Measured], bytes_read: int = 0, bytes_hashed: int = 0
+) -> Analysis:
+    """The analysis of checkpoints whose tensors are known. No I/O."""
+    sizes = {t.fingerprint.digest: t.nbytes for c in checkpoints for t in c.tensors}
+    return Analysis(
+        checkpoints=tuple(checkpoints),
+        unique_bytes=sum(sizes.values()),
+        pairs=tuple(_pairs(checkpoints)),
+        shared_layers=tuple(shared_layers(checkpoints)),
+        shared_tensors=tuple(_shared_tensors(checkpoints)),
+        vllm=survives(checkpoints),
+        bytes_read=bytes_read,
+        bytes_hashed=bytes_hashed,
+    )
+
+
+def _check(
+    paths: Sequence[str | os.PathLike[str]], min_tensor_bytes: int, hash_algorithm: str
+) -> None:
+    if min_tensor_bytes < 0:
+        raise ConfigError(
+            f"min_tensor_bytes is {min_tensor_bytes}; give 0 or more", value=min_tensor_bytes
+        )
+    if hash_algorithm not in ALGORITHMS:
+        raise ConfigError(
+            f"no hash algorithm {hash_algorithm!r}; use one of {', '.join(ALGORITHMS)}",
+            algorithm=hash_algorithm,
+        )
+    for path in map(str, paths):
+        if path.startswith(STORE_SCHEME):
+            raise ConfigError(
+                f"{path}: the store is not available in this version; give the checkpoint's files",
+                path=path,
+            )
+
+
+def _measure(
+    path: str, checkpoint: Checkpoint, digests: Digests, min_tensor_bytes: int
+) -> Measured:
+    tensors, small = [], []
+    for name, file, spec in checkpoint.tensors():
+        if spec.nbytes < min_tensor_bytes:
+            small.append(name)
+            continue
+        digest = digests.by_file[file.path][spec.start, spec.nbytes]
+        tensors.append(Tensor(name, Fingerprint(spec.shape, spec.dtype, digest), spec.nbytes))
+    return Measured(path, tensors, small)
+
+
+def _pairs(checkpoints: Sequence[Measured]) -> Iterable[PairOverlap]:
+    counts = [Counter(t.fingerprint for t in c.tensors) for c in checkpoints]
+    sizes = {t.fingerprint: t.nbytes for c in checkpoints for t in c.tensors}
+    for (a, left), (b, right) in combinations(zip(checkpoints, counts, strict=True), 2):
+        common = left & right
+        shared_bytes = sum(sizes[key] * count for key, count in common.items())
+        yield PairOverlap(a.path, b.path, common.total(), shared_bytes)
+
+
+def _shared_tensors(checkpoints: Sequence[Measured]) -> list[SharedTensor]:
+    places: defaultdict[Fingerprint, list[tuple[str, str]]] = defaultdict(list)
+    sizes = {}
+    for checkpoint in checkpoints:
+        for tensor in checkpoint.tensors:
+            places[tensor.fingerprint].append((checkpoint.path, tensor.name))
+            sizes[tensor.fingerprint] = tensor.nbytes
+    shared = [
+        SharedTensor(fingerprint, sizes[fingerprint], tuple(where))
+        for fingerprint, where in places.items()
+        if len(where) > 1
+    ]
+    return sorted(shared, key=lambda tensor: -tensor.nbytes)
+
+
+def _layer_dict(layer: SharedLayer) -> dict[str, Any]:
+    return {
+        "layer": layer.places[0][1],
+        "digest": layer.digest,
+        "tensors": layer.tensors,
+        "bytes": layer.nbytes,
+        "places": [{"path": path, "layer": name} for path, name in layer.places],
+    }
+
+
+def _tensor_dict(tensor: SharedTensor) -> dict[str, Any]:
+    return {
+        "digest": tensor.fingerprint.digest,
+        "dtype": tensor.fingerprint.dtype,
+        "shape": list(tensor.fingerprint.shape),
+        "bytes": tensor.nbytes,
+        "places": [{"path": path, "name": name} for path, name in tensor.places],
+    }
+
+
+def _vllm_dict(fused: Fused) -> dict[str, Any]:
+    return {
+        "final_tensors": fused.tensors,
+        "final_shared_tensors": fused.shared_tensors,
+        "final_shared_bytes": fused.shared_bytes,
+        "lost_to_fusing_bytes": fused.lost_bytes,
+        "groups_broken": fused.broken,
+        "groups": [
+            {
+                "suffix": group.suffix,
+                "fused": group.fused,
+                "shared": group.shared,
+                "broken": group.broken,
+                "lost_bytes": group.lost_bytes,
+            }
+            for group in fused.groups
+        ],
+    }

@@ -1,0 +1,185 @@
+"""How much of the sharing survives in vLLM, which fuses several tensors into one parameter.
+
+A fused parameter is shared when all its parts are equal, so a changed q makes k and v private too.
+The groups are known by the names that checkpoints use, without vLLM: an estimate. What a load
+really shared is in `tensor_dedup.report()`.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tensor_dedup.analyze.tensors import Measured, Residents, Tensor
+from tensor_dedup.types import Fingerprint
+
+# Module name in the checkpoint -> the fused module that takes it.
+FUSED: Mapping[str, str] = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "query": "qkv_proj",
+    "key": "qkv_proj",
+    "value": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
+}
+# Of a numbered expert: its module -> the tensor that stacks all experts of the block.
+STACKED: Mapping[str, str] = {
+    "w1": "w13",
+    "w3": "w13",
+    "gate_proj": "w13",
+    "up_proj": "w13",
+    "w2": "w2",
+    "down_proj": "w2",
+}
+_EXPERT = re.compile(r"^(.*\bexperts)\.\d+\.(\w+)\.(.+)$")
+_MODULE = re.compile(r"^(.*\.)?(\w+)\.(\w+)$")
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """One parameter as vLLM holds it. `suffix` is the fused module, or "" for a tensor alone.
+
+    `complete`: every part is large enough to be shared at all.
+    """
+
+    name: str
+    suffix: str
+    parts: tuple[Tensor, ...]
+    complete: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def key(self) -> tuple[Fingerprint, ...]:
+        return tuple(part.fingerprint for part in self.parts)
+
+
+@dataclass(slots=True)
+class FusedGroup:
+    """All fused parameters of one kind: how many there are, are shared, and lost shared parts."""
+
+    suffix: str
+    fused: int = 0
+    shared: int = 0
+    broken: int = 0
+    lost_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What vLLM shares when these checkpoints are loaded in this order.
+
+    `shared_bytes` counts final tensors that were in memory already; `lost_bytes` sources that
+    were, but whose fused parameter is another one; `broken` is how many such parameters.
+    """
+
+    tensors: int
+    shared_tensors: int
+    shared_bytes: int
+    groups: tuple[FusedGroup, ...]
+
+    @property
+    def lost_bytes(self) -> int:
+        return sum(group.lost_bytes for group in self.groups)
+
+    @property
+    def broken(self) -> int:
+        return sum(group.broken for group in self.groups)
+
+
+def fuse(checkpoint: Measured) -> list[Final]:
+    """The final tensors of one checkpoint."""
+    members: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    for tensor in checkpoint.tensors:
+        members[_target(tensor.name)].append(tensor)
+    small = {_target(name) for name in checkpoint.small}
+    finals = []
+    for (name, suffix), parts in members.items():
+        alone = len(parts) == 1 and (name, suffix) not in small
+        ordered = tuple(sorted(parts, key=lambda part: _natural(part.name)))
+        finals.append(
+            Final(
+                parts[0].name if alone else name,
+                "" if alone else suffix,
+                ordered,
+                (name, suffix) not in small,
+            )
+        )
+    return finals
+
+
+def survives(checkpoints: Sequence[Measured]) -> Fused:
+    """What of the sharing between these checkpoints is left after fusing."""
+    finals_held, sources_held = Residents(), Residents()
+    groups: dict[str, FusedGroup] = {}
+    total = shared_tensors = shared_bytes = 0
+    for checkpoint in checkpoints:
+        finals = fuse(checkpoint)
+        found = finals_held.take(final.key for final in finals if final.complete)
+        sources = sources_held.take(tensor.fingerprint for tensor in checkpoint.tensors)
+        private = []
+        for final, shared in _settle(finals, found):
+            if shared:
+                shared_bytes += final.nbytes
+                shared_tensors += 1
+                sources.subtract(final.key)
+            else:
+                private.append(final)
+            if final.suffix:
+                group = groups.setdefault(final.suffix, FusedGroup(final.suffix))
+                group.fused += 1
+                group.shared += shared
+        for final in private:
+            _lose(final, sources, groups)
+        total += len(finals)
+    ordered = tuple(groups[suffix] for suffix in sorted(groups))
+    return Fused(total, shared_tensors, shared_bytes, ordered)
+
+
+def _settle(
+    finals: Sequence[Final], found: Counter[tuple[Fingerprint, ...]]
+) -> Iterator[tuple[Final, bool]]:
+    for final in finals:
+        shared = final.complete and found[final.key] > 0
+        if shared:
+            found[final.key] -= 1
+        yield final, shared
+
+
+def _lose(final: Final, sources: Counter[Fingerprint], groups: Mapping[str, FusedGroup]) -> None:
+    """Count the parts of a private parameter that are in memory as parts of another one."""
+    lost = 0
+    for part in final.parts:
+        if sources[part.fingerprint] > 0:
+            sources[part.fingerprint] -= 1
+            lost += part.nbytes
+    # A tensor alone is private only if nobody holds it, or holds it inside a fused parameter;
+    # the latter is counted where that parameter's kind is.
+    if lost and final.suffix:
+        groups[final.suffix].broken += 1
+        groups[final.suffix].lost_bytes += lost
+
+
+def _target(name: str) -> tuple[str, str]:
+    """The final tensor a source goes to, and the fused module it is ("" when none)."""
+    expert = _EXPERT.match(name)
+    if expert and expert[2] in STACKED:
+        suffix = STACKED[expert[2]]
+        return f"{expert[1]}.{suffix}_{expert[3]}", suffix
+    module = _MODULE.match(name)
+    if module and module[2] in FUSED:
+        suffix = FUSED[module[2]]
+        return f"{module[1] or ''}{suffix}.{module[3]}", suffix
+    return name, ""
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Expert 10 after expert 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]

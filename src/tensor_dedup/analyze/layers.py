@@ -1,0 +1,70 @@
+"""Layers that checkpoints share whole: every tensor under one numbered block, or one module."""
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tensor_dedup.analyze.tensors import Measured, Tensor
+
+_BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayer:
+    """A layer with the same tensors, names below it included, in several checkpoints.
+
+    `digest` identifies its content, wherever it stands; `places` are (path, layer name).
+    """
+
+    digest: str
+    tensors: int
+    nbytes: int
+    places: tuple[tuple[str, str], ...]
+
+
+def split(name: str) -> tuple[str, str]:
+    """The layer of a tensor and its name within: `model.layers.7` and `mlp.up_proj.weight`.
+
+    Outside numbered blocks a layer is a module: `lm_head` and `weight`.
+    """
+    block = _BLOCK.match(name)
+    if block:
+        return block[1], block[2]
+    module, dot, last = name.rpartition(".")
+    return (module, last) if dot else (name, "")
+
+
+def shared_layers(checkpoints: Sequence[Measured]) -> list[SharedLayer]:
+    """Layers that at least two checkpoints hold equally, largest first."""
+    found: defaultdict[str, list[tuple[int, str, list[Tensor]]]] = defaultdict(list)
+    for number, checkpoint in enumerate(checkpoints):
+        for layer, tensors in _layers(checkpoint).items():
+            found[_digest(tensors)].append((number, layer, tensors))
+    shared = [
+        SharedLayer(
+            digest,
+            len(places[0][2]),
+            sum(tensor.nbytes for tensor in places[0][2]),
+            tuple((checkpoints[number].path, layer) for number, layer, _ in places),
+        )
+        for digest, places in found.items()
+        if len({number for number, _, _ in places}) > 1
+    ]
+    return sorted(shared, key=lambda layer: -layer.nbytes)
+
+
+def _layers(checkpoint: Measured) -> dict[str, list[Tensor]]:
+    layers: defaultdict[str, list[Tensor]] = defaultdict(list)
+    for tensor in checkpoint.tensors:
+        layers[split(tensor.name)[0]].append(tensor)
+    return layers
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    known = hashlib.blake2b(digest_size=32)
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        same = tensor.fingerprint
+        known.update(repr((split(tensor.name)[1], same.dtype, same.shape, same.digest)).encode())
+    return known.hexdigest()

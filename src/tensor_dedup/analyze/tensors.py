@@ -1,0 +1,50 @@
+"""The words of this package: a tensor of a checkpoint with its identity, and sets of them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tensor_dedup.types import Fingerprint
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One named tensor of a checkpoint; `nbytes` is its size in the file."""
+
+    name: str
+    fingerprint: Fingerprint
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One checkpoint as it was given: `tensors` are those large enough to count, `small` others."""
+
+    path: str
+    tensors: Sequence[Tensor]
+    small: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Residents:
+    """What is in memory after loading in order, where a model never shares with itself.
+
+    Two equal tensors of one model stay two: its n-th one shares with the n-th of another model.
+    """
+
+    def __init__(self) -> None:
+        self._held: Counter[object] = Counter()
+
+    def take(self, wanted: Iterable[Key]) -> Counter[Key]:
+        """How often each key is there already; afterwards all of `wanted` is."""
+        counts = Counter(wanted)
+        found = Counter({key: min(n, self._held[key]) for key, n in counts.items()})
+        for key, n in counts.items():
+            self._held[key] = max(self._held[key], n)
+        return +found

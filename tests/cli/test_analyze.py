@@ -1,0 +1,107 @@
+"""The command `tensor-dedup analyze` as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+import checkpoints
+
+COMMAND = Path(sys.executable).with_name("tensor-dedup")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, "analyze", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def document(*arguments: str | Path) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    loaded: dict[str, Any] = json.loads(result.stdout)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Pair:
+    return checkpoints.make("qwen2", tmp_path_factory.mktemp("models"))
+
+
+def test_json_is_one_document_with_the_promised_keys(pair: checkpoints.Pair) -> None:
+    found = document(pair.base, pair.fine_tune)
+    assert {"checkpoints", "total_bytes", "unique_bytes", "shared_bytes", "pairs"} <= found.keys()
+    assert {"shared_layers", "largest_shared", "vllm"} <= found.keys()
+    assert found["checkpoints"][0].keys() == {"path", "tensors", "bytes"}
+    assert found["pairs"][0].keys() == {"a", "b", "shared_tensors", "shared_bytes"}
+    assert found["vllm"].keys() >= {"final_shared_bytes", "lost_to_fusing_bytes", "groups_broken"}
+    held = checkpoints.tensors(pair.base)
+    changed = sum(held[name].numel() * 2 for name in pair.changed)
+    size = checkpoints.nbytes(pair.base)
+    assert found["checkpoints"][0] == {
+        "path": str(pair.base),
+        "tensors": len(held),
+        "bytes": size,
+    }
+    assert found["total_bytes"] == 2 * size
+    assert found["pairs"][0]["shared_tensors"] == len(held) - len(pair.changed)
+    assert found["pairs"][0]["shared_bytes"] == size - changed
+
+
+def test_variants_share_what_is_equal(pair: checkpoints.Pair, tmp_path: Path) -> None:
+    held = checkpoints.tensors(pair.base)
+    equal = {
+        "same": len(held),
+        "resharded": len(held),
+        "grown_vocabulary": len(held) - 2,
+        "frozen_embedding": 2,
+        "as_fp32": 0,
+        "same_header": 0,
+    }
+    made = [checkpoints.VARIANTS[name](pair.base, tmp_path / name) for name in equal]
+    pairs = document(pair.base, *made)["pairs"]
+    shared = {Path(p["b"]).name: p["shared_tensors"] for p in pairs if p["a"] == str(pair.base)}
+    assert shared == equal
+
+
+def test_people_read_tables_with_the_saving_at_the_end(pair: checkpoints.Pair) -> None:
+    result = run(pair.base, pair.fine_tune)
+    assert (result.returncode, result.stderr) == (0, "")
+    for title in ("Checkpoints", "Shared by two", "Largest shared", "Layers shared", "Fused by"):
+        assert title in result.stdout
+    assert "Sharing saves" in result.stdout
+
+
+def test_many_checkpoints_are_listed_by_pairs(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(9)]
+    for path in paths:
+        save_file({"weight": numpy.arange(4)}, path)
+    result = run(*paths)
+    assert result.returncode == 0
+    assert "Pairs that share most" in result.stdout
+
+
+def test_options_reach_the_numbers(pair: checkpoints.Pair) -> None:
+    found = document(pair.base, "--min-tensor-bytes", "65536", "--hash-algorithm", "xxh3_128")
+    large = [t for t in checkpoints.tensors(pair.base).values() if t.numel() * 2 >= 65536]
+    assert found["checkpoints"][0]["tensors"] == len(large)
+    assert document(pair.base, pair.base, "--top", "1")["largest_shared"][0]["digest"]
+    again = document(pair.base, pair.base, "--top", "1", "--hash-algorithm", "blake2b")
+    assert again["largest_shared"][0]["digest"].startswith("blake2b:")
+
+
+def test_wrong_data_ends_with_1_and_wrong_use_with_2(tmp_path: Path) -> None:
+    (tmp_path / "liar.safetensors").write_bytes(b"\xff" * 100)
+    for arguments in ([tmp_path / "nothing"], [tmp_path / "liar.safetensors"], [tmp_path]):
+        result = run(*arguments, "--json")
+        assert (result.returncode, result.stdout) == (1, ""), arguments
+        assert result.stderr.startswith("Error: ")
+    for wrong in ([], ["--min-tensor-bytes", "-1", "x"], ["--hash-algorithm", "md5", "x"]):
+        result = run(*wrong, "--json")
+        assert (result.returncode, result.stdout) == (2, ""), wrong
+    assert run("store://base").returncode == 2
