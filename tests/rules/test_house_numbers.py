@@ -10,6 +10,7 @@ import pytest
 import house
 
 FILE_LINES = 400
+TEST_FILE_LINES = 500  # one file tests one module, and tables of cases are long but not deep
 FUNCTION_MEDIAN = 10
 FUNCTION_P90 = 40
 GENERIC_SHARE = 0.10
@@ -73,9 +74,13 @@ def python_files() -> list[Path]:
     return [path for path in linked if path.suffix == ".py"]
 
 
+def longest(path: Path) -> int:
+    return TEST_FILE_LINES if path.name.startswith("test_") else FILE_LINES
+
+
 def test_no_file_is_two_rooms_in_one() -> None:
     lengths = {path: len((house.ROOT / path).read_text().splitlines()) for path in python_files()}
-    assert {path: lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
+    assert {path: lines for path, lines in lengths.items() if lines > longest(path)} == {}
 
 
 def test_functions_are_short() -> None:

@@ -21,7 +21,7 @@ TOP = 3
 Answer = tuple[tuple[int, ...], tuple[tuple[tuple[int, float], ...], ...]] | tuple[float, ...]
 
 
-def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":  # noqa: ANN401
+def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
     """A real engine over `path` with the smallest settings; `options` go to `LLM` and win."""
     from vllm import LLM
 
@@ -81,7 +81,7 @@ def let_go(llm: "LLM") -> None:
     gc.unfreeze()
 
 
-def _answer(completion: Any) -> Answer:  # noqa: ANN401
+def _answer(completion: Any) -> Answer:
     likely = tuple(
         tuple(sorted((token, entry.logprob) for token, entry in step.items()))
         for step in completion.logprobs
