@@ -41,6 +41,7 @@ _SCHEMA = """CREATE TABLE IF NOT EXISTS hint (
     used INTEGER NOT NULL, entries INTEGER NOT NULL, seal BLOB NOT NULL, digests BLOB NOT NULL,
     PRIMARY KEY (file, algorithm))"""
 _USED_RESOLUTION_S = 3600
+_RETRY_S = 0.01
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Digests = dict[tuple[int, int], str]
@@ -206,7 +207,7 @@ class HintIndex:
         # What a broken page holds need not be UTF-8.
         db.text_factory = bytes
         try:
-            _prepare(db)
+            _prepare(db, self._busy_s)
         except BaseException:
             db.close()
             raise
@@ -230,15 +231,25 @@ def _default_path() -> Path:
     return Path(platformdirs.user_cache_dir("tensor-dedup", appauthor=False)) / "hints-v1.sqlite"
 
 
-def _prepare(db: sqlite3.Connection) -> None:
+def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version == _SCHEMA_VERSION:
         return
     if version != 0:
         raise _UnusableIndexError(f"version {version} of it is not known; update or delete it")
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute(_SCHEMA)
-    db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    deadline = time.monotonic() + busy_s
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(_SCHEMA)
+            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        except sqlite3.OperationalError:
+            # When two make the index at once, SQLite does not wait before it gives up.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 @contextlib.contextmanager
