@@ -1,16 +1,7 @@
-"""Slabs and residents: what is written once, sealed, and mapped by every model."""
+"""Residents: written once, and mapped by every model."""
 
-import ctypes
-import errno
-import fcntl
 import gc
 import itertools
-import mmap
-import os
-import pickle
-import signal
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -19,15 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel import fork, forked, slab_descriptors, slab_mappings, slab_memory
+from kernel import forked, slab_mappings, slab_memory, slabs
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.dtypes import TORCH_DTYPES, dtype_name, torch_dtype
 from tensor_dedup.loader.geometry import dense
 from tensor_dedup.loader.memory import (
     PAGE,
-    OutOfMemoryError,
-    SlabBusyError,
-    SlabUsageError,
     capacity_for,
 )
 from tensor_dedup.loader.residents import (
@@ -52,10 +40,6 @@ GEOMETRIES = {
 }
 
 
-def slabs() -> tuple[int, int]:
-    return slab_mappings(), slab_descriptors()
-
-
 @pytest.fixture
 def before() -> tuple[int, int]:
     """Mappings and descriptors of slabs that other tests left behind."""
@@ -70,19 +54,6 @@ def resident_of(tensor: torch.Tensor) -> Resident:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bytes(tensor_bytes(a)) == bytes(tensor_bytes(b))
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    lines = (
-        "import resource, torch",
-        "from tensor_dedup.loader.residents import SlabBuilder, pack",
-        "from kernel import slab_descriptors, slab_mappings",
-        "from tensor_dedup.loader.memory import OutOfMemoryError",
-        code,
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "\n".join(lines)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
@@ -266,131 +237,6 @@ def test_a_default_device_does_not_matter() -> None:
     assert torch.equal(mapped, tensor)
 
 
-# Filling in place
-
-
-def test_a_reserved_tensor_is_zero_aligned_and_ends_in_the_slab() -> None:
-    builder = SlabBuilder(1 << 20)
-    small = builder.reserve(torch.bfloat16, (3, 5), (1, 3))
-    large = builder.reserve(torch.float32, (20_000,), (1,))
-    empty = builder.reserve(torch.float32, (0, 3), (3, 1))
-    assert not small.any()
-    assert small.data_ptr() % 64 == 0
-    assert large.data_ptr() % PAGE == 0
-    assert (empty.shape, empty.stride()) == ((0, 3), (3, 1))
-    small.copy_(torch.arange(15.0).view(3, 5))
-    large.copy_(torch.arange(20_000.0))
-    offsets = [builder.offset_of(tensor) for tensor in (small, large, empty)]
-    kept = [tensor.clone() for tensor in (small, large, empty)]
-    keys = [resident_key(tensor, "digest") for tensor in kept]
-    sizes = [tensor.nbytes for tensor in kept]
-    del small, large, empty
-    slab = builder.seal()
-    assert slab.nbytes < 1 << 20
-    for key, offset, nbytes, tensor in zip(keys, offsets, sizes, kept, strict=True):
-        mapped = Resident(key, slab, offset, nbytes).map()
-        assert mapped.stride() == tensor.stride()
-        assert torch.equal(mapped, tensor)
-
-
-def test_sealing_waits_for_the_last_writable_view() -> None:
-    builder = SlabBuilder(PAGE)
-    reserved = builder.reserve(torch.float32, (10,), (1,))
-    view = reserved[3:]
-    del reserved
-    with pytest.raises(SlabBusyError, match="drop them"):
-        builder.seal()
-    view.fill_(1)  # still writable
-    del view
-    assert builder.seal().nbytes == PAGE
-
-
-def test_an_abandoned_builder_leaves_nothing_but_the_views_in_use(before: tuple[int, int]) -> None:
-    builder = SlabBuilder(1 << 20)
-    reserved = builder.reserve(torch.float32, (10,), (1,))
-    del builder
-    reserved.fill_(1)
-    assert slabs() == (before[0] + 1, before[1])
-    del reserved
-    assert slabs() == before
-
-
-def test_a_builder_refuses_what_does_not_fit_it() -> None:
-    builder = SlabBuilder(PAGE)
-    with pytest.raises(SlabUsageError, match="do not fit"):
-        builder.add(torch.zeros(PAGE))
-    with pytest.raises(SlabUsageError, match="do not fit"):
-        builder.reserve(torch.uint8, (PAGE + 1,), (1,))
-    with pytest.raises(UnsupportedError, match="private"):
-        builder.reserve(torch.uint8, (2, 2), (4, 1))
-    with pytest.raises(SlabUsageError, match="not reserved here"):
-        builder.offset_of(torch.zeros(1))
-    builder.seal()
-    with pytest.raises(SlabUsageError, match="sealed"):
-        builder.add(torch.zeros(1))
-
-
-def test_a_resident_must_lie_in_its_slab() -> None:
-    resident = resident_of(torch.zeros(4))
-    with pytest.raises(SlabUsageError):
-        Resident(resident.key, resident.slab, PAGE - 8, 16)
-    with pytest.raises(SlabUsageError):
-        Resident(resident.key, resident.slab, 0, 12)
-    with pytest.raises(SlabUsageError):
-        resident.slab.map(PAGE, 1, None)
-
-
-# The seal
-
-
-def test_a_sealed_slab_cannot_be_written_by_any_means() -> None:
-    resident = resident_of(torch.ones(4 * PAGE, dtype=torch.uint8))
-    fd = resident.slab.fileno
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-    attempts = (
-        lambda: os.pwrite(fd, b"x", 0),
-        lambda: os.ftruncate(fd, 0),
-        lambda: os.ftruncate(fd, 8 * PAGE),
-        lambda: mmap.mmap(fd, PAGE, mmap.MAP_SHARED, mmap.PROT_WRITE),
-        lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0),
-    )
-    for attempt in attempts:
-        with pytest.raises(PermissionError):
-            attempt()
-    punch_hole_keep_size = 3
-    assert libc.fallocate(fd, punch_hole_keep_size, 0, PAGE) == -1
-    assert ctypes.get_errno() == errno.EPERM
-    assert int(resident.map().sum()) == 4 * PAGE
-
-
-def test_a_write_to_a_read_only_mapping_stops_the_process() -> None:
-    code = """
-(resident,) = pack([(torch.ones(4), "digest")])
-tensor = resident.map(writable=False)
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-print(int(tensor.sum()), flush=True)
-tensor[0] = 2
-print("wrote", flush=True)
-"""
-    done = run(code)
-    assert done.stdout == "4\n"
-    assert done.returncode == -signal.SIGSEGV
-
-
-def test_an_interpreter_ends_well_with_residents_in_use() -> None:
-    code = """
-(resident,) = pack([(torch.ones(4), "digest")])
-tensor = resident.map()
-builder = SlabBuilder(4096)
-reserved = builder.reserve(torch.float32, (4,), (1,))
-torch.kept = (tensor, reserved)
-print(int(tensor.sum()))
-"""
-    done = run(code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
-
-
 # Forked children
 
 
@@ -413,64 +259,3 @@ def test_a_forked_child_reads_writes_and_drops_without_the_parent_noticing() -> 
     assert forked(child) == (True, True, 2)
     assert torch.equal(mapped, original)
     assert torch.equal(resident.map(), original)
-
-
-def test_a_child_forked_while_a_slab_is_filled_does_not_hold_up_its_seal() -> None:
-    builder = SlabBuilder(PAGE)
-    reserved = builder.reserve(torch.float32, (4,), (1,))
-    stop_reading, stop_writing = os.pipe()
-    pid = fork()
-    if pid == 0:
-        os.close(stop_writing)
-        os.read(stop_reading, 1)
-        os._exit(0)
-    try:
-        reserved.fill_(2)
-        key = resident_key(reserved, "digest")
-        del reserved
-        resident = Resident(key, builder.seal(), 0, 16)
-        assert torch.equal(resident.map(), torch.full((4,), 2.0))
-    finally:
-        os.close(stop_writing)
-        os.close(stop_reading)
-        assert os.waitpid(pid, 0)[1] == 0
-
-
-# What the system refuses
-
-NOW = "int(open('/proc/self/statm').read().split()[0]) * 4096"
-REFUSALS = {
-    "a mapping": ("AS", NOW, "resident.map()", "mmap"),
-    "a view": ("AS", NOW, "builder.reserve(torch.uint8, (64 << 20,), (1,))", "mmap"),
-    "a descriptor": ("NOFILE", "3", "SlabBuilder(4096)", "memfd_create"),
-    "a new slab": ("FSIZE", "4096", "SlabBuilder(8192)", "ftruncate"),
-    "a write": ("FSIZE", "4096", "builder.add(big)", "pwrite"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_the_system_refuses_is_a_typed_error_and_leaks_nothing(name: str) -> None:
-    limit, value, attempt, call = REFUSALS[name]
-    code = f"""
-big = torch.zeros(64 << 20, dtype=torch.uint8)
-(resident,) = pack([(big, "digest")])
-builder = SlabBuilder(64 << 20)
-before = slab_descriptors(), slab_mappings()
-old = resource.getrlimit(resource.RLIMIT_{limit})
-resource.setrlimit(resource.RLIMIT_{limit}, ({value}, old[1]))
-try:
-    {attempt}
-except OutOfMemoryError as error:
-    refused = error.facts["call"]
-resource.setrlimit(resource.RLIMIT_{limit}, old)
-print(refused, before == (slab_descriptors(), slab_mappings()), int(resident.map().sum()))
-"""
-    done = run(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [call, "True", "0"]
-
-
-def test_errors_survive_pickling() -> None:
-    error = OutOfMemoryError("no memory", call="mmap", nbytes=1, errno=errno.ENOMEM)
-    copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), str(copy), copy.facts) == (OutOfMemoryError, str(error), error.facts)

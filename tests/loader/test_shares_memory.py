@@ -1,12 +1,15 @@
 """shares_memory: the same physical memory, whatever the addresses, until one side writes."""
 
-import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernel import forked
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader import mappings
+from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.memory import PAGE
 from tensor_dedup.loader.residents import Resident, pack, shares_memory
 
@@ -92,14 +95,13 @@ def test_equal_bytes_of_two_residents_are_not_one_memory() -> None:
 
 def test_memory_that_was_mapped_here_before_does_not_count(resident: Resident) -> None:
     one = resident.map()
-    address = one.data_ptr()
+    address, count = one.data_ptr(), len(MAPPINGS)
+    assert MAPPINGS.find(address + 8, 8) == (resident.slab.serial, resident.offset + 8)
+    assert MAPPINGS.find(address + 8, one.nbytes) is None
     del one
-    gc.collect()
-    other = pack([(matrix() + 1, "other")])[0].map()
-    two = resident.map()
-    # The kernel gives the address again; the table must have forgotten the old tenant.
-    assert address in {other.data_ptr(), two.data_ptr()}
-    assert not shares_memory(other, two)
+    # Anything may lie there from now on.
+    assert MAPPINGS.find(address + 8, 8) is None
+    assert len(MAPPINGS) == count - 1
 
 
 def test_private_tensors_share_only_the_same_range_of_one_storage() -> None:
@@ -146,3 +148,13 @@ def test_what_the_parent_wrote_is_not_shared_in_the_child(resident: Resident) ->
     one, two = resident.map(), resident.map()
     one[0, 0] = -1
     assert forked(lambda: shares_memory(one, two)) is False
+
+
+def test_without_proc_the_answer_is_an_error_and_no_guess(
+    resident: Resident, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, two = resident.map(), resident.map()
+    monkeypatch.setattr(mappings, "_PAGEMAP", tmp_path / "pagemap")
+    with pytest.raises(UnsupportedError, match="cannot be told"):
+        shares_memory(one, two)
+    assert not shares_memory(one, one.clone())

@@ -31,6 +31,11 @@ def slab_descriptors() -> int:
     return sum(link.startswith(SLAB) for link in links)
 
 
+def slabs() -> tuple[int, int]:
+    """Mappings and descriptors of slabs."""
+    return slab_mappings(), slab_descriptors()
+
+
 def slab_memory() -> Counter[str]:
     """Bytes by field (Rss, Pss, Anonymous and so on) over the mappings of slabs."""
     sizes: Counter[str] = Counter()
