@@ -1,0 +1,305 @@
+"""One load: final tensors looked up, made where nobody has them, and put into the model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from tensor_dedup.digest import digest
+from tensor_dedup.errors import AuditError
+from tensor_dedup.loader.deferred import DeferredParameter, replace_data
+from tensor_dedup.loader.dtypes import dtype_name, has_name
+from tensor_dedup.loader.ledger import Ledger
+from tensor_dedup.loader.recipe import (
+    RecipeBook,
+    reason_to_keep_private,
+    whole_source,
+)
+from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents import Resident, pack, resident_key, sharable, tensor_bytes
+from tensor_dedup.loader.virtual import View, as_view
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.evaluate import Evaluator
+    from tensor_dedup.loader.scratch import Scratch
+    from tensor_dedup.loader.sources import SourceReader, SourceTensor
+
+# Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
+_OWN_SLAB_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class Made:
+    """A final tensor computed into borrowed memory: valid until the block is given back.
+
+    `escaped`: somebody keeps using the memory, so it is never lent again.
+    """
+
+    block: torch.Tensor
+    tensor: torch.Tensor
+    escaped: bool = False
+
+
+@dataclass(slots=True)
+class Assembly:
+    """The state of one load. One thread, under the process-wide load lock."""
+
+    config: TensorDedupConfig
+    reader: SourceReader
+    scratch: Scratch
+    evaluator: Evaluator
+    ledger: Ledger = field(default_factory=Ledger)
+    book: RecipeBook = field(default_factory=RecipeBook)
+    aliased: set[int] = field(default_factory=set)  # storages that several parameters share
+    _flat: dict[int, torch.Tensor] = field(default_factory=dict)
+    _rng: random.Random = field(default_factory=random.Random)
+
+    def expect(self, parameters: Sequence[DeferredParameter]) -> None:
+        """Say which final tensors there will be, before the first is asked for."""
+        seen: set[int] = set()
+        for each in parameters:
+            if each.view is not None:
+                storage = id(each.view.storage)
+                self.aliased.update({storage} & seen)
+                seen.add(storage)
+                self.evaluator.expect(each.view)
+        wanted = {id(s) for each in parameters for s in self._shareable_sources(each)}
+        every = {id(s) for each in parameters for s in self.sources(each)}
+        self.evaluator.unhashed = every - wanted
+
+    def sources(self, each: DeferredParameter) -> list[SourceTensor]:
+        """The source tensors its bytes follow from."""
+        return each.sources
+
+    def _shareable_sources(self, each: DeferredParameter) -> list[SourceTensor]:
+        return [] if self.reason(each) is not None else self.sources(each)
+
+    def known(self, each: DeferredParameter) -> bool:
+        """Are all digests its recipe needs at hand?"""
+        return all(source.digest is not None for source in self.sources(each))
+
+    def reason(self, each: DeferredParameter) -> str | None:
+        """Why this final tensor stays private, or None."""
+        view = each.view
+        if view is None:
+            return "the loading code gave it memory of its own"
+        if not view.is_whole() or id(view.storage) in self.aliased:
+            return "it shares its storage with another parameter"
+        sources = self.sources(each)
+        if not sources:
+            return "it does not come from the checkpoint"
+        smallest = min(source.spec.nbytes for source in sources)
+        if smallest < self.config.min_tensor_bytes:
+            return f"a source of {smallest} bytes is below min_tensor_bytes"
+        return reason_to_keep_private(view)
+
+    def make(self, each: DeferredParameter) -> Made:
+        """Compute a final tensor into borrowed memory; afterwards its digests are known."""
+        view = _view(each)
+        block = self.scratch.take(view.storage.nbytes)
+        self.evaluator.fill(view, block[: view.storage.nbytes])
+        return Made(block, as_view(block[: view.storage.nbytes], view))
+
+    def give_back(self, made: Made | None) -> None:
+        """Return borrowed memory."""
+        if made is not None and made.escaped:
+            self.scratch.forget(made.block)
+        elif made is not None:
+            self.scratch.give_back(made.block)
+
+    def content_digest(self, each: DeferredParameter, made: Made) -> str:
+        """The digest of the final bytes; not computed again where it is the source's."""
+        source = whole_source(_view(each))
+        if source is not None and source.digest is not None:
+            return source.digest
+        return self.digest_of(made.tensor)
+
+    def digest_of(self, tensor: torch.Tensor) -> str:
+        """Hash the bytes of a dense tensor."""
+        self.reader.counters.bytes_hashed += tensor.nbytes
+        return digest(tensor_bytes(tensor), self.config.hash_algorithm)
+
+    def digest_of_installed(self, each: DeferredParameter) -> str:
+        """The digest of a parameter that is in the model; not computed where it is the source's."""
+        source = None if each.view is None else whole_source(each.view)
+        if source is not None and source.digest is not None:
+            return source.digest
+        return self.digest_of(each.parameter.detach())
+
+    def resident_for(self, tensor: torch.Tensor) -> tuple[Resident | None, bool]:
+        """The resident with the bytes of this sharable tensor, made if need be; was it there?
+
+        None on a collision that verify_bytes or audit found.
+        """
+        name = self.digest_of(tensor)
+        resident = registry.lookup(resident_key(tensor, name))
+        if resident is None:
+            [made] = pack([(tensor, name)])
+            first = registry.publish(made)
+            return first, first is not made
+        return (resident, True) if self._equal(resident, tensor) else (None, False)
+
+    def share(self, parameters: Sequence[DeferredParameter], made: Made | None = None) -> None:
+        """Put these parameters into the model, shared where somebody has equal bytes.
+
+        `made` may bring the content of the only parameter of the call; it is not given back.
+        """
+        small: list[tuple[DeferredParameter, Made, str]] = []
+        for each in parameters:
+            if each.installed:
+                continue
+            reason = self.reason(each)
+            if reason is not None:
+                self.keep_private(each, reason, made)
+                continue
+            missed = self._share_one(each, made)
+            if missed is None:
+                continue
+            small.append((each, *missed))
+            if each.nbytes >= _OWN_SLAB_BYTES or made is not None:
+                self._publish([small.pop()], borrowed=made is None)
+        self._publish(small, borrowed=True)
+
+    def _share_one(self, each: DeferredParameter, made: Made | None) -> tuple[Made, str] | None:
+        """Install a resident with these bytes; or return the bytes and their digest on a miss."""
+        if made is None and self.known(each):
+            resident = self._resident_of(each)
+            if resident is not None:
+                self._install_checked(each, resident)
+                return None
+        return self._share_by_content(each, made)
+
+    def _resident_of(self, each: DeferredParameter) -> Resident | None:
+        """The resident that the recipe alone, without a byte read, leads to."""
+        found = registry.lookup_record(self._recipe_key(each))
+        if isinstance(found, Resident):
+            return found
+        source = whole_source(_view(each))
+        dtype = each.parameter.dtype
+        if source is None or source.digest is None or not has_name(dtype):
+            return None
+        shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
+        return registry.lookup(ResidentKey(dtype_name(dtype), shape, stride, source.digest))
+
+    def _install_checked(self, each: DeferredParameter, resident: Resident) -> None:
+        """Install a hit by recipe; compared first where verify_bytes or audit ask for it."""
+        verify, audit = self.config.verifies_bytes, self.sampled()
+        if not verify and not audit:
+            self._install(each, resident)
+            return
+        made = self.make(each)
+        if same_bytes(made.tensor, resident.map()):
+            self._install(each, resident)
+        elif verify:
+            self.ledger.collisions += 1
+            self.keep_private(each, COLLISION, made)
+        else:
+            raise_audit(each.name, "the resident", "the tensor made from its checkpoint")
+        self.give_back(made)
+
+    def _share_by_content(
+        self, each: DeferredParameter, made: Made | None
+    ) -> tuple[Made, str] | None:
+        here = made if made is not None else self.make(each)
+        if not sharable(here.tensor):
+            self.keep_private(each, "its type or layout cannot be shared", here)
+            self._give_back_own(here, made)
+            return None
+        name = self.content_digest(each, here)
+        resident = registry.lookup(resident_key(here.tensor, name))
+        if resident is None:
+            return here, name
+        if self._equal(resident, here.tensor):
+            registry.publish_record(self._recipe_key(each), resident)
+            self._install(each, resident)
+        else:
+            self.keep_private(each, COLLISION, here)
+        self._give_back_own(here, made)
+        return None
+
+    def _give_back_own(self, here: Made, lent: Made | None) -> None:
+        if here is not lent:
+            self.give_back(here)
+
+    def _publish(
+        self, missed: Sequence[tuple[DeferredParameter, Made, str]], *, borrowed: bool
+    ) -> None:
+        if not missed:
+            return
+        residents = pack((made.tensor, name) for _, made, name in missed)
+        for (each, made, _), resident in zip(missed, residents, strict=True):
+            first = registry.publish(resident)
+            self._install(each, first, shared=first is not resident)
+            registry.publish_record(self._recipe_key(each), first)
+            if borrowed:
+                self.give_back(made)
+
+    def _install(self, each: DeferredParameter, resident: Resident, *, shared: bool = True) -> None:
+        self.place(each, resident.map())
+        self.ledger.add(each.name, each.nbytes, shared=shared, sources=self.sources(each))
+
+    def place(self, each: DeferredParameter, tensor: torch.Tensor) -> None:
+        """Give the parameter its memory."""
+        replace_data(each.parameter, tensor)
+        each.installed = True
+        if each.view is not None:
+            self.evaluator.release(each.view)
+
+    def keep_private(self, each: DeferredParameter, reason: str, made: Made | None = None) -> None:
+        """Give the parameter memory of its own, with the content plain loading would give it."""
+        view = _view(each)
+        key = id(view.storage)
+        if key not in self._flat:
+            flat = torch.empty(view.storage.nbytes, dtype=torch.uint8)
+            if made is not None:
+                as_view(flat, view).copy_(made.tensor)
+            else:
+                self.evaluator.fill(view, flat)
+            self._flat[key] = flat
+        self.place(each, as_view(self._flat[key], view))
+        self.ledger.add(each.name, each.nbytes, shared=False, sources=self.sources(each))
+        self.ledger.skip(each.name, reason)
+
+    def _recipe_key(self, each: DeferredParameter) -> str:
+        return f"recipe:{self.config.hash_algorithm}:{self.book.digest(_view(each))}"
+
+    def sampled(self) -> bool:
+        """Is this hit one of those to audit?"""
+        return self.config.audit > 0 and self._rng.random() < self.config.audit
+
+    def _equal(self, resident: Resident, tensor: torch.Tensor) -> bool:
+        """On a hit by content: compare when asked to. Counts a collision."""
+        if not (self.config.verifies_bytes or self.sampled()):
+            return True
+        if same_bytes(tensor, resident.map()):
+            return True
+        self.ledger.collisions += 1
+        return False
+
+
+COLLISION = "another tensor has the same digest"
+
+
+def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
+    """Stop a load whose audit found a difference. AuditError."""
+    raise AuditError(
+        f"audit: {name}: {shared} differs from {rebuilt}; nothing was mapped for this model. "
+        "Load with tensor_dedup=False and report this with the output of `tensor-dedup --version`",
+        tensor=name,
+    )
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Are two dense tensors of one dtype and geometry equal bit by bit (NaN payloads included)?"""
+    return a.dtype == b.dtype and tensor_bytes(a) == tensor_bytes(b)
+
+
+def _view(each: DeferredParameter) -> View:
+    assert each.view is not None, f"{each.name} was not deferred"
+    return each.view

@@ -1,0 +1,167 @@
+"""Turning recipes into bytes: reading the sources they name, replaying what was recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensor_dedup.loader.recipe import live_writes, needs_base, references, sources_of, whole_source
+from tensor_dedup.loader.virtual import (
+    Const,
+    Target,
+    View,
+    VirtualStorage,
+    Write,
+    as_view,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.scratch import Scratch
+    from tensor_dedup.loader.sources import SourceReader, SourceTensor
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class Evaluator:
+    """Computes the bytes of deferred tensors on the CPU. One thread, one load.
+
+    A source that one recipe copies whole is read straight to its place. One that is used more
+    than once is read once and kept until `release` was called for every final tensor using it.
+    """
+
+    def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
+        self._reader = reader
+        self._scratch = scratch
+        self._users: dict[int, int] = {}  # source -> final tensors that still may need it
+        self._uses: dict[int, int] = {}  # source -> times recipes mention it
+        self._kept: dict[int, torch.Tensor] = {}
+        self._nodes: dict[tuple[int, int], torch.Tensor] = {}
+        self.unhashed: set[int] = set()  # sources nobody will ask the digest of
+
+    def expect(self, view: View) -> None:
+        """Announce that the final tensor `view` may be evaluated, until `release`."""
+        for source in sources_of(view):
+            self._users[id(source)] = self._users.get(id(source), 0) + 1
+        for mention in references(view):
+            source_storage = mention.storage.source
+            if source_storage is not None:
+                key = id(source_storage)
+                self._uses[key] = self._uses.get(key, 0) + 1
+
+    def release(self, view: View) -> None:
+        """Say that `view` is done with, evaluated or not; frees what only it needed."""
+        for source in sources_of(view):
+            key = id(source)
+            self._users[key] = self._users.get(key, 1) - 1
+            if self._users[key] <= 0 and key in self._kept:
+                self._scratch.give_back(self._kept.pop(key))
+        self._nodes.clear()
+
+    def fill(self, view: View, out: torch.Tensor) -> None:
+        """Compute the whole storage of `view`, at its version, into `out` (flat uint8).
+
+        Returns when every byte is there and every source read for it has its digest.
+        """
+        self._fill(view.storage, view.version, out)
+        self._reader.settle()
+
+    def value(self, view: View) -> torch.Tensor:
+        """A real CPU tensor equal to `view`; not to be written, valid until the next release."""
+        return as_view(self._flat(view.storage, view.version), view)
+
+    def digest_sources(self, view: View) -> None:
+        """Make the digest of every source of `view` known, reading those that are not."""
+        for source in sources_of(view):
+            if source.digest is None:
+                self._read_kept(source)
+        self._reader.settle()
+
+    def _flat(self, storage: VirtualStorage, version: int) -> torch.Tensor:
+        if storage.source is not None and not live_writes(storage, version):
+            return self._read_kept(storage.source)
+        key = (id(storage), version)
+        if key not in self._nodes:
+            flat = torch.empty(storage.nbytes, dtype=torch.uint8)
+            self._fill(storage, version, flat)
+            self._reader.settle()
+            self._nodes[key] = flat
+        return self._nodes[key]
+
+    def _read_kept(self, source: SourceTensor) -> torch.Tensor:
+        key = id(source)
+        if key not in self._kept:
+            block = self._scratch.take(source.spec.nbytes)
+            self._kept[key] = block
+            self._read(source, block[: source.spec.nbytes])
+            self._reader.settle()
+        return self._kept[key][: source.spec.nbytes]
+
+    def _read(self, source: SourceTensor, memory: torch.Tensor) -> None:
+        self._reader.fill(source, memory, hashed=id(source) not in self.unhashed)
+
+    def _fill(self, storage: VirtualStorage, version: int, out: torch.Tensor) -> None:
+        out = out[: storage.nbytes]
+        if needs_base(storage, version):
+            self._base(storage, out)
+        being_hashed: list[tuple[int, int]] = []
+        for write in live_writes(storage, version):
+            span = self._direct_span(write)
+            if span is None or any(
+                span[0] < end and start < span[1] for start, end in being_hashed
+            ):
+                self._reader.settle()  # hashing must not see the memory change
+                being_hashed.clear()
+            if span is None:
+                self._replay(write, out)
+            else:
+                source = whole_source(write.args[1])
+                assert source is not None
+                self._read(source, out[span[0] : span[1]])
+                being_hashed.append(span)
+
+    def _direct_span(self, write: Write) -> tuple[int, int] | None:
+        """The bytes of the target that a source can be read into as they are, or None."""
+        value, target = (write.args[1] if len(write.args) > 1 else None), write.target
+        if write.func is not _COPY or not isinstance(value, View) or not target.is_contiguous():
+            return None
+        if value.dtype is not target.dtype or not value.is_contiguous():
+            return None
+        source = whole_source(value)
+        if source is None or id(source) in self._kept or self._uses.get(id(source), 0) != 1:
+            return None
+        start = target.offset * target.dtype.itemsize
+        return start, start + source.spec.nbytes
+
+    def _base(self, storage: VirtualStorage, out: torch.Tensor) -> None:
+        if storage.source is not None:
+            out.copy_(self._read_kept(storage.source))
+        elif storage.initial is not None:
+            out.copy_(storage.initial)
+        elif storage.operation is not None:
+            operation = storage.operation
+            result = operation.func(*self._real(operation.args), **self._named(operation.kwargs))
+            if isinstance(result, (list, tuple)):
+                result = result[operation.index]
+            # The meta tensor's layout is what later views refer to, whatever the real one is.
+            as_view(out, storage.view(storage.meta)).copy_(result)
+
+    def _replay(self, write: Write, out: torch.Tensor) -> None:
+        target = as_view(out, write.target)
+        write.func(*self._real(write.args, target), **self._named(write.kwargs, target))
+
+    def _named(self, kwargs: dict[str, Any], target: torch.Tensor | None = None) -> dict[str, Any]:
+        return {key: self._real(value, target) for key, value in kwargs.items()}
+
+    def _real(self, value: Any, target: torch.Tensor | None = None) -> Any:
+        if isinstance(value, View):
+            return self.value(value)
+        if isinstance(value, Const):
+            return value.value
+        if value is Target.HERE:
+            return target
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._real(item, target) for item in value)
+        return value

@@ -1,0 +1,74 @@
+"""Accounts of one load: which final tensors there are, what they take, what was there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.report import ModelReport
+    from tensor_dedup.loader.sources import SourceTensor
+
+
+@dataclass(slots=True)
+class FinalTensor:
+    """One parameter as the engine uses it: bytes in all its forms, and how many were shared."""
+
+    nbytes: int = 0
+    shared_bytes: int = 0
+    sources: dict[int, SourceTensor] = field(default_factory=dict)
+
+    @property
+    def is_shared(self) -> bool:
+        """Was every byte of it resident already?"""
+        return self.nbytes > 0 and self.shared_bytes == self.nbytes
+
+
+class Ledger:
+    """What one load did, tensor by tensor. One thread."""
+
+    def __init__(self) -> None:
+        self.finals: dict[str, FinalTensor] = {}
+        self.skipped: dict[str, str] = {}
+        self.bytes_materialised = 0
+        self.collisions = 0
+
+    def add(
+        self, name: str, nbytes: int, *, shared: bool, sources: Iterable[SourceTensor] = ()
+    ) -> None:
+        """Enter `nbytes` of the final tensor `name`: its only form, or one of several."""
+        final = self.finals.setdefault(name, FinalTensor())
+        final.nbytes += nbytes
+        if shared:
+            final.shared_bytes += nbytes
+        else:
+            self.bytes_materialised += nbytes
+        final.sources.update((id(source), source) for source in sources)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Enter why `name` is not shared."""
+        self.skipped.setdefault(name, reason)
+
+    def enter(self, report: ModelReport) -> None:
+        """Sum up into `report`."""
+        finals = [final for final in self.finals.values() if final.nbytes]
+        report.total_bytes = sum(final.nbytes for final in finals)
+        report.shared_bytes = sum(final.shared_bytes for final in finals)
+        report.private_bytes = report.total_bytes - report.shared_bytes
+        report.bytes_materialised = self.bytes_materialised
+        report.tensors_total = len(finals)
+        report.tensors_shared = sum(final.is_shared for final in finals)
+        report.collisions = self.collisions
+        report.skipped = sorted(self.skipped.items())
+        shared = self._shared_sources()
+        report.source_tensors_shared = len(shared)
+        report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
+
+    def _shared_sources(self) -> list[SourceTensor]:
+        """Sources whose every final tensor was shared."""
+        used = {key: s for final in self.finals.values() for key, s in final.sources.items()}
+        private = {
+            key for final in self.finals.values() if not final.is_shared for key in final.sources
+        }
+        return [source for key, source in used.items() if key not in private]

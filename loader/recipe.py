@@ -1,0 +1,188 @@
+"""Recipes: how the bytes of a storage follow from source tensors, canonical and hashable.
+
+A recipe is read off the write log after tracing. Equal recipes give equal bytes, because every
+operation in one is deterministic, every source is named by its digest and every constant by its
+own; two different recipes may still give equal bytes, which only content shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from tensor_dedup.digest import digest
+from tensor_dedup.loader.coverage import Coverage
+from tensor_dedup.loader.sources import SourceTensor
+from tensor_dedup.loader.virtual import Const, Kind, View, VirtualStorage, Write
+
+_CONTEXT = "tensor-dedup recipe v1"
+_COPY = torch.ops.aten.copy_.default
+
+
+def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
+    """The writes among the first `version` that later ones do not hide completely."""
+    writes = storage.writes[:version]
+    for index in range(len(writes) - 1, -1, -1):
+        if writes[index].overwrites and writes[index].target.is_whole():
+            return writes[index:]
+    return writes
+
+
+def needs_base(storage: VirtualStorage, version: int) -> bool:
+    """Do the bytes still depend on what the storage held before the first live write?
+
+    Only writes before the first one that reads its target count; coverage is exact.
+    """
+    coverage = Coverage(storage.nbytes)
+    for write in live_writes(storage, version):
+        if not write.overwrites:
+            break
+        target = write.target
+        size = target.dtype.itemsize
+        strides = [step * size for step in target.stride]
+        coverage.add(target.offset * size, target.shape, strides, size)
+    return not coverage.complete()
+
+
+def whole_source(view: View) -> SourceTensor | None:
+    """The source whose bytes, in the same order, are exactly this view's; None otherwise."""
+    storage = view.storage
+    if not view.is_whole():
+        return None
+    writes = live_writes(storage, view.version)
+    if storage.kind is Kind.SOURCE and not writes:
+        return storage.source
+    if len(writes) != 1 or writes[0].func is not _COPY:
+        return None
+    target, value = writes[0].target, writes[0].args[1]
+    if not isinstance(value, View) or value.dtype is not target.dtype or not target.is_whole():
+        return None
+    if (value.shape, value.stride) != (target.shape, target.stride):
+        return None
+    return whole_source(value)
+
+
+class RecipeBook:
+    """Digests of recipes, remembered. Every source asked about must have its digest by then."""
+
+    def __init__(
+        self, identity: Callable[[SourceTensor], tuple[object, ...]] = SourceTensor.identity
+    ) -> None:
+        """`identity` says what stands for a source: by default its digest, dtype and shape."""
+        self._identity = identity
+        self._known: dict[tuple[int, int], str] = {}
+
+    def digest(self, view: View) -> str:
+        """Name the bytes and geometry of `view` by how they come about."""
+        return _hash(self._view(view))
+
+    def _view(self, view: View) -> tuple[Any, ...]:
+        name = self._storage(view.storage, view.version)
+        return ("view", name, str(view.dtype), view.shape, view.stride, view.offset)
+
+    def _storage(self, storage: VirtualStorage, version: int) -> str:
+        key = (id(storage), version)
+        if key not in self._known:
+            self._known[key] = _hash(self._describe(storage, version))
+        return self._known[key]
+
+    def _describe(self, storage: VirtualStorage, version: int) -> tuple[Any, ...]:
+        base = self._base(storage) if needs_base(storage, version) else ("none",)
+        writes = tuple(self._write(write) for write in live_writes(storage, version))
+        return (storage.nbytes, base, writes)
+
+    def _base(self, storage: VirtualStorage) -> tuple[Any, ...]:
+        if storage.source is not None:
+            return self._identity(storage.source)
+        if storage.initial is not None:
+            return ("initial", digest(storage.initial.numpy().data))
+        operation = storage.operation
+        if storage.kind is Kind.EMPTY or operation is None:
+            return ("undefined",)
+        return ("node", str(operation.func), operation.index, *self._call(operation))
+
+    def _write(self, write: Write) -> tuple[Any, ...]:
+        target = write.target
+        place = (str(target.dtype), target.shape, target.stride, target.offset)
+        return (str(write.func), place, *self._call(write))
+
+    def _call(self, call: Any) -> tuple[Any, ...]:
+        named = tuple((key, self._argument(value)) for key, value in sorted(call.kwargs.items()))
+        return (tuple(self._argument(value) for value in call.args), named)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, View):
+            return self._view(value)
+        if isinstance(value, Const):
+            tensor = value.value
+            return ("const", value.digest, str(tensor.dtype), tuple(tensor.shape))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._argument(item) for item in value)
+        if isinstance(value, torch.device):
+            return "device"  # equal recipes on two devices give equal bytes
+        return repr(value)
+
+
+def _hash(description: tuple[Any, ...]) -> str:
+    return blake3(repr(description).encode(), derive_key_context=_CONTEXT).hexdigest()
+
+
+def sources_of(view: View) -> list[SourceTensor]:
+    """Every source the bytes of `view` follow from, once, in the order of the recipe."""
+    return [s.source for s, v in _reach(view) if s.source is not None and needs_base(s, v)]
+
+
+def reason_to_keep_private(view: View) -> str | None:
+    """Why no other model may share these bytes, or None."""
+    for storage, version in _reach(view):
+        if storage.private is not None:
+            return storage.private
+        if storage.kind is Kind.EMPTY and needs_base(storage, version):
+            return "part of it is never written"
+    return None
+
+
+def references(view: View) -> Iterator[View]:
+    """Every view that the recipe of `view` mentions, itself left out, each as often as it does."""
+    for storage, version in _reach(view):
+        yield from _children(storage, version)
+
+
+def _reach(view: View) -> list[tuple[VirtualStorage, int]]:
+    """Every storage the recipe mentions, at its version, once, in the order of the recipe."""
+    found: dict[tuple[int, int], tuple[VirtualStorage, int]] = {}
+    waiting = [view]
+    while waiting:
+        current = waiting.pop()
+        key = (id(current.storage), current.version)
+        if key not in found:
+            found[key] = (current.storage, current.version)
+            waiting.extend(reversed(list(_children(current.storage, current.version))))
+    return list(found.values())
+
+
+def _children(storage: VirtualStorage, version: int) -> Iterator[View]:
+    if storage.operation is not None and needs_base(storage, version):
+        yield from _views(storage.operation.args)
+        yield from _views(tuple(storage.operation.kwargs.values()))
+    for write in live_writes(storage, version):
+        yield from _views(write.args)
+        yield from _views(tuple(write.kwargs.values()))
+
+
+def _views(value: Any) -> Iterator[View]:
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _views(item)
+
+
+def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage under `tensor`, flat, on its device, without a copy."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage)

@@ -1,0 +1,93 @@
+"""Layer records: what a layer key leads to. Held by the layers that use them, never by a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tensor_dedup.loader.hints import FileIdentity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tensor_dedup.loader.residents import Resident
+    from tensor_dedup.loader.sources import SourceTensor
+
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a donor's source tensor was read: file, what the file was then, byte range."""
+
+    path: Path
+    identity: FileIdentity
+    start: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, source: SourceTensor) -> Origin:
+        """The place of an open source tensor."""
+        file, spec = source.file, source.spec
+        return cls(file.path, file.identity, spec.start, spec.nbytes)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class LayerRecord:
+    """The final tensors of one layer, and what its processing set beside them.
+
+    `residents`: by parameter name, with the class of the parameter. `opaque`: what cannot be
+    mapped or written (a packed handler), shared as the object it is; `opaque_bytes` is the size of
+    the plain weight it was packed from and `plain_digest` that weight's digest just before.
+    """
+
+    key: str
+    preimage: str
+    residents: dict[str, tuple[Resident, type]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    opaque: Any = None
+    opaque_bytes: int = 0
+    plain_digest: str | None = None
+    structure: str = ""  # the recipes with their sources numbered instead of named
+    origins: tuple[Origin, ...] = ()
+
+
+def same_source_bytes(mine: Sequence[SourceTensor], donor: Sequence[Origin]) -> tuple[bool, int]:
+    """Compare sources byte by byte with those a record was made from; and the bytes read.
+
+    False where the donor's file is gone or changed since: what cannot be compared is not equal.
+    """
+    if len(mine) != len(donor):
+        return False, 0
+    read = 0
+    for source, origin in zip(mine, donor, strict=True):
+        equal, count = _same_range(source, origin)
+        read += count
+        if not equal:
+            return False, read
+    return True, read
+
+
+def _same_range(source: SourceTensor, origin: Origin) -> tuple[bool, int]:
+    if source.spec.nbytes != origin.nbytes:
+        return False, 0
+    try:
+        fd = os.open(origin.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False, 0
+    try:
+        if FileIdentity.of(fd) != origin.identity:
+            return False, 0
+        read = 0
+        for offset in range(0, origin.nbytes, _CHUNK):
+            size = min(_CHUNK, origin.nbytes - offset)
+            theirs = os.pread(fd, size, origin.start + offset)
+            ours = source.file.read_range(source.spec.start + offset, size)
+            read += len(theirs) + len(ours)
+            if theirs != ours or len(ours) != size:
+                return False, read
+        return FileIdentity.of(fd) == origin.identity, read
+    finally:
+        os.close(fd)

@@ -1,0 +1,197 @@
+"""Source tensors: the files of a checkpoint, what is known of their bytes, and reading them.
+
+A tensor whose digest a hint knows is read only when something in its layer differs. Everything
+that is read is hashed in the memory it is then used from, so no other bytes can take its place.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tensor_dedup.digest import submit
+from tensor_dedup.errors import ChangedFileError, FormatError, IntegrityError
+from tensor_dedup.formats.safetensors import read_header
+from tensor_dedup.loader.hints import FileIdentity, HintIndex
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    import torch
+
+    from tensor_dedup.formats.safetensors import SafetensorsHeader
+    from tensor_dedup.types import TensorSpec
+
+# One preadv asks for at most this much: the kernel cuts it at 2 GiB anyway, and a hash of what has
+# arrived can start while the rest is on its way.
+_PIECE_BYTES = 64 << 20
+
+
+class StaleHintError(ChangedFileError):
+    """Bytes were read that a hint described otherwise: the hint is wrong, load without hints."""
+
+
+@dataclass(eq=False, slots=True)
+class SourceTensor:
+    """One tensor of one open checkpoint file. `digest` is None until a hint or a read gives it."""
+
+    file: SourceFile
+    spec: TensorSpec
+    digest: str | None = None
+    hinted: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages: file and name."""
+        return f"{self.file.path}: {self.spec.name}"
+
+    def identity(self) -> tuple[object, ...]:
+        """The part of a recipe that stands for this tensor. IntegrityError without a digest."""
+        if self.digest is None:  # two unknown tensors must never get one name
+            raise IntegrityError(f"{self.place} was not hashed before its recipe was asked for")
+        return ("source", self.digest, self.spec.dtype, self.spec.shape)
+
+
+class SourceFile:
+    """An open checkpoint file: header, identity when opened, digests by byte range.
+
+    Owns one descriptor until `close`. Raises FormatError for a header that lies, OSError from open.
+    """
+
+    def __init__(
+        self, path: Path, hints: HintIndex | None, algorithm: str, *, trust: bool = True
+    ) -> None:
+        """`trust`: take digests from the hints; without it they are only written."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._hints = hints
+        self._algorithm = algorithm
+        self.identity = FileIdentity.of(self._fd)
+        self._began_ns = time.time_ns()
+        self.hashed: dict[tuple[int, int], str] = {}
+        try:
+            self.header: SafetensorsHeader = read_header(path, fd=self._fd)
+        except BaseException:
+            self.close()
+            raise
+        known = hints.lookup(self._fd, algorithm) if hints is not None and trust else {}
+        self.tensors = {spec.name: self._tensor(spec, known) for spec in self.header.tensors}
+
+    def _tensor(self, spec: TensorSpec, known: Mapping[tuple[int, int], str]) -> SourceTensor:
+        digest = known.get((spec.start, spec.nbytes))
+        return SourceTensor(self, spec, digest, digest is not None)
+
+    def read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
+        """Fill `buffer` (nbytes, writable) with the tensor's bytes. FormatError when truncated."""
+        done = 0
+        while done < spec.nbytes:
+            piece = buffer[done : done + _PIECE_BYTES]
+            count = os.preadv(self._fd, [piece], spec.start + done)
+            if count == 0:
+                raise FormatError(
+                    f"{self.path}: tensor {spec.name!r} ends after {done} of {spec.nbytes} bytes; "
+                    "the file was truncated while it was open, fetch it again",
+                    path=str(self.path),
+                    tensor=spec.name,
+                )
+            done += count
+
+    def read_range(self, start: int, nbytes: int) -> bytes:
+        """Up to `nbytes` bytes from offset `start` of the file."""
+        return os.pread(self._fd, nbytes, start)
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when the file is not what it was when it was opened."""
+        if FileIdentity.of(self._fd) != self.identity:
+            raise ChangedFileError(
+                f"{self.path} changed while it was being loaded; load it again",
+                path=str(self.path),
+            )
+
+    def remember(self) -> None:
+        """Give what was hashed to the hints, which refuse what cannot be trusted later."""
+        if self._hints is not None and self.hashed:
+            self._hints.record(
+                self._fd, self.identity, self._began_ns, self._algorithm, self.hashed
+            )
+
+    def forget(self) -> None:
+        """Drop every hint of this file."""
+        if self._hints is not None:
+            self._hints.forget(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor; twice does no harm."""
+        fd, self._fd = self._fd, -1
+        if fd != -1:
+            os.close(fd)
+
+
+@dataclass(slots=True)
+class ReadCounters:
+    """What one load fetched, in bytes, and how long it waited for it, in seconds."""
+
+    bytes_read: int = 0
+    bytes_hashed: int = 0
+    read_seconds: float = 0.0
+    hash_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SourceReader:
+    """Reads source tensors into memory of the caller's and hashes them there. One thread."""
+
+    algorithm: str
+    counters: ReadCounters = field(default_factory=ReadCounters)
+    _pending: list[tuple[SourceTensor, Future[str]]] = field(default_factory=list)
+
+    def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
+        """Read `source` into `memory` (flat uint8, exactly its size, CPU).
+
+        With `hashed`, hashing starts on the pool; `settle` must be called before the digest is
+        used and before `memory` is written again.
+        """
+        began = time.perf_counter()
+        view = memory.numpy().data
+        source.file.read_into(source.spec, view)
+        self.counters.bytes_read += source.spec.nbytes
+        self.counters.read_seconds += time.perf_counter() - began
+        if hashed:
+            self.counters.bytes_hashed += source.spec.nbytes
+            self._pending.append((source, submit(view, self.algorithm)))
+
+    def settle(self) -> None:
+        """Wait for every hash under way and enter it. StaleHintError when a hint said otherwise."""
+        began = time.perf_counter()
+        pending, self._pending = self._pending, []
+        found = [(source, future.result()) for source, future in pending]
+        self.counters.hash_seconds += time.perf_counter() - began
+        for source, value in found:
+            _enter(source, value)
+
+    def abandon(self) -> None:
+        """Wait for every hash under way without using it: the memory may be freed then."""
+        pending, self._pending = self._pending, []
+        for _, future in pending:
+            future.exception()
+
+
+def _enter(source: SourceTensor, value: str) -> None:
+    if source.digest is not None and source.digest != value:
+        raise StaleHintError(
+            f"{source.place} hashes to {value}, remembered as {source.digest}; "
+            "something wrote to the file without changing its times",
+            path=str(source.file.path),
+            tensor=source.spec.name,
+        )
+    source.digest = value
+    source.file.hashed[source.spec.start, source.spec.nbytes] = value
+
+
+def total_bytes(sources: Sequence[SourceTensor]) -> int:
+    """The bytes of these tensors in their files."""
+    return sum(source.spec.nbytes for source in sources)

@@ -1,0 +1,94 @@
+"""What vLLM's processing leaves beside parameters: packed handlers and kernel settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from vllm._custom_ops import CPUDNNLGEMMHandler
+
+from tensor_dedup.loader.layer_key import plain
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """The layer's `cpu_linear` when it owns all it needs and nothing of the layer; else None.
+
+    vLLM's closures hold a oneDNN handler, or a packed tensor and the number of outputs. One that
+    holds anything else may be tied to its layer and is not given to another.
+    """
+    linear = getattr(layer, "cpu_linear", None)
+    cells = [cell.cell_contents for cell in getattr(linear, "__closure__", None) or ()]
+    owned = (CPUDNNLGEMMHandler, torch.Tensor, int)
+    if linear is None or not cells or not all(isinstance(cell, owned) for cell in cells):
+        return None
+    if any(isinstance(cell, nn.Parameter) for cell in cells):
+        return None
+    return linear  # type: ignore[no-any-return]
+
+
+def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
+    """Does the layer, or its packed function, still use the memory of `block`?"""
+    storage = block.untyped_storage().data_ptr()
+    linear = getattr(layer, "cpu_linear", None)
+    cells = [cell.cell_contents for cell in getattr(linear, "__closure__", None) or ()]
+    held = [*cells, *vars(layer).values(), *layer._parameters.values()]
+    return any(
+        isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() == storage
+        for each in held
+    )
+
+
+def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
+    """What processing set on the layer's MoE kernel that a kernel made anew lacks.
+
+    None when something of it is not a plain value, so that no other layer can be given it.
+    """
+    method: Any = layer.quant_method
+    processed = method.moe_kernel
+    if processed is None:
+        return None
+    fresh = _fresh_kernel(method, layer)
+    changed = {
+        name: value
+        for name, value in vars(processed.fused_experts).items()
+        if name not in vars(fresh.fused_experts)
+        or plain(value) != plain(vars(fresh.fused_experts)[name])
+    }
+    return changed if all(isinstance(value, _PLAIN) for value in changed.values()) else None
+
+
+def set_attributes(layer: nn.Module, attributes: dict[str, Any]) -> None:
+    """Set on this layer's MoE kernel what `processed_attributes` found on another's."""
+    method: Any = layer.quant_method
+    experts = method.moe_kernel.fused_experts
+    for name, value in attributes.items():
+        setattr(experts, name, value)
+
+
+def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
+    kernel, config = method.moe_kernel, method.moe_quant_config
+    try:
+        method._init_moe_kernel(layer)
+        return method.moe_kernel
+    finally:
+        method.moe_kernel, method.moe_quant_config = kernel, config
+
+
+def final_bytes(model: nn.Module) -> int:
+    """Bytes of a processed model's parameters and of what was packed from them.
+
+    A packed weight counts as the plain one it was made from; oneDNN may pad it.
+    """
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    itemsize = torch.get_default_dtype().itemsize
+    for module in model.modules():
+        linear = getattr(module, "cpu_linear", None)
+        for cell in getattr(linear, "__closure__", None) or ():
+            handler = cell.cell_contents
+            if isinstance(handler, CPUDNNLGEMMHandler):
+                total += handler.n * handler.k * itemsize
+    return total

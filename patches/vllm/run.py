@@ -1,0 +1,192 @@
+"""One load of one vLLM model: from open files to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.assembly import Assembly, same_bytes
+from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer
+from tensor_dedup.loader.dtypes import torch_dtype
+from tensor_dedup.loader.evaluate import Evaluator
+from tensor_dedup.loader.hints import HintIndex
+from tensor_dedup.loader.report import ModelReport
+from tensor_dedup.loader.scratch import Scratch
+from tensor_dedup.loader.sources import SourceFile, SourceReader, SourceTensor
+from tensor_dedup.loader.trace import Tracer, UntraceableError
+from tensor_dedup.patches.vllm.layers import LayerProcessor
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from vllm.config import ModelConfig
+
+    from tensor_dedup.config import TensorDedupConfig
+
+
+class Run:
+    """Owns what one load opens and borrows; a context manager. One thread, under the load lock."""
+
+    def __init__(
+        self, config: TensorDedupConfig, model_dtype: torch.dtype, *, trust_hints: bool
+    ) -> None:
+        reader = SourceReader(config.hash_algorithm)
+        scratch = Scratch()
+        evaluator = Evaluator(reader, scratch)
+        self.assembly = Assembly(config, reader, scratch, evaluator)
+        self.tracer = Tracer(evaluator.value, torch.device("cpu"))
+        self.plan_seconds = 0.0
+        self._config = config
+        self._model_dtype = model_dtype
+        self._hints = HintIndex()
+        self._trust_hints = trust_hints
+        self._files: list[SourceFile] = []
+        self._sources: list[SourceTensor] = []
+        self._deferred: dict[int, DeferredParameter] = {}
+        self._processor: LayerProcessor | None = None
+        self._known = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.assembly.reader.abandon()
+        for file in self._files:
+            file.close()
+        self.assembly.scratch.close()
+
+    def defer(self, model: nn.Module) -> None:
+        """Make the parameters of `model` deferred tensors."""
+        self._deferred = defer(model, self.tracer)
+
+    def open_files(
+        self, paths: list[str], wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every wanted tensor of these files, deferred, in the order of their names."""
+        for path in paths:
+            file = SourceFile(
+                Path(path), self._hints, self._config.hash_algorithm, trust=self._trust_hints
+            )
+            self._files.append(file)
+            for name in sorted(file.tensors):
+                if wanted(name):
+                    source = file.tensors[name]
+                    self._sources.append(source)
+                    yield name, self.tracer.source(source, _dtype(source))
+
+    def conclude(self) -> None:
+        """After tracing: settle what there is to do."""
+        conclude(self._deferred, self.tracer)
+        parameters = list(self._deferred.values())
+        self.assembly.expect(parameters)
+        shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]
+        self._known = bool(shareable) and all(self.assembly.known(p) for p in shareable)
+        packed = self._config.cpu_weights != "plain"
+        self._processor = LayerProcessor(self.assembly, self._deferred, packed, self._model_dtype)
+
+    def hook(self, original: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        """What vLLM's loop calls in place of a layer's own processing."""
+        processor = self._processor
+        assert processor is not None
+        return lambda layer: processor.process(original, layer)
+
+    def share_outside_layers(self, model: nn.Module) -> None:
+        """Parameters of modules without a quantisation method: norms, biases, single tensors."""
+        outside: dict[int, DeferredParameter] = {}
+        inside: set[int] = set()
+        for module in model.modules():
+            has_method = isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+            for parameter in module._parameters.values():
+                if parameter is None or id(parameter) not in self._deferred:
+                    continue
+                if has_method:
+                    inside.add(id(parameter))
+                else:
+                    outside[id(parameter)] = self._deferred[id(parameter)]
+        self.assembly.share([each for key, each in outside.items() if key not in inside])
+
+    def share_left_over(self, model: nn.Module) -> None:
+        """Parameters that no layer's processing asked for."""
+        remaining = [p for p in model.parameters() if p.is_meta and id(p) in self._deferred]
+        self.assembly.share([self._deferred[id(p)] for p in remaining])
+
+    @contextmanager
+    def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
+        """Tie a head that the checkpoint repeats, by recipe; vLLM would compare bytes."""
+        if not model_config.word_embeddings_untied_by_checkpoint:
+            yield
+            return
+        self._retie(model)
+        model_config.word_embeddings_untied_by_checkpoint = False
+        try:
+            yield
+        finally:
+            model_config.word_embeddings_untied_by_checkpoint = True
+
+    def _retie(self, model: nn.Module) -> None:
+        untied = _get_untied_lm_head(model)
+        if untied is None:
+            return
+        head = self._deferred.get(id(untied.lm_head.weight))
+        embedding = self._deferred.get(id(untied.embed_tokens.weight))
+        if head is None or embedding is None or not self._equal(head, embedding):
+            return
+        untied.tie(model)
+        assert head.view is not None
+        self.assembly.evaluator.release(head.view)
+
+    def _equal(self, a: DeferredParameter, b: DeferredParameter) -> bool:
+        if a.view is None or b.view is None:
+            return False
+        assembly = self.assembly
+        if assembly.reason(a) is not None or assembly.reason(b) is not None:
+            return same_bytes(assembly.evaluator.value(a.view), assembly.evaluator.value(b.view))
+        assembly.evaluator.digest_sources(a.view)
+        assembly.evaluator.digest_sources(b.view)
+        if assembly.book.digest(a.view) != assembly.book.digest(b.view):
+            return False
+        return not self._config.verifies_bytes or same_bytes(
+            assembly.evaluator.value(a.view), assembly.evaluator.value(b.view)
+        )
+
+    def finish(self) -> None:
+        """The files are what they were when opened; remember what was hashed."""
+        for file in self._files:
+            file.check_unchanged()
+        for file in self._files:
+            file.remember()
+
+    def report(self, name: str, rank: int) -> ModelReport:
+        """What this load read, hashed, made and shared."""
+        counters = self.assembly.reader.counters
+        report = ModelReport(name=name, rank=rank, known=self._known)
+        self.assembly.ledger.enter(report)
+        report.checkpoint_bytes = sum(source.spec.nbytes for source in self._sources)
+        report.header_bytes = sum(file.header.header_bytes for file in self._files)
+        report.source_tensors_total = len(self._sources)
+        report.bytes_read = counters.bytes_read
+        report.bytes_hashed = counters.bytes_hashed
+        report.seconds["plan"] = self.plan_seconds
+        report.seconds["read"] = counters.read_seconds
+        report.seconds["hash"] = counters.hash_seconds
+        return report
+
+
+def _dtype(source: SourceTensor) -> torch.dtype:
+    try:
+        return torch_dtype(source.spec.dtype)
+    except UnsupportedError as error:
+        raise UntraceableError(f"{source.place} is of {source.spec.dtype}: {error}") from error

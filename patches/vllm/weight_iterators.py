@@ -1,0 +1,102 @@
+"""vLLM's weight iterators, answered with deferred tensors while one of our loads is under way.
+
+The names replaced are those that `DefaultModelLoader` calls once it has chosen, filtered and
+downloaded the files, so all of that stays vLLM's. Without a load of ours in the same thread the
+originals run: a reload, another loader and another thread see no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader import default_loader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
+
+from tensor_dedup.loader.trace import UntraceableError
+
+Deferred = Iterator[tuple[str, torch.Tensor]]
+OpenFiles = Callable[[list[str], Callable[[str], bool]], Deferred]
+
+_active: ContextVar[OpenFiles | None] = ContextVar("tensor_dedup_open_files", default=None)
+# Every other way DefaultModelLoader reads: it gives real tensors, which nothing is gained by
+# recording, so the load goes on plainly.
+_OTHERS = (
+    "pt_weights_iterator",
+    "multi_thread_pt_weights_iterator",
+    "np_cache_weights_iterator",
+    "fastsafetensors_weights_iterator",
+    "instanttensor_weights_iterator",
+)
+
+
+@contextmanager
+def deferring(open_files: OpenFiles) -> Iterator[None]:
+    """In this context the iterators yield what `open_files(paths, wanted)` does."""
+    token = _active.set(open_files)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _safetensors(
+    original: Callable[..., Any],
+    hf_weights_files: list[str],
+    use_tqdm_on_load: bool,
+    safetensors_load_strategy: str | None = None,
+    local_expert_ids: set[int] | None = None,
+    **options: Any,
+) -> Any:
+    open_files = _active.get()
+    if open_files is None:
+        return original(
+            hf_weights_files,
+            use_tqdm_on_load,
+            safetensors_load_strategy,
+            local_expert_ids,
+            **options,
+        )
+    if safetensors_load_strategy == "torchao":
+        raise UntraceableError("torchao tensors are rebuilt from several tensors while reading")
+    return open_files(
+        _in_order(hf_weights_files), lambda name: not should_skip_weight(name, local_expert_ids)
+    )
+
+
+def _threaded(
+    original: Callable[..., Any], hf_weights_files: list[str], *args: Any, **kwargs: Any
+) -> Any:
+    open_files = _active.get()
+    if open_files is None:
+        return original(hf_weights_files, *args, **kwargs)
+    return open_files(_in_order(hf_weights_files), lambda _name: True)
+
+
+def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _active.get() is not None:
+        raise UntraceableError(f"{original.__name__} does not read safetensors")
+    return original(*args, **kwargs)
+
+
+def _in_order(files: Iterable[str]) -> list[str]:
+    return sorted(files, key=_natural_sort_key)
+
+
+@functools.cache
+def install() -> None:
+    """Put the wrappers in place, once a process."""
+    replacements = {
+        "safetensors_weights_iterator": _safetensors,
+        "multi_thread_safetensors_weights_iterator": _threaded,
+        **dict.fromkeys(_OTHERS, _unsupported),
+    }
+    for name, replacement in replacements.items():
+        original = getattr(default_loader, name)
+        wrapper = functools.wraps(original)(functools.partial(replacement, original))
+        setattr(default_loader, name, wrapper)
