@@ -42,11 +42,14 @@ class Choice:
 
 @dataclass(slots=True)
 class _Copy:
-    """One copy of a folder's weights: an index, a single file or a set of shards."""
+    """One copy of a folder's weights: an index, a single file or sets of shards.
+
+    `shards` has the numbers seen, by what is before them, how many there should be, and the rest.
+    """
 
     index: str | None = None
     single: str | None = None
-    shards: dict[str, set[int]] = field(default_factory=dict)
+    shards: dict[tuple[str, str, str], set[int]] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 
 
@@ -88,18 +91,16 @@ def _sort_in(name: str, stems: dict[str, dict[str, _Copy]]) -> None:
         copy.single = name
     else:
         copy.names.append(name)
-        pattern = f"{match['stem']}{match['before'] or ''}-{{}}-of-{match['count']}"
-        pattern += f"{match['after'] or ''}.safetensors"
-        copy.shards.setdefault(pattern, set()).add(int(match["shard"]))
+        head, tail = name[: match.start("shard")], name[match.end("count") :]
+        copy.shards.setdefault((head, match["count"], tail), set()).add(int(match["shard"]))
 
 
 def _files(copy: _Copy) -> tuple[list[str], str | None]:
     if copy.single is not None:
         return [copy.single], None
-    for pattern, shards in copy.shards.items():
-        count = pattern.split("-of-")[-1].split(".")[0]
+    for (head, count, tail), shards in copy.shards.items():
         # Some number their shards from 0: only how many there are is certain.
         if len(shards) < int(count):
             first = next(number for number in range(1, int(count) + 1) if number not in shards)
-            return copy.names, pattern.format(str(first).zfill(len(count)))
+            return copy.names, f"{head}{str(first).zfill(len(count))}-of-{count}{tail}"
     return copy.names, None

@@ -1,0 +1,289 @@
+"""Checkpoints: files, shards, pipelines, copies, and indexes that lie."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tensor_dedup.errors import CheckpointNotFoundError, FormatError, UnsupportedError
+from tensor_dedup.formats import checkpoint
+from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.formats.errors import (
+    BadJsonError,
+    DuplicateKeyError,
+    IndexFileError,
+    IndexPathError,
+    IndexTensorError,
+    MissingShardError,
+    RepeatedTensorError,
+)
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def write(path: Path, *names: str, dtype: str = "U8") -> Path:
+    """A safetensors file with one tensor of 4 bytes for each name: the name's own letters."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {
+        name: {"dtype": dtype, "shape": [4], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    data = b"".join(name.encode()[:4].ljust(4, b".") for name in names)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def write_index(path: Path, weight_map: Mapping[str, object]) -> Path:
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return path
+
+
+def sharded(root: Path) -> Path:
+    write(root / A, "a", "b")
+    write(root / B, "c")
+    write_index(root / INDEX, {"a": A, "b": A, "c": B})
+    return root
+
+
+def names(opened: Checkpoint) -> list[str]:
+    return [name for name, _, _ in opened.tensors()]
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.safetensors", "a", "b")
+    for opened in (open_checkpoint(path), open_checkpoint(str(tmp_path))):
+        assert names(opened) == ["a", "b"]
+        assert (opened.nbytes, opened.tensor_count) == (8, 2)
+        assert [file.path for file in opened.files] == [path]
+    assert open_checkpoint(path).path == path
+
+
+def test_what_is_found_is_where_its_bytes_are(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    for name, file, spec in open_checkpoint(tmp_path).tensors():
+        data = file.path.read_bytes()[spec.start : spec.start + spec.nbytes]
+        assert data == name.encode().ljust(4, b".")
+
+
+def test_a_blob_of_a_hub_cache_needs_no_suffix(tmp_path: Path) -> None:
+    assert names(open_checkpoint(write(tmp_path / "0123abcd", "a"))) == ["a"]
+
+
+def test_shards_are_those_of_the_index(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    write(tmp_path / "model.safetensors", "a", "b", "c")
+    write(tmp_path / "stray.safetensors", "z")
+    for path in (tmp_path, tmp_path / INDEX):
+        opened = open_checkpoint(path)
+        assert [file.path.name for file in opened.files] == [A, B]
+        assert names(opened) == ["a", "b", "c"]
+
+
+def test_the_order_of_index_and_files_does_not_matter(tmp_path: Path) -> None:
+    write(tmp_path / B, "c")
+    write(tmp_path / A, "b", "a")
+    write_index(tmp_path / INDEX, {"c": B, "b": A, "a": A})
+    opened = open_checkpoint(tmp_path)
+    assert sorted(names(opened)) == sorted(names(open_checkpoint(sharded(tmp_path / "other"))))
+    assert [file.path.name for file in opened.files] == [A, B]
+
+
+def test_shards_of_other_names(tmp_path: Path) -> None:
+    write(tmp_path / "second", "b")
+    write(tmp_path / "part" / "first.st", "a")
+    write_index(tmp_path / INDEX, {"b": "second", "a": "part/first.st"})
+    opened = open_checkpoint(tmp_path / INDEX)
+    assert sorted(names(opened)) == ["a", "b"]
+
+
+def pipeline(root: Path, **parts: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    entries = {part: ["diffusers", "SomeModel"] for part in (*parts, "scheduler", "feature")}
+    index = {"_class_name": "SomePipeline", "_version": 1, **entries, "safety": [None, None]}
+    (root / "model_index.json").write_text(json.dumps(index))
+    (root / "scheduler").mkdir()
+    for part, file in parts.items():
+        write(root / part / file, "w")
+    return root
+
+
+def test_a_pipeline_is_its_components(tmp_path: Path) -> None:
+    root = pipeline(tmp_path, unet="diffusion_pytorch_model.safetensors", vae="model.safetensors")
+    write(root / "v1-5-pruned-emaonly.safetensors", "unet.w", "vae.w")
+    write(root / "not_named" / "model.safetensors", "z")
+    sharded(root / "unet" / "deeper")
+    opened = open_checkpoint(root)
+    assert names(opened) == ["unet/w", "vae/w", *(f"unet/deeper/{name}" for name in "abc")]
+    assert {file.prefix for file in opened.files} == {"unet/", "vae/", "unet/deeper/"}
+
+
+def test_a_component_without_safetensors_is_not_left_out(tmp_path: Path) -> None:
+    root = pipeline(tmp_path, unet="model.safetensors", vae="diffusion_pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match=r"vae/diffusion_pytorch_model\.bin"):
+        open_checkpoint(root)
+
+
+def test_sub_folders_of_a_folder_belong_to_it(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", "w")
+    write(tmp_path / "2_Dense" / "model.safetensors", "w")
+    write(tmp_path / ".cache" / "model.safetensors", "w")
+    write(tmp_path / "original" / "model.safetensors", "w")
+    assert names(open_checkpoint(tmp_path)) == ["w", "2_Dense/w"]
+    assert names(open_checkpoint(tmp_path / "original")) == ["w"]
+
+
+def test_one_of_several_variants_is_taken(tmp_path: Path) -> None:
+    write(tmp_path / "model.fp16.safetensors", "w", dtype="F8_E4M3")
+    assert open_checkpoint(tmp_path).nbytes == 4
+    write(tmp_path / "model.safetensors", "w")
+    (file,) = open_checkpoint(tmp_path).files
+    assert file.path.name == "model.safetensors"
+
+
+def test_consolidated_weights_beside_shards_are_left_out(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    write(tmp_path / "consolidated.safetensors", "x")
+    assert names(open_checkpoint(tmp_path)) == ["a", "b", "c"]
+
+
+def test_a_snapshot_of_a_hub_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    blobs = {A: write(tmp_path / "blobs" / "1", "a", "b"), B: write(tmp_path / "blobs" / "2", "c")}
+    blobs[INDEX] = write_index(tmp_path / "blobs" / "3", {"a": A, "b": A, "c": B})
+    for name, blob in blobs.items():
+        (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
+    opened = open_checkpoint(snapshot)
+    assert names(opened) == ["a", "b", "c"]
+    assert [file.path for file in opened.files] == [snapshot / A, snapshot / B]
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", "a")
+    write(tmp_path / "below" / "model.safetensors", "b")
+    (tmp_path / "below" / "again").symlink_to(tmp_path, target_is_directory=True)
+    assert names(open_checkpoint(tmp_path)) == ["a", "below/b"]
+
+
+def test_a_linked_component_is_followed(tmp_path: Path) -> None:
+    root = pipeline(tmp_path / "pipe", unet="model.safetensors", text="model.safetensors")
+    (root / "text" / "model.safetensors").unlink()
+    (root / "text").rmdir()
+    write(tmp_path / "shared_text" / "model.safetensors", "w")
+    (root / "text").symlink_to(tmp_path / "shared_text", target_is_directory=True)
+    assert sorted(names(open_checkpoint(root))) == ["text/w", "unet/w"]
+
+
+def test_a_shard_the_index_names_is_missing(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / B).unlink()
+    with pytest.raises(MissingShardError, match=B) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.facts["shard"] == B
+
+
+def test_a_shard_that_was_not_downloaded_is_missing(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / B).unlink()
+    (tmp_path / B).symlink_to(tmp_path / "blobs" / "nowhere")
+    with pytest.raises(MissingShardError, match=B):
+        open_checkpoint(tmp_path)
+
+
+def test_a_shard_is_missing_where_there_is_no_index(tmp_path: Path) -> None:
+    write(tmp_path / A, "a")
+    with pytest.raises(MissingShardError, match=B):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tensor", ["c", "nowhere"])
+def test_an_index_that_puts_a_tensor_where_it_is_not(tmp_path: Path, tensor: str) -> None:
+    sharded(tmp_path)
+    write_index(tmp_path / INDEX, {"a": A, "b": A, "c": B, tensor: A})
+    with pytest.raises(IndexTensorError, match=tensor):
+        open_checkpoint(tmp_path)
+
+
+def test_tensors_the_index_forgot_are_loaded_all_the_same(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    write_index(tmp_path / INDEX, {"a": A, "c": B})
+    assert names(open_checkpoint(tmp_path)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../outside", "a/../../outside", "/etc/passwd", "", ".", "..", "x\0y", "../" + "x" * 9999],
+)
+def test_an_index_cannot_lead_outside(tmp_path: Path, shard: str) -> None:
+    root = sharded(tmp_path / "root")
+    write(tmp_path / "outside", "x")
+    write_index(root / INDEX, {"x": shard})
+    with pytest.raises(IndexPathError) as caught:
+        open_checkpoint(root)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "lie"),
+    [
+        ("", BadJsonError),
+        ("{", BadJsonError),
+        ("[" * 100_000, FormatError),
+        ("{}", IndexFileError),
+        ('{"weight_map": {}}', IndexFileError),
+        ('{"weight_map": [1]}', IndexFileError),
+        ('{"weight_map": {"a": 1}}', IndexFileError),
+        ('{"weight_map": {"a": null}}', IndexFileError),
+        (f'{{"weight_map": {{"a": "{A}", "a": "{B}"}}}}', DuplicateKeyError),
+    ],
+)
+def test_an_index_that_is_none(tmp_path: Path, text: str, lie: type[FormatError]) -> None:
+    sharded(tmp_path)
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(lie, match=r"index\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_is_not_read_beyond_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded(tmp_path)
+    monkeypatch.setattr(checkpoint, "MAX_HEADER_BYTES", 20)
+    with pytest.raises(IndexFileError, match="larger than 20 bytes"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "one.safetensors", "w", "x")
+    write(tmp_path / "two.safetensors", "y", "w")
+    with pytest.raises(RepeatedTensorError, match=r"two\.safetensors: tensor 'w': .*one\.safe"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_liar_among_shards_is_named(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    os.truncate(tmp_path / B, (tmp_path / B).stat().st_size - 1)
+    with pytest.raises(FormatError, match=B):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf", "last.ckpt"])
+def test_other_formats_are_named_not_guessed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / name).write_bytes(b"\x80\x02")
+    for path in (tmp_path, tmp_path / "deep" / name):
+        with pytest.raises(UnsupportedError, match="reads safetensors") as caught:
+            open_checkpoint(path)
+        assert name in str(caught.value)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointNotFoundError, match=r"no \*\.safetensors"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="org/name"):
+        open_checkpoint("org/name")
