@@ -5,6 +5,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A deadline is an assertion on time: it fails on a busy machine and says nothing about the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # At import, not in a fixture: vllm and huggingface_hub read their environment when they are
 # imported, and test modules import them before any fixture runs.
