@@ -18,13 +18,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"patches"}),
 )
 # The top may import every layer, and no layer imports the top.
-TOP = frozenset({"", "analyze", "cli"})
+TOP = frozenset({"", "analyze", "cli", "demo"})
 # Which part of the package may import a framework, be it inside a function.
 FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
-    "torch": ("tensor_dedup.loader", "tensor_dedup.patches"),
-    "vllm": ("tensor_dedup.patches.vllm",),
+    "torch": ("tensor_dedup.loader", "tensor_dedup.patches", "tensor_dedup.demo"),
+    "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.demo"),
     "diffusers": ("tensor_dedup.patches.diffusers",),
-    "transformers": ("tensor_dedup.patches",),
+    "transformers": ("tensor_dedup.patches", "tensor_dedup.demo"),
 }
 
 

@@ -201,7 +201,7 @@ def _os_calls(seen: Reads) -> Iterator[tuple[Any, Any]]:
         seen.add(path, start, len(data), "read")
         return data
 
-    def counted_readv(fd: int, buffers: Any, /) -> int:  # noqa: ANN401
+    def counted_readv(fd: int, buffers: Any, /) -> int:
         path = seen.path_of(fd)
         start = tell(fd, 0, os.SEEK_CUR) if path else 0
         count = readv(fd, buffers)
@@ -213,7 +213,7 @@ def _os_calls(seen: Reads) -> Iterator[tuple[Any, Any]]:
         seen.add(seen.path_of(fd), offset, len(data), "pread")
         return data
 
-    def counted_preadv(fd: int, buffers: Any, offset: int, flags: int = 0, /) -> int:  # noqa: ANN401
+    def counted_preadv(fd: int, buffers: Any, offset: int, flags: int = 0, /) -> int:
         count = preadv(fd, buffers, offset, flags)
         seen.add(seen.path_of(fd), offset, count, "preadv")
         return count
@@ -244,7 +244,7 @@ def _opening(seen: Reads) -> Iterator[tuple[Any, Any]]:
     plain_open, plain_map = builtins.open, mmap.mmap
 
     class CountedFile(io.FileIO):
-        def readinto(self, buffer: Any, /) -> int | None:  # noqa: ANN401
+        def readinto(self, buffer: Any, /) -> int | None:
             return self._count(super().readinto(buffer))
 
         def read(self, size: int | None = -1, /) -> bytes:
@@ -262,7 +262,7 @@ def _opening(seen: Reads) -> Iterator[tuple[Any, Any]]:
                 seen.add(seen.path_of(self.fileno()), self.tell() - count, count, "open")
             return count
 
-    def counted_open(file: Any, mode: str = "r", *args: Any, **more: Any) -> IO[Any]:  # noqa: ANN401
+    def counted_open(file: Any, mode: str = "r", *args: Any, **more: Any) -> IO[Any]:
         if seen.path_of(file) is None or not ({"r", "+"} & set(mode)):
             return plain_open(file, mode, *args, **more)
         return _wrapped(CountedFile, file, mode, *args, **more)
@@ -272,8 +272,8 @@ def _opening(seen: Reads) -> Iterator[tuple[Any, Any]]:
             cls,
             fileno: int,
             length: int,
-            *args: Any,  # noqa: ANN401
-            **more: Any,  # noqa: ANN401
+            *args: Any,
+            **more: Any,
         ) -> "CountedMap":
             path = seen.path_of(fileno) if fileno >= 0 else None
             made = plain_map.__new__(cls, fileno, length, *args, **more)
@@ -287,11 +287,11 @@ def _opening(seen: Reads) -> Iterator[tuple[Any, Any]]:
 
 def _wrapped(
     kind: type[io.FileIO],
-    file: Any,  # noqa: ANN401
+    file: Any,
     mode: str,
     buffering: int = -1,
-    *text: Any,  # noqa: ANN401
-    **more: Any,  # noqa: ANN401
+    *text: Any,
+    **more: Any,
 ) -> IO[Any]:
     """What `open` makes, over a raw file of `kind`."""
     closefd, opener = more.pop("closefd", True), more.pop("opener", None)
@@ -305,7 +305,7 @@ def _wrapped(
 
 def _native(seen: Reads) -> Iterator[tuple[Any, Any]]:
     def whole(original: Callable[..., Any], how: str) -> tuple[Any, Any]:
-        def counted_call(file: Any, *args: Any, **more: Any) -> Any:  # noqa: ANN401
+        def counted_call(file: Any, *args: Any, **more: Any) -> Any:
             path = seen.path_of(file) if isinstance(file, str | os.PathLike) else None
             if path is not None:
                 seen.add(path, 0, path.stat().st_size, how)
@@ -315,7 +315,7 @@ def _native(seen: Reads) -> Iterator[tuple[Any, Any]]:
 
     safe_open = safetensors.safe_open
 
-    def counted_safe_open(filename: Any, *args: Any, **more: Any) -> Any:  # noqa: ANN401
+    def counted_safe_open(filename: Any, *args: Any, **more: Any) -> Any:
         path = seen.path_of(filename)
         opened = safe_open(filename, *args, **more)
         return opened if path is None else _SafeOpen(seen, path, opened)
@@ -329,7 +329,7 @@ def _native(seen: Reads) -> Iterator[tuple[Any, Any]]:
 class _SafeOpen:
     """A `safe_open` handle that counts each tensor asked for (it maps the file itself)."""
 
-    def __init__(self, seen: Reads, path: Path, opened: Any) -> None:  # noqa: ANN401
+    def __init__(self, seen: Reads, path: Path, opened: Any) -> None:
         self._seen, self._path, self._opened = seen, path, opened
         self._base = _data_start(path)
         seen.add(path, 0, self._base, "safe_open")
@@ -342,7 +342,7 @@ class _SafeOpen:
     def __exit__(self, *error: object) -> None:
         self._opened.__exit__(*error)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._opened, name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -356,7 +356,7 @@ class _SafeOpen:
         tensors: dict[str, torch.Tensor] = self._opened.get_tensors()
         return tensors
 
-    def get_slice(self, name: str) -> Any:  # noqa: ANN401
+    def get_slice(self, name: str) -> Any:
         self._count(name)
         return self._opened.get_slice(name)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -20,6 +19,7 @@ from rich.table import Table
 from tensor_dedup.analyze import Analysis, analyze
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.hints import HintIndex
+from tensor_dedup.loader.report_table import human
 
 # A matrix wider than this is unreadable in a terminal; the best pairs are listed instead.
 _MATRIX = 8
@@ -82,7 +82,7 @@ class _Progress:
         self.bar = Bar(
             TextColumn("hashing"),
             BarColumn(),
-            DownloadColumn(),
+            DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=console,
@@ -129,11 +129,11 @@ def _table(title: str, *columns: str) -> Table:
 def _checkpoint_table(analysis: Analysis, labels: Sequence[str]) -> Table:
     table = _table("Checkpoints", "checkpoint", "tensors", "size")
     for label, checkpoint in zip(labels, analysis.checkpoints, strict=True):
-        table.add_row(label, str(len(checkpoint.tensors)), decimal(checkpoint.nbytes))
+        table.add_row(label, str(len(checkpoint.tensors)), human(checkpoint.nbytes))
     tensors = sum(len(checkpoint.tensors) for checkpoint in analysis.checkpoints)
     table.add_section()
-    table.add_row("total", str(tensors), decimal(analysis.total_bytes))
-    table.add_row("unique", "", decimal(analysis.unique_bytes))
+    table.add_row("total", str(tensors), human(analysis.total_bytes))
+    table.add_row("unique", "", human(analysis.unique_bytes))
     return table
 
 
@@ -145,7 +145,7 @@ def _pair_matrix(analysis: Analysis, labels: Sequence[str]) -> Table:
     for a in range(len(labels)):
         for b in range(a + 1, len(labels)):
             pair = next(pairs)
-            rows[a][b] = rows[b][a] = f"{decimal(pair.shared_bytes)}\n{pair.shared_tensors}"
+            rows[a][b] = rows[b][a] = f"{human(pair.shared_bytes)}\n{pair.shared_tensors}"
     for label, row in zip(labels, rows, strict=True):
         table.add_row(label, *row)
     return table
@@ -154,7 +154,7 @@ def _pair_matrix(analysis: Analysis, labels: Sequence[str]) -> Table:
 def _pair_list(analysis: Analysis, top: int) -> Table:
     table = _table("Pairs that share most", "a", "b", "tensors", "size")
     for pair in sorted(analysis.pairs, key=lambda pair: -pair.shared_bytes)[:top]:
-        table.add_row(pair.a, pair.b, str(pair.shared_tensors), decimal(pair.shared_bytes))
+        table.add_row(pair.a, pair.b, str(pair.shared_tensors), human(pair.shared_bytes))
     return table
 
 
@@ -164,7 +164,7 @@ def _largest_table(analysis: Analysis, top: int) -> Table:
         kind = tensor.fingerprint
         shape = "x".join(map(str, kind.shape)) or "-"
         copies = str(len(tensor.places))
-        table.add_row(tensor.places[0][1], kind.dtype, shape, decimal(tensor.nbytes), copies)
+        table.add_row(tensor.places[0][1], kind.dtype, shape, human(tensor.nbytes), copies)
     return table
 
 
@@ -175,10 +175,10 @@ def _layer_table(analysis: Analysis, top: int) -> Table:
     table = _table(title, "layer", "tensors", "size", "checkpoints")
     for layer in shown:
         holders = str(len({path for path, _ in layer.places}))
-        table.add_row(layer.places[0][1], str(layer.tensors), decimal(layer.nbytes), holders)
+        table.add_row(layer.places[0][1], str(layer.tensors), human(layer.nbytes), holders)
     if len(layers) > len(shown):
         rest = sum(layer.nbytes for layer in layers[len(shown) :])
-        table.add_row(f"... {len(layers) - len(shown)} more", "", decimal(rest), "")
+        table.add_row(f"... {len(layers) - len(shown)} more", "", human(rest), "")
     return table
 
 
@@ -186,21 +186,21 @@ def _fusing_table(analysis: Analysis) -> Table:
     table = _table("Fused by vLLM", "parameter", "all", "shared", "broken", "lost")
     for group in analysis.vllm.groups:
         row = (group.fused, group.shared, group.broken)
-        table.add_row(group.suffix, *map(str, row), decimal(group.lost_bytes))
+        table.add_row(group.suffix, *map(str, row), human(group.lost_bytes))
     return table
 
 
 def _say_saving(analysis: Analysis, console: Console) -> None:
     console.print(
-        f"Sharing saves [bold]{decimal(analysis.shared_bytes)}[/] of "
-        f"{decimal(analysis.total_bytes)} ([bold]{analysis.saving:.2%}[/])."
+        f"Sharing saves [bold]{human(analysis.shared_bytes)}[/] of "
+        f"{human(analysis.total_bytes)} ([bold]{analysis.saving:.2%}[/])."
     )
     if len(analysis.checkpoints) > 1:
         lost = analysis.vllm.lost_bytes
         console.print(
-            f"In vLLM {decimal(analysis.vllm.shared_bytes)} of it survive fusing"
-            f"{f', {decimal(lost)} are lost to it' if lost else ''}."
+            f"In vLLM {human(analysis.vllm.shared_bytes)} of it survive fusing"
+            f"{f', {human(lost)} are lost to it' if lost else ''}."
         )
     known = analysis.total_bytes > 0 and analysis.bytes_hashed == 0
-    hashed = "nothing, all digests were remembered" if known else decimal(analysis.bytes_hashed)
+    hashed = "nothing, all digests were remembered" if known else human(analysis.bytes_hashed)
     console.print(f"Hashed: {hashed}.")

@@ -1,0 +1,135 @@
+"""`scripts/demo`: several checkpoints in one process, each tensor once, beside plain vLLM."""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tensor_dedup.cli.errors import data_errors
+from tensor_dedup.demo import models, run, show
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.formats.checkpoint import open_checkpoint
+
+# Loads and answers, each of them done by both sides.
+_STEPS = {"loaded": "loaded", "answered": "answered"}
+_WORDS = {
+    "starting": "starting",
+    "loading": "loading",
+    "answering": "answering with",
+    "loaded": "loaded",
+    "answered": "answered with",
+}
+# Somebody's own model may need more for one sequence than the demonstration's.
+_OWN_KV_CACHE_BYTES = 512 << 20
+_READ_BYTES = 16 << 20
+
+
+@click.command(name="demo", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the checkpoints, 4 GB [default: in the user's cache directory].",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report."
+)
+@click.option("--off", is_flag=True, help="Switch sharing off: both sides are plain vLLM.")
+@click.option("--diffusers", is_flag=True, help="Image pipelines instead of language models.")
+def main(
+    paths: Sequence[Path], work: Path | None, json_file: Path | None, off: bool, diffusers: bool
+) -> None:
+    """Load several checkpoints in one process with each tensor held once, beside plain vLLM.
+
+    Without PATH, a base of Qwen2-0.5B shapes with random weights and three fine-tunes of it are
+    made (4 GB, once). Ends with 1 when any model answers otherwise than plain vLLM.
+    """
+    with data_errors():
+        if diffusers:
+            raise UnsupportedError(
+                "--diffusers is not in this version; run without it for language models"
+            )
+        console = Console(stderr=True)
+        folder = work or models.default_folder()
+        with _bar(console) as bar:
+            chosen = list(paths) or _made(folder, bar)
+            plain, shared = _both(chosen, folder, bar, own=bool(paths), off=off)
+    show.show(Console(), [path.resolve().name for path in chosen], plain, shared)
+    found = run.document(plain, shared)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    if not found["tokens_equal_plain"]:
+        raise SystemExit(1)
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Progress]:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        yield bar
+
+
+def _made(folder: Path, bar: Progress) -> list[Path]:
+    """The demonstration's checkpoints, making those that are not there."""
+    missing = models.missing(folder)
+    models.check_space(folder, missing)
+    task = bar.add_task("making checkpoints", total=len(missing), visible=bool(missing))
+    # A process of its own: what torch and transformers take is given back before engines start.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        for name in missing:
+            bar.update(task, description=f"making {name}")
+            pool.submit(models.make, name, folder).result()
+            bar.advance(task)
+    bar.remove_task(task)
+    return models.paths(folder)
+
+
+def _both(
+    chosen: Sequence[Path], folder: Path, bar: Progress, *, own: bool, off: bool
+) -> tuple[run.Side, run.Side]:
+    opened = [open_checkpoint(path) for path in chosen]
+    folder.mkdir(parents=True, exist_ok=True)
+    kv = _OWN_KV_CACHE_BYTES if own else run.KV_CACHE_BYTES
+    files = [file.path for checkpoint in opened for file in checkpoint.files]
+    task = bar.add_task("reading all files once", total=len(files) + 4 * len(chosen))
+    for file in files:
+        _read(file)
+        bar.advance(task)
+    together = run.plain_fits([checkpoint.nbytes for checkpoint in opened])
+
+    def step(side: str) -> run.Step:
+        def told(event: str, model: str) -> None:
+            bar.update(task, description=f"{side}: {_WORDS[event]} {model}")
+            bar.advance(task, event in _STEPS)
+
+        return told
+
+    plain = run.run_plain(chosen, folder / "plain.log", step("plain vLLM"), kv, together)
+    config = {"enabled": not off}
+    shared = run.run_shared(chosen, folder / "shared.log", step("sharing"), kv, config)
+    return plain, shared
+
+
+def _read(file: Path) -> None:
+    """Bring a file into the page cache, so that who comes second has no advantage."""
+    buffer = bytearray(_READ_BYTES)
+    with file.open("rb", buffering=0) as opened:
+        while opened.readinto(buffer):
+            pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The demonstration's tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tensor_dedup.demo.run import Side, equal_tokens
+from tensor_dedup.loader.report_table import human
+
+_REPORTED = ("bytes_read", "bytes_hashed", "private_bytes", "shared_bytes")
+
+
+def show(console: Console, names: Sequence[str], plain: Side, shared: Side) -> None:
+    """Print what each load did, what both sides cost, and whether they said the same."""
+    console.print(_loads_table(names, shared))
+    console.print(_beside_table(names, plain, shared))
+    console.print(_costs_table(plain, shared))
+    verdicts = equal_tokens(plain, shared)
+    tokens = sum(len(answer) for side in plain.answers for answer in side["tokens"])
+    if all(verdicts):
+        different = len({str(answer["tokens"]) for answer in plain.answers})
+        console.print(f"[bold green]All {tokens} tokens equal plain vLLM's.[/]")
+        console.print(f"({len(names)} models, {different} different answers.)")
+    else:
+        wrong = [name for name, equal in zip(names, verdicts, strict=True) if not equal]
+        console.print(f"[bold red]Tokens differ from plain vLLM's: {', '.join(wrong)}.[/]")
+    if not plain.together:
+        console.print(
+            "Memory is short: plain vLLM loaded one model at a time, its total is their sum."
+        )
+
+
+def _loads_table(names: Sequence[str], shared: Side) -> Table:
+    table = _table("What each load did", "model", "known", "read", "hashed", "allocated", "shared")
+    reports = (shared.report or {}).get("models", [])
+    for name, cells in zip(names, _reported(reports, len(names)), strict=True):
+        table.add_row(name, *cells)
+    return table
+
+
+def _beside_table(names: Sequence[str], plain: Side, shared: Side) -> Table:
+    headings = (
+        "memory\nplain",
+        "added\nshared",
+        "seconds\nplain",
+        "to load\nshared",
+        "tokens\nequal",
+    )
+    table = _table("Beside plain vLLM", "model", *headings)
+    added = zip(plain.added(), shared.added(), strict=True)
+    seconds = zip(plain.loads, shared.loads, strict=True)
+    verdicts = equal_tokens(plain, shared)
+    for name, both, loads, equal in zip(names, added, seconds, verdicts, strict=True):
+        table.add_row(
+            name,
+            *(_signed(size["pss"]) for size in both),
+            *(f"{load['seconds']:.1f}" for load in loads),
+            "[green]yes[/]" if equal else "[bold red]no[/]",
+        )
+    return table
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _reported(models: Sequence[dict[str, Any]], count: int) -> list[list[str]]:
+    if len(models) != count:  # sharing was switched off, or workers reported one by one
+        return [["-"] * (len(_REPORTED) + 1)] * count
+    return [
+        ["yes" if model["known"] else "no", *(human(model[field]) for field in _REPORTED)]
+        for model in models
+    ]
+
+
+def _costs_table(plain: Side, shared: Side) -> Table:
+    table = _table("All of it", "", "plain vLLM", "shared", "shared / plain")
+    was, now = plain.total(), shared.total()
+    rows = [
+        ("memory (PSS)", was["pss"], now["pss"]),
+        ("resident (RSS)", was["rss"], now["rss"]),
+        ("most ever resident", plain.peak_rss, shared.peak_rss),
+    ]
+    for label, before, after in rows:
+        table.add_row(label, human(before), human(after), _ratio(after, before))
+    times = [
+        ("loading, seconds", plain.load_seconds, shared.load_seconds),
+        ("answering, seconds", plain.answer_seconds, shared.answer_seconds),
+    ]
+    for label, slow, quick in times:
+        table.add_row(label, f"{slow:.1f}", f"{quick:.1f}", _ratio(quick, slow))
+    return table
+
+
+def _ratio(part: float, whole: float) -> str:
+    return f"{part / whole:.2f}" if whole else "-"
+
+
+def _signed(nbytes: int) -> str:
+    return f"-{human(-nbytes)}" if nbytes < 0 else human(nbytes)
