@@ -120,15 +120,56 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_LOADERS}.default_loader:DefaultModelLoader._get_weights_iterator",
         "loader",
-        "overridden: yields deferred source tensors instead of reading them",
+        "relied on: chooses among the iterators below, by the names of its module",
         "(self, source)",
     ),
     Seam(
         f"{_LOADERS}.default_loader:DefaultModelLoader._prepare_weights",
         "loader",
-        "called: which files hold the weights, downloaded where they are not local",
+        "relied on: which files hold the weights, downloaded where they are not local",
         "(self, model_name_or_path, subfolder, revision, fall_back_to_pt, "
         "allow_patterns_overrides)",
+    ),
+    Seam(
+        f"{_LOADERS}.default_loader:safetensors_weights_iterator",
+        "loader",
+        "replaced: yields deferred tensors while one of our loads is under way in its thread",
+        "(hf_weights_files, use_tqdm_on_load, safetensors_load_strategy=None, "
+        "local_expert_ids=None, *, safetensors_prefetch_num_threads=8, "
+        "safetensors_prefetch_block_size=16777216)",
+    ),
+    Seam(
+        f"{_LOADERS}.default_loader:multi_thread_safetensors_weights_iterator",
+        "loader",
+        "replaced: as above",
+        "(hf_weights_files, use_tqdm_on_load, max_workers=4)",
+    ),
+    *(
+        Seam(
+            f"{_LOADERS}.default_loader:{name}",
+            "loader",
+            "replaced: makes a load of ours go on plainly, for it does not read safetensors files",
+            needs=("hf_weights_files",),
+        )
+        for name in (
+            "pt_weights_iterator",
+            "multi_thread_pt_weights_iterator",
+            "np_cache_weights_iterator",
+            "fastsafetensors_weights_iterator",
+            "instanttensor_weights_iterator",
+        )
+    ),
+    Seam(
+        f"{_LOADERS}.ep_weight_filter:should_skip_weight",
+        "loader",
+        "called: which experts of a file belong to another rank",
+        "(weight_name, local_expert_ids)",
+    ),
+    Seam(
+        f"{_LOADERS}.weight_utils:_natural_sort_key",
+        "loader",
+        "called: the order in which vLLM reads a checkpoint's files",
+        "(filepath)",
     ),
     Seam(
         f"{_LOADERS}.utils:process_weights_after_loading",
@@ -137,10 +178,23 @@ SEAMS: tuple[Seam, ...] = (
         "(model, model_config, target_device)",
     ),
     Seam(
+        f"{_MODELS}.layers.quantization.base_config:"
+        "QuantizeMethodBase.process_weights_after_loading",
+        "loader",
+        "shadowed by an attribute of each method during a load: a layer is shared or processed",
+        "(self, layer)",
+    ),
+    Seam(
         f"{_LOADERS}.weight_tying:maybe_retie_word_embeddings",
         "loader",
-        "replaced during a load: it compares the bytes of weights that are not there yet",
+        "stood in for: it compares the bytes of weights that are not there yet",
         "(model, model_config)",
+    ),
+    Seam(
+        f"{_LOADERS}.weight_tying:_get_untied_lm_head",
+        "loader",
+        "called in its stead: which two layers it would compare and tie",
+        "(model)",
     ),
     Seam(
         f"{_MODELS}.utils:weights_already_processed",
@@ -151,8 +205,15 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_MODELS}.layers.utils:dispatch_cpu_unquantized_gemm",
         "loader",
-        "wrapped on CPU: packs a weight for oneDNN; the packed handler is what can be shared",
+        "relied on: packs a weight for oneDNN; the packed handler is what can be shared",
         "(layer, remove_weight)",
+    ),
+    Seam(
+        f"{_MODELS}.layers.fused_moe.unquantized_fused_moe_method:"
+        "UnquantizedFusedMoEMethod._init_moe_kernel",
+        "loader",
+        "called: a fresh kernel shows which attributes processing has set",
+        "(self, layer)",
     ),
     Seam(
         f"{_LOADERS}.reload.layerwise:initialize_layerwise_reload",

@@ -178,7 +178,7 @@ class TestByLoadFormat:
         assert mine(args) == {**TensorDedupConfig().to_dict(), "inner": "auto"}
 
     def test_inner_and_fields_are_read_and_checked_in_the_parent(self, model: str) -> None:
-        def make(**entry: object) -> Any:  # noqa: ANN401
+        def make(**entry: object) -> Any:
             extra = {arguments.KEY: entry, "num_threads": 3}
             return EngineArgs(model=model, load_format=LOAD_FORMAT, model_loader_extra_config=extra)
 

@@ -44,7 +44,7 @@ END = """
 """
 
 
-def run(script: str, model: str, **environment: str) -> Any:  # noqa: ANN401
+def run(script: str, model: str, **environment: str) -> Any:
     """Run a script that ends in a line of JSON; the engine is a child process, as by default."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ENABLE_V1")}
     # Set by whichever test used the argument in this process; a user's shell has none.

@@ -1,7 +1,9 @@
 """The table of seams against the installed vLLM, and against one that changed."""
 
+import ast
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,20 @@ def test_every_seam_is_listed_once_and_says_why_and_what() -> None:
         assert seam.reason
         assert seam.part in seams.WITHOUT
         assert bool(seam.signature) != bool(seam.needs)
+
+
+def test_every_private_name_we_import_from_vllm_is_listed() -> None:
+    imported = {
+        f"{node.module}:{alias.name}"
+        for file in Path(seams.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+        for alias in node.names
+        if alias.name.startswith("_")
+    }
+
+    assert imported
+    assert imported <= set(EVERY_TARGET)
 
 
 @pytest.mark.parametrize(
