@@ -14,6 +14,7 @@ from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
 from tensor_dedup.loader.ledger import Ledger
+from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.recipe import (
     RecipeBook,
     reason_to_keep_private,
@@ -232,11 +233,24 @@ class Assembly:
     ) -> None:
         if not missed:
             return
-        residents = pack((made.tensor, name) for _, made, name in missed)
+        try:
+            residents = pack((made.tensor, name) for _, made, name in missed)
+        except SharedMemoryError as error:
+            self._publish_nothing(missed, str(error), borrowed=borrowed)
+            return
         for (each, made, _), resident in zip(missed, residents, strict=True):
             first = registry.publish(resident)
             self._install(each, first, shared=first is not resident)
             registry.publish_record(self._recipe_key(each), first)
+            if borrowed:
+                self.give_back(made)
+
+    def _publish_nothing(
+        self, missed: Sequence[tuple[DeferredParameter, Made, str]], reason: str, *, borrowed: bool
+    ) -> None:
+        """No shared memory, descriptor or mapping to be had: the model loads all the same."""
+        for each, made, _ in missed:
+            self.keep_private(each, reason, made)
             if borrowed:
                 self.give_back(made)
 

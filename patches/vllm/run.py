@@ -22,6 +22,7 @@ from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceFile, SourceReader, SourceTensor
 from tensor_dedup.loader.trace import Tracer, UntraceableError
+from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.layers import LayerProcessor
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ class Run:
         shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]
         self._known = bool(shareable) and all(self.assembly.known(p) for p in shareable)
         packed = self._config.cpu_weights != "plain"
-        self._processor = LayerProcessor(self.assembly, self._deferred, packed, self._model_dtype)
+        self._processor = LayerProcessor(
+            LayerContext(self.assembly, self._deferred, packed, self._model_dtype)
+        )
 
     def hook(self, original: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         """What vLLM's loop calls in place of a layer's own processing."""

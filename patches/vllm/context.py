@@ -1,0 +1,81 @@
+"""What every kind of layer needs to know of the load it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from torch import nn
+
+from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name
+from tensor_dedup.loader.records import LayerRecord, same_source_bytes
+from tensor_dedup.loader.structure import distinct_sources, structure_of
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.assembly import Assembly
+    from tensor_dedup.loader.deferred import DeferredParameter
+
+Original = Callable[[nn.Module], None]
+# Held by the layer, so that a record lives as long as a layer uses it.
+RECORD = "_tensor_dedup_record"
+
+
+@dataclass(slots=True)
+class LayerContext:
+    """One load, as its layers see it. `deferred` is by id of the parameter object."""
+
+    assembly: Assembly
+    deferred: dict[int, DeferredParameter]
+    packed: bool
+    model_dtype: torch.dtype
+
+    def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
+        """The layer's own parameters that were deferred, by name in the layer."""
+        found = {}
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and id(parameter) in self.deferred:
+                found[name] = self.deferred[id(parameter)]
+        return found
+
+    def done(self, each: DeferredParameter) -> None:
+        """Note that a parameter has its memory, and let go of what only it needed."""
+        if not each.installed:
+            each.installed = True
+            if each.view is not None:
+                self.assembly.evaluator.release(each.view)
+
+    def key(self, layer: nn.Module, parameters: Mapping[str, DeferredParameter]) -> LayerKey:
+        """The layer's key. All digests must be known; asked before processing changes the layer."""
+        return LayerKey.of(
+            vllm=vllm.__version__,
+            hash=self.assembly.config.hash_algorithm,
+            layer=class_name(layer),
+            configuration=attributes(layer),
+            method=class_name(layer.quant_method),
+            method_configuration=attributes(layer.quant_method),
+            model_dtype=str(self.model_dtype),
+            device="cpu",
+            parameters={name: self._described(each) for name, each in parameters.items()},
+        )
+
+    def _described(self, each: DeferredParameter) -> list[Any]:
+        view = each.view
+        assert view is not None
+        kind = class_name(type(each.parameter))
+        return [kind, str(view.dtype), view.shape, view.stride, self.assembly.book.digest(view)]
+
+    def acceptable(self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]) -> bool:
+        """With verify_bytes: are the sources really those the record was made from?"""
+        if not self.assembly.config.verifies_bytes:
+            return True
+        structure, _ = structure_of(list(parameters.values()))
+        mine = distinct_sources(list(parameters.values()))
+        equal, read = same_source_bytes(mine, record.origins)
+        self.assembly.reader.counters.bytes_read += read
+        if equal and structure == record.structure:
+            return True
+        self.assembly.ledger.collisions += 1
+        return False
