@@ -21,7 +21,7 @@ Part = Literal["arguments", "loader", "reload"]
 WITHOUT: dict[Part, str] = {
     "arguments": "`tensor_dedup=` raises UnsupportedError and `--tensor-dedup` is not offered",
     "loader": "weights are loaded plainly, without sharing",
-    "reload": "weights are loaded plainly, without sharing, because a reload could not be guarded",
+    "reload": "weights are loaded plainly, without sharing, because a reload might reach other models",
 }
 
 
@@ -218,25 +218,26 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_LOADERS}.reload.layerwise:initialize_layerwise_reload",
         "reload",
-        "guarded: from here on a reload writes into the model's weights in place",
+        "relied on: from here a reload writes weights in place, into pages of its own, because "
+        "residents are mapped copy-on-write",
         "(model)",
     ),
     Seam(
         f"{_LOADERS}.reload.inplace:reload_weights",
         "reload",
-        "guarded: writes weights in kernel format straight into parameters",
+        "relied on: writes weights in kernel format straight into parameters, as above",
         "(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format)",
     ),
     Seam(
         f"{_RUNNER}.gpu_model_runner:GPUModelRunner.reload_weights",
         "reload",
-        "guarded: CPUModelRunner inherits it too",
+        "relied on: how an engine reloads; CPUModelRunner inherits it",
         _RELOAD,
     ),
     Seam(
         f"{_RUNNER}.gpu.model_runner:GPUModelRunner.reload_weights",
         "reload",
-        "guarded: the second generation of runners, on GPU and (v1/worker/cpu) on CPU",
+        "relied on: the same in the second generation of runners, on GPU and on CPU",
         _RELOAD,
     ),
 )
