@@ -21,7 +21,7 @@ Part = Literal["arguments", "loader", "reload"]
 WITHOUT: dict[Part, str] = {
     "arguments": "`tensor_dedup=` raises UnsupportedError and `--tensor-dedup` is not offered",
     "loader": "weights are loaded plainly, without sharing",
-    "reload": "weights are loaded plainly, without sharing, because a reload might reach other models",
+    "reload": "weights are loaded plainly, because a reload might reach other models",
 }
 
 
