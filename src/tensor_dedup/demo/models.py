@@ -92,7 +92,10 @@ def _make_base(work: Path) -> None:
         for name, parameter in model.named_parameters():
             # Untrained weights are so small that a tied model repeats its last token whatever its
             # layers say; larger ones make every token depend on every layer.
-            if ".layers." in name and parameter.dim() == 2:
+            # Untrained biases are all 0 and norms all 1, and would share where nothing should.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+            elif ".layers." in name:
                 parameter.mul_(2.5)
     _save(model, work / BASE)
 

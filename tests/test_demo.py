@@ -1,0 +1,137 @@
+"""The demonstration on small checkpoints, as a user runs it, and its parts."""
+
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import checkpoints
+from tensor_dedup.analyze import analyze
+from tensor_dedup.demo import __main__ as demo
+from tensor_dedup.demo import models, run
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.report import ModelReport
+
+TINY = {
+    **models.CONFIG,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.vllm
+def test_own_checkpoints_answer_as_plain_vllm_and_share(tmp_path: Path) -> None:
+    pair = checkpoints.make("qwen2", tmp_path)
+    report = tmp_path / "report.json"
+    options = ["--work", str(tmp_path), "--json", str(report)]
+    command = [sys.executable, "-m", "tensor_dedup.demo", *options]
+    done = subprocess.run(
+        [*command, pair.base, pair.fine_tune], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tokens equal plain vLLM's" in done.stdout
+    found = json.loads(report.read_text())
+    assert [model["tokens_equal_plain"] for model in found["models"]] == [True, True]
+    assert found["models"][1]["shared_bytes"] > found["models"][1]["private_bytes"] > 0
+    assert found["resident_bytes"] > 0
+    for side in ("plain", "dedup"):
+        assert found[side]["together"]
+        assert len(found[side]["models"]) == 2
+        assert found[side]["pss"] > 0
+
+
+def side(*tokens: int) -> run.Side:
+    memory = {"rss": 3, "pss": 2, "anonymous": 1}
+    return run.Side(
+        loads=[{"model": str(n), "seconds": 1.0, "memory": memory} for n, _ in enumerate(tokens)],
+        answers=[{"seconds": 1.0, "tokens": [[t]], "logprobs": []} for t in tokens],
+        before=memory,
+        peak_rss=5,
+        together=True,
+        report={"models": [ModelReport(name=str(n)).to_dict() for n, _ in enumerate(tokens)]},
+    )
+
+
+def test_one_other_token_is_said_and_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = checkpoints.make("qwen2", tmp_path)
+    monkeypatch.setattr(run, "run_plain", lambda *_: side(7, 8))
+    arguments = ["--work", str(tmp_path), "--json", str(tmp_path / "r.json")]
+    arguments += [str(pair.base), str(pair.fine_tune)]
+    for answers, status in (((7, 8), 0), ((7, 9), 1)):
+        monkeypatch.setattr(run, "run_shared", lambda *_, answers=answers: side(*answers))
+        assert CliRunner().invoke(demo.main, arguments).exit_code == status
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [model["tokens_equal_plain"] for model in report["models"]] == [True, False]
+    assert report["tokens_equal_plain"] is False
+
+
+def test_what_each_load_added_and_its_sum() -> None:
+    def at(size: int) -> dict[str, Any]:
+        return {"model": "m", "seconds": 2.0, "memory": {"pss": size}}
+
+    def of(together: bool) -> run.Side:
+        return run.Side([at(30), at(45)], [], {"pss": 10}, 0, together, None)
+
+    assert of(together=True).added() == [{"pss": 20}, {"pss": 15}]
+    assert of(together=True).total() == {"pss": 45}
+    # Loaded in a process each, both levels are above the empty process's.
+    assert of(together=False).added() == [{"pss": 20}, {"pss": 35}]
+    assert of(together=False).total() == {"pss": 65}
+
+
+def test_an_engine_that_fails_says_where_it_said_why(tmp_path: Path) -> None:
+    with pytest.raises(run.EngineFailedError, match=r"plain\.log"):
+        run.run_plain([tmp_path / "nothing"], tmp_path / "plain.log", print, 1 << 20, True)
+
+
+def test_the_checkpoints_differ_from_the_base_where_they_should(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "CONFIG", TINY)
+    assert models.missing(tmp_path) == list(models.MAKERS)
+    for name in models.missing(tmp_path):
+        models.make(name, tmp_path)
+    assert models.missing(tmp_path) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(models.MAKERS)
+    base, layer, lora, grown = models.paths(tmp_path)
+    changed = {path.name: checkpoints.different(base, path) for path in (layer, lora, grown)}
+    assert len(changed["one-layer"]) == 12
+    assert all(f".layers.{models.CHANGED_LAYER}." in name for name in changed["one-layer"])
+    assert len(changed["merged-lora"]) == 24
+    assert all("q_proj" in name or "v_proj" in name for name in changed["merged-lora"])
+    assert changed["grown-vocabulary"] == ("model.embed_tokens.weight",)
+    found = analyze([base, lora])
+    assert found.vllm.broken == 12
+    # k of twelve layers is equal, and lost to the fused qkv; the biases are fused apart.
+    assert found.vllm.lost_bytes == 12 * 64 * 128 * 2
+    assert found.vllm.shared_bytes == found.pairs[0].shared_bytes - found.vllm.lost_bytes
+
+
+def test_a_full_disk_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(free=10**9))
+    models.check_space(tmp_path, [])
+    with pytest.raises(UnsupportedError, match="--work"):
+        models.check_space(tmp_path, ["base"])
+    result = CliRunner().invoke(demo.main, ["--work", str(tmp_path)])
+    assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
+
+
+def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(demo.main, ["--diffusers"])
+    assert result.exit_code == 1
+    assert "not in this version" in result.stderr
+    result = CliRunner().invoke(demo.main, ["--work", str(tmp_path), str(tmp_path / "nothing")])
+    assert result.exit_code == 1
+    assert "nothing" in result.stderr
