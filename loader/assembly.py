@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakSet
 
 import torch
 
@@ -58,6 +59,7 @@ class Assembly:
     ledger: Ledger = field(default_factory=Ledger)
     book: RecipeBook = field(default_factory=RecipeBook)
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
+    own: WeakSet[object] = field(default_factory=WeakSet)  # residents and records of this load
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)
     _rng: random.Random = field(default_factory=random.Random)
 
@@ -133,18 +135,28 @@ class Assembly:
             return source.digest
         return self.digest_of(each.parameter.detach())
 
-    def resident_for(self, tensor: torch.Tensor) -> tuple[Resident | None, bool]:
-        """The resident with the bytes of this sharable tensor, made if need be; was it there?
+    def resident_for(self, name: str, tensor: torch.Tensor) -> tuple[Resident | None, bool]:
+        """The resident with the bytes of this sharable tensor; was it made for it just now?
 
-        None on a collision that verify_bytes or audit found.
+        None, with the reason in the ledger under `name`, when another tensor has the same digest
+        or there is no shared memory to be had.
         """
-        name = self.digest_of(tensor)
-        resident = registry.lookup(resident_key(tensor, name))
-        if resident is None:
-            [made] = pack([(tensor, name)])
-            first = registry.publish(made)
-            return first, first is not made
-        return (resident, True) if self._equal(resident, tensor) else (None, False)
+        content = self.digest_of(tensor)
+        resident = registry.lookup(resident_key(tensor, content))
+        if resident is not None:
+            if self._equal(resident, tensor):
+                return resident, False
+            self.ledger.skip(name, COLLISION)
+            return None, False
+        try:
+            [made] = pack([(tensor, content)])
+        except SharedMemoryError as error:
+            self.ledger.skip(name, str(error))
+            return None, False
+        first = registry.publish(made)
+        if first is made:
+            self.own.add(first)
+        return first, first is made
 
     def share(self, parameters: Sequence[DeferredParameter], made: Made | None = None) -> None:
         """Put these parameters into the model, shared where somebody has equal bytes.
@@ -240,7 +252,7 @@ class Assembly:
             return
         for (each, made, _), resident in zip(missed, residents, strict=True):
             first = registry.publish(resident)
-            self._install(each, first, shared=first is not resident)
+            self._install(each, first, made=first is resident)
             registry.publish_record(self._recipe_key(each), first)
             if borrowed:
                 self.give_back(made)
@@ -254,9 +266,24 @@ class Assembly:
             if borrowed:
                 self.give_back(made)
 
-    def _install(self, each: DeferredParameter, resident: Resident, *, shared: bool = True) -> None:
+    def _install(self, each: DeferredParameter, resident: Resident, *, made: bool = False) -> None:
+        if made:
+            self.own.add(resident)
         self.place(each, resident.map())
-        self.ledger.add(each.name, each.nbytes, shared=shared, sources=self.sources(each))
+        self.enter(each.name, each.nbytes, resident, made=made, sources=self.sources(each))
+
+    def enter(
+        self,
+        name: str,
+        nbytes: int,
+        used: object,
+        *,
+        made: bool,
+        sources: Iterable[SourceTensor] = (),
+    ) -> None:
+        """Account for a final tensor that is, or is part of, `used`: a resident or a record."""
+        shared = not made and used is not None and used not in self.own
+        self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
 
     def place(self, each: DeferredParameter, tensor: torch.Tensor) -> None:
         """Give the parameter its memory."""

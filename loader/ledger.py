@@ -35,14 +35,24 @@ class Ledger:
         self.collisions = 0
 
     def add(
-        self, name: str, nbytes: int, *, shared: bool, sources: Iterable[SourceTensor] = ()
+        self,
+        name: str,
+        nbytes: int,
+        *,
+        shared: bool,
+        made: bool | None = None,
+        sources: Iterable[SourceTensor] = (),
     ) -> None:
-        """Enter `nbytes` of the final tensor `name`: its only form, or one of several."""
+        """Enter `nbytes` of the final tensor `name`: its only form, or one of several.
+
+        `shared`: it was resident before this load began. `made` (by default the opposite): memory
+        was filled for it; neither, when two tensors of this very model have equal bytes.
+        """
         final = self.finals.setdefault(name, FinalTensor())
         final.nbytes += nbytes
         if shared:
             final.shared_bytes += nbytes
-        else:
+        if not shared if made is None else made:
             self.bytes_materialised += nbytes
         final.sources.update((id(source), source) for source in sources)
 

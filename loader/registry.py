@@ -61,8 +61,13 @@ class Registry:
         return dict(self._records)
 
     def resident_bytes(self) -> int:
-        """Bytes of the slabs behind the residents, each counted once."""
-        return sum({r.slab.serial: r.slab.nbytes for r in self.residents()}.values())
+        """Bytes of the slabs behind the residents, each counted once, and of packed copies.
+
+        A packed copy counts as the plain weight it was made from.
+        """
+        slabs = {r.slab.serial: r.slab.nbytes for r in self.residents()}
+        packed = (getattr(record, "opaque_bytes", 0) for record in self.records().values())
+        return sum(slabs.values()) + sum(packed)
 
     def overhead_bytes(self) -> int:
         """An estimate of what the tables, keys and residents themselves take; not the tensors."""

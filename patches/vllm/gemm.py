@@ -67,7 +67,7 @@ class PackedGemm:
         layer.cpu_linear = record.opaque
         self._follow_bias(record)
         setattr(layer, RECORD, record)
-        self._enter(record.opaque_bytes, shared=True)
+        self._enter(record.opaque_bytes, record)
 
     def _follow_bias(self, record: LayerRecord) -> None:
         """Some kernels convert the bias while packing; a layer that skips packing does it here."""
@@ -100,7 +100,7 @@ class PackedGemm:
                 assembly.give_back(here)
         linear = packed_linear(layer)
         if linear is None:
-            self._enter(nbytes, shared=False)
+            self._enter(nbytes)
             assembly.ledger.skip(weight.name, "its kernel does not pack into a handler we know")
             return
         record = LayerRecord(key.digest, key.preimage, opaque=linear, opaque_bytes=nbytes)
@@ -109,8 +109,9 @@ class PackedGemm:
         record.attributes = {"bias_dtype": bias.dtype if isinstance(bias, nn.Parameter) else None}
         record.structure, record.origins = structure_of([weight])
         registry.publish_record(key.digest, record)
+        assembly.own.add(record)
         setattr(layer, RECORD, record)
-        self._enter(nbytes, shared=False)
+        self._enter(nbytes)
 
     def _process_borrowed(self, here: Made) -> None:
         """Process from borrowed memory; a kernel that kept some of it keeps the block."""
@@ -133,8 +134,10 @@ class PackedGemm:
             here = assembly.make(weight)
             self._process_borrowed(here)
             assembly.give_back(here)
-        self._enter(nbytes, shared=False)
+        self._enter(nbytes)
 
-    def _enter(self, nbytes: int, *, shared: bool) -> None:
-        ledger = self.context.assembly.ledger
-        ledger.add(self.weight.name, nbytes, shared=shared, sources=self.weight.sources)
+    def _enter(self, nbytes: int, record: LayerRecord | None = None) -> None:
+        """Account for the packed form: that of a record found, or one made now."""
+        self.context.assembly.enter(
+            self.weight.name, nbytes, record, made=record is None, sources=self.weight.sources
+        )

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import weights_already_processed
 
-from tensor_dedup.loader.assembly import COLLISION, Assembly, Made, raise_audit, same_bytes
+from tensor_dedup.loader.assembly import Assembly, Made, raise_audit, same_bytes
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.layer_key import LayerKey, class_name
 from tensor_dedup.loader.records import LayerRecord
@@ -137,7 +137,7 @@ class LayerProcessor:
             each = parameters.get(name)
             label = each.name if each is not None else f"{class_name(layer)}.{name}"
             sources = each.sources if each is not None else ()
-            self.assembly.ledger.add(label, tensor.nbytes, shared=True, sources=sources)
+            self.assembly.enter(label, tensor.nbytes, record, made=False, sources=sources)
         for each in parameters.values():
             self.context.done(each)
         setattr(layer, RECORD, record)
@@ -160,6 +160,7 @@ class LayerProcessor:
         self._share_processed(layer, parameters, record)
         if record is not None and len(record.residents) == _parameter_count(layer):
             registry.publish_record(key.digest, record)
+            self.assembly.own.add(record)
             setattr(layer, RECORD, record)
 
     # --- everything else
@@ -208,13 +209,12 @@ class LayerProcessor:
                 if reason is not None:
                     assembly.ledger.skip(label, reason)
                 continue
-            resident, shared = assembly.resident_for(parameter.detach())
+            resident, made = assembly.resident_for(label, parameter.detach())
             if resident is None:
                 assembly.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
-                assembly.ledger.skip(label, COLLISION)
                 continue
             replace_data(parameter, resident.map())
-            assembly.ledger.add(label, parameter.nbytes, shared=shared, sources=sources)
+            assembly.enter(label, parameter.nbytes, resident, made=made, sources=sources)
             if record is not None:
                 record.residents[name] = (resident, type(parameter))
 

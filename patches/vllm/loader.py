@@ -18,11 +18,11 @@ from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.patches.vllm import weight_iterators
+from tensor_dedup.patches.vllm.arguments import KEY, split
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.run import Run
 from tensor_dedup.patches.vllm.seams import usable
@@ -49,9 +49,7 @@ class TensorDedupLoader(DefaultModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
-        settings = dict(extra.pop("tensor_dedup", None) or {})
-        inner = settings.pop("inner", "auto")
-        self.dedup = TensorDedupConfig.from_any(settings)
+        self.dedup, inner = split(extra.pop(KEY, None))
         super().__init__(
             dataclasses.replace(load_config, load_format=inner, model_loader_extra_config=extra)
         )

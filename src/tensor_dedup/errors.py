@@ -50,7 +50,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class FormatError(CheckpointError):
-    """The file lies about itself. Never raised for a file the safetensors library accepts."""
+    """The file lies about itself; one subclass for each way to lie, in `tensor_dedup.formats`."""
 
 
 class ChangedFileError(CheckpointError):
