@@ -8,8 +8,7 @@ import functools
 import logging
 
 from tensor_dedup.patches.vllm.hooks import install
-
-LOAD_FORMAT = "tensor_dedup"
+from tensor_dedup.patches.vllm.load_format import LOAD_FORMAT
 
 _log = logging.getLogger(__name__)
 

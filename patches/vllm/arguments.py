@@ -15,10 +15,9 @@ from typing import Any
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.loader.report import share_with_workers
-from tensor_dedup.patches.vllm import LOAD_FORMAT
+from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
 
-KEY = "tensor_dedup"  # of model_loader_extra_config
 INNER_FORMATS = ("auto", "hf", "safetensors")
 
 _AddCliArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -143,17 +142,6 @@ def _requested(value: object, load_format: str, own: Mapping[str, Any]) -> _Requ
             f"{config.to_dict()} in model_loader_extra_config; give it once",
         )
     return _Request(asked, inner)
-
-
-def split(mine: object) -> tuple[TensorDedupConfig, str]:
-    """Take our entry of model_loader_extra_config apart: the config and the inner load format.
-
-    Whatever may be written as a config may be written there, None included. Raises ConfigError.
-    """
-    if not isinstance(mine, Mapping):
-        return TensorDedupConfig.from_any(mine), "auto"
-    fields = {name: mine[name] for name in mine if name != "inner"}
-    return TensorDedupConfig.from_any(fields), str(mine.get("inner", "auto"))
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:

@@ -22,8 +22,8 @@ from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.patches.vllm import weight_iterators
-from tensor_dedup.patches.vllm.arguments import KEY, split
 from tensor_dedup.patches.vllm.kernels import final_bytes
+from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.run import Run
 from tensor_dedup.patches.vllm.seams import usable
 

@@ -15,7 +15,7 @@ from vllm.engine import arg_utils
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
-from tensor_dedup.patches.vllm import LOAD_FORMAT, arguments
+from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
 
 BLAKE2 = {"hash_algorithm": "blake2b"}
 # Any: what is patched into vLLM cannot be in its annotations.
@@ -29,7 +29,7 @@ def mine(args: arg_utils.EngineArgs) -> dict[str, Any]:
     """Our entry of the loader's config."""
     extra = args.model_loader_extra_config
     assert isinstance(extra, dict)
-    entry: dict[str, Any] = extra[arguments.KEY]
+    entry: dict[str, Any] = extra[KEY]
     return entry
 
 
@@ -87,7 +87,7 @@ def test_the_config_reaches_the_engine_config_that_workers_are_sent(model: str) 
 
     assert load_config.load_format == LOAD_FORMAT
     extra = load_config.model_loader_extra_config
-    assert extra.pop(arguments.KEY) == {
+    assert extra.pop(KEY) == {
         **TensorDedupConfig(hash_algorithm="blake2b").to_dict(),
         "inner": "safetensors",
     }
@@ -168,7 +168,7 @@ def test_settings_that_cannot_be_are_named_at_once(model: str) -> None:
 class TestByLoadFormat:
     """`load_format="tensor_dedup"`, with or without our entry in the loader's config."""
 
-    @pytest.mark.parametrize("extra", [{}, {arguments.KEY: {}}, {arguments.KEY: True}])
+    @pytest.mark.parametrize("extra", [{}, {KEY: {}}, {KEY: True}])
     def test_the_defaults_are_filled_in(self, extra: dict[str, Any], model: str) -> None:
         args = EngineArgs(
             model=model, load_format="Tensor_Dedup", model_loader_extra_config={**extra}
@@ -179,7 +179,7 @@ class TestByLoadFormat:
 
     def test_inner_and_fields_are_read_and_checked_in_the_parent(self, model: str) -> None:
         def make(**entry: object) -> Any:
-            extra = {arguments.KEY: entry, "num_threads": 3}
+            extra = {KEY: entry, "num_threads": 3}
             return EngineArgs(model=model, load_format=LOAD_FORMAT, model_loader_extra_config=extra)
 
         args = make(verify="always", inner="hf")
@@ -190,7 +190,7 @@ class TestByLoadFormat:
             make(inner="dummy")
 
     def test_switched_off_reads_with_the_inner_format(self, model: str) -> None:
-        extra = {arguments.KEY: {"enabled": False, "inner": "hf"}, "num_threads": 3}
+        extra = {KEY: {"enabled": False, "inner": "hf"}, "num_threads": 3}
         args = EngineArgs(model=model, load_format=LOAD_FORMAT, model_loader_extra_config=extra)
 
         assert args.load_format == "hf"
@@ -218,9 +218,7 @@ def test_arguments_may_be_copied_and_given_by_position(model: str) -> None:
     args = EngineArgs(*before, "safetensors", tensor_dedup=True)
 
     assert mine(args)["inner"] == "safetensors"
-    assert dataclasses.replace(args, seed=7).model_loader_extra_config == {
-        arguments.KEY: mine(args)
-    }
+    assert dataclasses.replace(args, seed=7).model_loader_extra_config == {KEY: mine(args)}
 
 
 def test_a_wrong_argument_is_vllms_own_error() -> None:

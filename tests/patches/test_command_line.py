@@ -9,7 +9,7 @@ from vllm.engine import arg_utils
 from vllm.utils import argparse_utils
 
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.patches.vllm import LOAD_FORMAT, arguments
+from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
 
 # Any: what is patched into vLLM cannot be in its annotations.
 AsyncEngineArgs: Any = arg_utils.AsyncEngineArgs
@@ -21,7 +21,7 @@ def mine(args: arg_utils.EngineArgs) -> dict[str, Any]:
     """Our entry of the loader's config."""
     extra = args.model_loader_extra_config
     assert isinstance(extra, dict)
-    entry: dict[str, Any] = extra[arguments.KEY]
+    entry: dict[str, Any] = extra[KEY]
     return entry
 
 
@@ -71,7 +71,7 @@ def test_without_it_or_switched_off_nothing_changes(
 
 
 def test_the_load_format_works_as_well(parser: Parser, model: str) -> None:
-    extra = json.dumps({arguments.KEY: {"hash_algorithm": "blake2b"}, "num_threads": 2})
+    extra = json.dumps({KEY: {"hash_algorithm": "blake2b"}, "num_threads": 2})
     namespace = parser.parse_args(
         ["--model", model, "--load-format", LOAD_FORMAT, "--model-loader-extra-config", extra]
     )
