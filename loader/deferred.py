@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.loader.recipe import initial_bytes, sources_of
+from tensor_dedup.loader.trace import UntraceableError
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.sources import SourceTensor
@@ -64,25 +65,62 @@ def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
     return deferred
 
 
-def conclude(deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
-    """After tracing: note of every parameter what it follows from, or that it is real already."""
+def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
+    """After tracing: note of every parameter what it follows from, or that it is real already.
+
+    Parameters that the loading code made itself are added; those it dropped are taken out.
+    """
+    for name, parameter in model.named_parameters():
+        if tracer.find(parameter) is not None:
+            deferred.setdefault(id(parameter), DeferredParameter(name, parameter))
+    alive = {id(parameter) for parameter in model.parameters()}
+    for key in [key for key in deferred if key not in alive]:
+        del deferred[key]
     for each in deferred.values():
         each.view = tracer.view(each.parameter)
         each.installed = each.view is None and not each.parameter.is_meta
         each.sources = [] if each.view is None else sources_of(each.view)
 
 
+def settle_strays(
+    model: nn.Module, tracer: Tracer, evaluate: Callable[[View], torch.Tensor]
+) -> None:
+    """Give real memory to deferred tensors that ended up elsewhere than in parameters.
+
+    Buffers and tensors kept as attributes are made now and stay private. UntraceableError for
+    one inside a container: it could be anywhere else too.
+    """
+    for name, module in model.named_modules():
+        for held in (module._buffers, vars(module)):
+            for key, value in list(held.items()):
+                if key in ("_parameters", "_buffers", "_modules"):
+                    continue
+                if isinstance(value, torch.Tensor):
+                    view = tracer.view(value)
+                    if view is not None:
+                        held[key] = evaluate(view).clone()
+                elif any(tracer.find(each) is not None for each in _inside(value)):
+                    raise UntraceableError(f"{name}.{key} keeps checkpoint tensors in a container")
+
+
+def _inside(value: object) -> Iterator[torch.Tensor]:
+    held: Iterable[object] = ()
+    if isinstance(value, dict):
+        held = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        held = value
+    return (each for each in held if isinstance(each, torch.Tensor))
+
+
 def replace_data(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     """Give `parameter` the data of `tensor`; its identity, class and attributes stay.
 
-    Raises RuntimeError from torch when something holds a weak reference to the parameter.
+    UntraceableError when something holds a weak reference to it: torch cannot swap it then.
     """
     data = tensor.detach()
     data.__class__ = parameter.__class__
     data.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, data)  # type: ignore[no-untyped-call]
-
-
-def left_over(model: nn.Module) -> Iterator[str]:
-    """Names of parameters that are still without memory."""
-    return (name for name, parameter in model.named_parameters() if parameter.is_meta)
+    try:
+        torch.utils.swap_tensors(parameter, data)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UntraceableError(f"a parameter cannot be given other memory ({error})") from error

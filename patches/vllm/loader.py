@@ -153,7 +153,7 @@ class TensorDedupLoader(DefaultModelLoader):
         except _TRACING_ERRORS as error:
             # A checkpoint that does not fit the model fails again, plainly, with vLLM's own words.
             raise UntraceableError(f"its loading code cannot be deferred ({error})") from error
-        run.conclude()
+        run.conclude(model)
         run.plan_seconds = time.perf_counter() - began
 
 

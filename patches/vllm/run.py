@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.assembly import Assembly, same_bytes
-from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer
+from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer, settle_strays
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.evaluate import Evaluator
 from tensor_dedup.loader.hints import HintIndex
@@ -52,6 +52,7 @@ class Run:
         self._files: list[SourceFile] = []
         self._sources: list[SourceTensor] = []
         self._deferred: dict[int, DeferredParameter] = {}
+        self._without_memory: set[int] = set()
         self._processor: LayerProcessor | None = None
         self._known = False
 
@@ -71,6 +72,7 @@ class Run:
 
     def defer(self, model: nn.Module) -> None:
         """Make the parameters of `model` deferred tensors."""
+        self._without_memory = {id(p) for p in model.parameters() if p.is_meta}
         self._deferred = defer(model, self.tracer)
 
     def open_files(
@@ -88,9 +90,10 @@ class Run:
                     self._sources.append(source)
                     yield name, self.tracer.source(source, _dtype(source))
 
-    def conclude(self) -> None:
+    def conclude(self, model: nn.Module) -> None:
         """After tracing: settle what there is to do."""
-        conclude(self._deferred, self.tracer)
+        conclude(model, self._deferred, self.tracer)
+        settle_strays(model, self.tracer, self.assembly.evaluator.value)
         parameters = list(self._deferred.values())
         self.assembly.expect(parameters)
         shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]
@@ -125,6 +128,9 @@ class Run:
         """Parameters that no layer's processing asked for."""
         remaining = [p for p in model.parameters() if p.is_meta and id(p) in self._deferred]
         self.assembly.share([self._deferred[id(p)] for p in remaining])
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta and id(parameter) not in self._without_memory:
+                raise UntraceableError(f"{name} was left without content")
 
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
