@@ -34,7 +34,7 @@ class Evaluator:
         self._reader = reader
         self._scratch = scratch
         self._users: dict[int, int] = {}  # source -> final tensors that still may need it
-        self._uses: dict[int, int] = {}  # source -> times recipes mention it
+        self._uses: dict[int, int] = {}  # source, storage -> times recipes mention it
         self._kept: dict[int, torch.Tensor] = {}
         self._nodes: dict[tuple[int, int], torch.Tensor] = {}
         self.unhashed: set[int] = set()  # sources nobody will ask the digest of
@@ -44,10 +44,9 @@ class Evaluator:
         for source in sources_of(view):
             self._users[id(source)] = self._users.get(id(source), 0) + 1
         for mention in references(view):
-            source_storage = mention.storage.source
-            if source_storage is not None:
-                key = id(source_storage)
-                self._uses[key] = self._uses.get(key, 0) + 1
+            for used in (mention.storage, mention.storage.source):
+                if used is not None:
+                    self._uses[id(used)] = self._uses.get(id(used), 0) + 1
 
     def release(self, view: View) -> None:
         """Say that `view` is done with, evaluated or not; frees what only it needed."""
@@ -128,10 +127,18 @@ class Evaluator:
         if value.dtype is not target.dtype or not value.is_contiguous():
             return None
         source = whole_source(value)
-        if source is None or id(source) in self._kept or self._uses.get(id(source), 0) != 1:
+        if source is None or id(source) in self._kept or not self._used_once(source, value):
             return None
         start = target.offset * target.dtype.itemsize
         return start, start + source.spec.nbytes
+
+    def _used_once(self, source: SourceTensor, view: View) -> bool:
+        """Is nothing between `view` and its whole source mentioned anywhere else?"""
+        storage = view.storage
+        while storage.source is None and self._uses.get(id(storage), 0) == 1:
+            view = live_writes(storage, view.version)[0].args[1]
+            storage = view.storage
+        return self._uses.get(id(storage), 0) == 1 and self._uses.get(id(source), 0) == 1
 
     def _base(self, storage: VirtualStorage, out: torch.Tensor) -> None:
         if storage.source is not None:
@@ -144,7 +151,7 @@ class Evaluator:
             if isinstance(result, (list, tuple)):
                 result = result[operation.index]
             # The meta tensor's layout is what later views refer to, whatever the real one is.
-            as_view(out, storage.view(storage.meta)).copy_(result)
+            as_view(out, operation.layout).copy_(result)
 
     def _replay(self, write: Write, out: torch.Tensor) -> None:
         target = as_view(out, write.target)

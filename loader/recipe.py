@@ -24,11 +24,16 @@ _COPY = torch.ops.aten.copy_.default
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
     """The writes among the first `version` that later ones do not hide completely."""
-    writes = storage.writes[:version]
-    for index in range(len(writes) - 1, -1, -1):
-        if writes[index].overwrites and writes[index].target.is_whole():
-            return writes[index:]
-    return writes
+    if version == 0:
+        return []
+    if storage.starts is None:
+        storage.starts = [0]
+    starts = storage.starts
+    for index in range(len(starts) - 1, version):
+        write = storage.writes[index]
+        hides = write.overwrites and write.target.is_whole()
+        starts.append(index if hides else starts[index])
+    return storage.writes[starts[version] : version]
 
 
 def needs_base(storage: VirtualStorage, version: int) -> bool:
@@ -36,6 +41,16 @@ def needs_base(storage: VirtualStorage, version: int) -> bool:
 
     Only writes before the first one that reads its target count; coverage is exact.
     """
+    if version == 0:
+        return storage.nbytes > 0
+    if storage.based is None:
+        storage.based = {}
+    if version not in storage.based:
+        storage.based[version] = not _is_covered(storage, version)
+    return storage.based[version]
+
+
+def _is_covered(storage: VirtualStorage, version: int) -> bool:
     coverage = Coverage(storage.nbytes)
     for write in live_writes(storage, version):
         if not write.overwrites:
@@ -44,7 +59,7 @@ def needs_base(storage: VirtualStorage, version: int) -> bool:
         size = target.dtype.itemsize
         strides = [step * size for step in target.stride]
         coverage.add(target.offset * size, target.shape, strides, size)
-    return not coverage.complete()
+    return coverage.complete()
 
 
 def whole_source(view: View) -> SourceTensor | None:
@@ -80,8 +95,7 @@ class RecipeBook:
         return _hash(self._view(view))
 
     def _view(self, view: View) -> tuple[Any, ...]:
-        name = self._storage(view.storage, view.version)
-        return ("view", name, str(view.dtype), view.shape, view.stride, view.offset)
+        return ("view", self._storage(view.storage, view.version), *_place(view))
 
     def _storage(self, storage: VirtualStorage, version: int) -> str:
         key = (id(storage), version)
@@ -102,12 +116,12 @@ class RecipeBook:
         operation = storage.operation
         if storage.kind is Kind.EMPTY or operation is None:
             return ("undefined",)
-        return ("node", str(operation.func), operation.index, *self._call(operation))
+        call = self._call(operation)
+        # Later views are in terms of the layout, which follows from the strides of constants too.
+        return ("node", str(operation.func), operation.index, _place(operation.layout), *call)
 
     def _write(self, write: Write) -> tuple[Any, ...]:
-        target = write.target
-        place = (str(target.dtype), target.shape, target.stride, target.offset)
-        return (str(write.func), place, *self._call(write))
+        return (str(write.func), _place(write.target), *self._call(write))
 
     def _call(self, call: Any) -> tuple[Any, ...]:
         named = tuple((key, self._argument(value)) for key, value in sorted(call.kwargs.items()))
@@ -124,6 +138,10 @@ class RecipeBook:
         if isinstance(value, torch.device):
             return "device"  # equal recipes on two devices give equal bytes
         return repr(value)
+
+
+def _place(view: View) -> tuple[Any, ...]:
+    return (str(view.dtype), view.shape, view.stride, view.offset)
 
 
 def _hash(description: tuple[Any, ...]) -> str:

@@ -6,8 +6,8 @@ recorded (`virtual.py`); what depends on data is answered with real data, read f
 
 from __future__ import annotations
 
-import enum
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.operations import (
+    OVERWRITERS,
+    Op,
+    is_random,
+    kind_of,
+    needs_data,
+    varies,
+    written,
+)
 from tensor_dedup.loader.virtual import (
     Const,
     Kind,
@@ -35,60 +44,6 @@ aten = torch.ops.aten
 
 class UntraceableError(UnsupportedError):
     """This model's loading code does something the tracer cannot defer: load it plainly."""
-
-
-class _Op(enum.Enum):
-    VIEW = 0
-    COPY = 1
-    MUTATE = 2
-    FRESH = 3
-    EMPTY = 4
-    DATA = 5
-    REFUSED = 6
-
-
-_OVERWRITERS = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
-_EMPTY = {
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-# They replace or grow the memory itself; their content is not a function of what was written.
-_REFUSED = {"aten::resize_", "aten::set_", "aten::resize_as_", "aten::set_data"}
-_DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-@functools.cache
-def _kind(func: torch._ops.OpOverload) -> _Op:
-    schema = func._schema
-    if schema.name in _REFUSED:
-        return _Op.REFUSED
-    if _DATA_TAGS & set(func.tags) or schema.name == "aten::is_nonzero":
-        return _Op.DATA
-    if func is aten.copy_.default:
-        return _Op.COPY
-    if torch.Tag.inplace_view in func.tags:
-        return _Op.VIEW
-    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
-        return _Op.MUTATE
-    if func in _EMPTY:
-        return _Op.EMPTY
-    aliases = [r.alias_info is not None for r in schema.returns]
-    return _Op.VIEW if aliases and all(aliases) else _Op.FRESH
-
-
-@functools.cache
-def _written(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of every argument `func` writes."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple(
-        (i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write
-    )
-
-
-@functools.cache
-def _is_random(func: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -119,17 +74,14 @@ class Tracer:
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:
         self._evaluate = evaluate
         self._device = device
-        self._deferring = False
+        self._evaluating = False
         self._storages: dict[int, VirtualStorage] = {}
         self.data_reads: list[str] = []
 
     def source(self, source: SourceTensor, dtype: torch.dtype) -> torch.Tensor:
         """A deferred tensor for `source`, whose bytes are not read."""
-        self._deferring = True  # our own meta tensors, made inside the model's code
-        try:
+        with torch._C._DisableTorchDispatch():  # our own meta tensor, made in the model's code
             meta = torch.empty(source.spec.shape, dtype=dtype, device="meta")
-        finally:
-            self._deferring = False
         self._add(Kind.SOURCE, meta).source = source
         return meta
 
@@ -148,7 +100,7 @@ class Tracer:
     def view(self, tensor: torch.Tensor) -> View | None:
         """A snapshot of a deferred tensor, or None for a real one."""
         storage = self.find(tensor)
-        return None if storage is None else storage.view(tensor)
+        return None if storage is None else _plain_view(storage, tensor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -156,104 +108,136 @@ class Tracer:
 
         Raises UntraceableError when the code starts a thread: its writes would go unseen.
         """
-        with _no_new_threads(), _Mode(self):
+        with _no_new_threads(lambda: self._evaluating), _no_collections(), _Mode(self):
             yield
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Send `torch.zeros(..., device=param.device)` to the device the parameter stands for."""
         device = kwargs.get("device")
-        if device is None or self._deferring or torch.device(device).type != "meta":
+        if device is None or torch.device(device).type != "meta":
             return kwargs
         return {**kwargs, "device": self._device}
 
     def _add(self, kind: Kind, meta: torch.Tensor) -> VirtualStorage:
         untyped = meta.untyped_storage()
-        storage = VirtualStorage(kind, untyped.nbytes(), meta)
+        storage = VirtualStorage(kind, untyped.nbytes(), untyped)
         self._storages[untyped._cdata] = storage
         return storage
 
     def _snapshot(self, tensor: torch.Tensor) -> View | Const:
         storage = self.find(tensor)
         if storage is not None:
-            return storage.view(tensor)
-        if tensor.is_meta:
-            raise UntraceableError("a meta tensor of the model's own has no content to record")
+            return _plain_view(storage, tensor)
+        _refuse_foreign(tensor)
         return Const(tensor)
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = self.view(tensor)
-        return tensor if view is None else self._evaluate(view)
+        storage = self.find(tensor)
+        if storage is None:
+            _refuse_foreign(tensor)
+            return tensor
+        self._evaluating = True
+        try:
+            return self._evaluate(_plain_view(storage, tensor))
+        finally:
+            self._evaluating = False
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, kind: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do, record or answer one operation that has at least one deferred argument."""
-        kind = _kind(func)
-        if kind is _Op.COPY:
-            return self._copy(func, args, kwargs)
-        if kind is _Op.REFUSED:
+        if kind is Op.REFUSED:
             raise UntraceableError(f"{func} replaces the memory of a deferred tensor")
-        if kind is _Op.DATA:
+        if kind is Op.DATA and needs_data(func, args):
             self.data_reads.append(str(func))
             return func(
                 *_map(args, self._real), **{k: _map(v, self._real) for k, v in kwargs.items()}
             )
-        if kind is _Op.MUTATE:
+        if kind is Op.MUTATE:
             return self._mutate(func, args, kwargs)
         return self._fresh(func, args, kwargs, kind)
 
-    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do or record a `copy_`: nearly everything that loading code does."""
         target, value = args[0], args[1]
         storage = self.find(target)
         if storage is None:
+            if self.find(value) is None:
+                return func(*args, **kwargs)
+            _refuse_foreign(target)
             return func(target, self._real(value), **kwargs)
         if value.shape != target.shape:
             value = value.expand(target.shape)  # the error plain loading would raise
         if not target.numel():
             return target
         snapshots = (Target.HERE, self._snapshot(value))
-        storage.writes.append(Write(func, storage.view(target), snapshots, {}, True))
+        storage.writes.append(Write(func, _plain_view(storage, target), snapshots, {}, True))
         return target
 
     def _mutate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = [args[i] if i < len(args) else kwargs.get(n) for i, n in _written(func)]
-        if len(written) != 1 or not isinstance(written[0], torch.Tensor):
+        touched = [args[i] if i < len(args) else kwargs.get(n) for i, n in written(func)]
+        if len(touched) != 1 or not isinstance(touched[0], torch.Tensor):
             raise UntraceableError(f"{func} writes several tensors at once")
-        target = written[0]
+        target = touched[0]
         storage = self.find(target)
-        if storage is not None and not target.numel():
+        if storage is None:
+            return self._write_real(func, target, args, kwargs)
+        self._rehearse(func, target, args, kwargs)
+        if not target.numel():
             return target
-        if storage is None or _is_random(func):
-            return self._write_now(func, target, args, kwargs)
+        if is_random(func):
+            return self._write_random(func, storage, target, args, kwargs)
         place = lambda t: Target.HERE if t is target else self._snapshot(t)  # noqa: E731
         write = Write(
             func,
-            storage.view(target),
+            _plain_view(storage, target),
             _map(args, place),
             {k: _map(v, place) for k, v in kwargs.items()},
-            func in _OVERWRITERS,
+            func in OVERWRITERS,
         )
         storage.writes.append(write)
+        if varies(func, args, kwargs):
+            storage.private = f"{func} is not deterministic"
         return target
 
-    def _write_now(
+    def _rehearse(
+        self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Do it on meta tensors, for the errors that plain loading would raise here and now."""
+        shape, nbytes = target.shape, target.untyped_storage().nbytes()
+        func(*_map(args, _to_meta), **{k: _map(v, _to_meta) for k, v in kwargs.items()})
+        if target.shape != shape or target.untyped_storage().nbytes() != nbytes:
+            raise UntraceableError(f"{func} resizes a deferred tensor")
+
+    def _write_real(
         self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Write at once: into a real tensor, or random numbers (drawn in the program's order)."""
-        storage = self.find(target)
-        if storage is None:
-            keep = lambda t: t if t is target else self._real(t)  # noqa: E731
-            return func(*_map(args, keep), **{k: _map(v, keep) for k, v in kwargs.items()})
-        value = self._evaluate(storage.view(target)).clone()
+        """Write into a real tensor, now and with real data."""
+        _refuse_foreign(target)
+        keep = lambda t: t if t is target else self._real(t)  # noqa: E731
+        return func(*_map(args, keep), **{k: _map(v, keep) for k, v in kwargs.items()})
+
+    def _write_random(
+        self,
+        func: Any,
+        storage: VirtualStorage,
+        target: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Draw random numbers now, in the program's order, and record what was drawn."""
+        # With the strides of the target, which decide which element gets which number.
+        value = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
+        value.copy_(self._real(target))
         swap = lambda t: value if t is target else self._real(t)  # noqa: E731
         func(*_map(args, swap), **{k: _map(v, swap) for k, v in kwargs.items()})
-        write = Write(
-            aten.copy_.default, storage.view(target), (Target.HERE, Const(value)), {}, True
+        drawn = (Target.HERE, Const(value))
+        storage.writes.append(
+            Write(aten.copy_.default, _plain_view(storage, target), drawn, {}, True)
         )
-        storage.writes.append(write)
         storage.private = f"{func} is not deterministic"
         return target
 
-    def _fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: _Op) -> Any:
-        if _is_random(func):
+    def _fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Op) -> Any:
+        if is_random(func):
             raise UntraceableError(f"{func} makes random numbers out of a deferred tensor")
         meta_kwargs = {k: _map(v, _to_meta) for k, v in kwargs.items()}
         if meta_kwargs.get("device") is not None:
@@ -266,22 +250,27 @@ class Tracer:
         return out
 
     def _record_outputs(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, kind: _Op
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, kind: Op
     ) -> None:
         snapshots = _map(args, self._snapshot)
         named = {k: _map(v, self._snapshot) for k, v in kwargs.items()}
-        reasons = [s.private for s in map(self.find, _tensors(args)) if s is not None and s.private]
+        inputs = [self.find(t) for t in (*_tensors(args), *_tensors(list(kwargs.values())))]
+        private = next((s.private for s in inputs if s is not None and s.private), None)
+        if private is None and varies(func, args, kwargs):
+            private = f"{func} is not deterministic"
         for index, tensor in enumerate(_tensors(out)):
             if self.find(tensor) is None:
-                storage = self._add(Kind.EMPTY if kind is _Op.EMPTY else Kind.NODE, tensor)
-                storage.operation = Operation(func, snapshots, named, index)
-                storage.private = reasons[0] if reasons else None
+                storage = self._add(Kind.EMPTY if kind is Op.EMPTY else Kind.NODE, tensor)
+                layout = _plain_view(storage, tensor)
+                storage.operation = Operation(func, snapshots, named, index, layout)
+                storage.private = private
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tracer = tracer
+class _Dispatch:
+    """What the mode does. Apart from it, because a mode that defines `__torch_dispatch__` itself
+    gets it wrapped for the compiler, which costs more than all that is done here."""
+
+    _tracer: Tracer
 
     def __torch_dispatch__(
         self,
@@ -290,19 +279,40 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kind = kind_of(func)
+        if kind is Op.VIEW:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        tracer = self._tracer
-        if _kind(func) is _Op.VIEW:
-            return func(*args, **kwargs)
-        if _has_deferred(tracer, args, kwargs):
-            return tracer.run(func, args, kwargs)
-        return func(*args, **tracer.on_real_device(kwargs))
+        if kind is Op.COPY:
+            return self._tracer.copy(func, args, kwargs)
+        if _has_deferred(self._tracer, args, kwargs):
+            return self._tracer.run(func, kind, args, kwargs)
+        return func(*args, **self._tracer.on_real_device(kwargs))
+
+
+class _Mode(_Dispatch, TorchDispatchMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracer = tracer
 
 
 def _has_deferred(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if any(tracer.find(t) is not None for t in _tensors(args)):
         return True
     return any(tracer.find(t) is not None for t in _tensors(list(kwargs.values())))
+
+
+def _plain_view(storage: VirtualStorage, tensor: torch.Tensor) -> View:
+    """Snapshot a deferred tensor whose elements are what its memory holds."""
+    if tensor.is_neg() or tensor.is_conj():
+        raise UntraceableError("a lazily negated or conjugated tensor is not what its memory holds")
+    return storage.view(tensor)
+
+
+def _refuse_foreign(tensor: torch.Tensor) -> None:
+    """Raise for a meta tensor that is not ours: nobody knows what it would hold."""
+    if tensor.is_meta:
+        raise UntraceableError("a meta tensor of the model's own has no content to record")
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -312,17 +322,31 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _no_new_threads() -> Iterator[None]:
+def _no_collections() -> Iterator[None]:
+    """Keep the garbage collector out: what is recorded is not garbage, but there is so much of it
+    that one full collection after the other would look at every object of the engine."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _no_new_threads(ours: Callable[[], bool]) -> Iterator[None]:
     """Refuse threads started by the traced code: a dispatch mode is active in one thread only.
 
     Without this a loader that copies from a pool would silently leave its parameters as they were.
+    `ours`: is the code that runs now our own, which may use a pool?
     """
     tracing = threading.get_ident()
     original = threading.Thread.start
 
     @functools.wraps(original)
     def start(self: threading.Thread) -> None:
-        if threading.get_ident() == tracing:
+        if threading.get_ident() == tracing and not ours():
             raise UntraceableError("the model's loading code starts threads")
         original(self)
 

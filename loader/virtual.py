@@ -47,7 +47,9 @@ class Const:
         self.digest = digest(byte_view(self.value.contiguous()).numpy().data)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, here and below: a frozen dataclass takes three times as long to make, and tracing
+# makes three for every source tensor. Nobody changes one.
+@dataclass(eq=False, slots=True)
 class View:
     """A view of a storage at one moment: after its first `version` writes.
 
@@ -84,7 +86,7 @@ class View:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Write:
     """One recorded in-place operation. `args` and `kwargs` are snapshots, the target in place."""
 
@@ -95,31 +97,39 @@ class Write:
     overwrites: bool  # the old content of the target does not matter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Operation:
-    """The operation whose output number `index` is the first content of a storage."""
+    """The operation whose output number `index` is the first content of a storage.
+
+    `layout`: where in the storage that output lay when it was made.
+    """
 
     func: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     index: int
+    layout: View
 
 
 @dataclass(eq=False, slots=True)
 class VirtualStorage:
     """The storage of a deferred tensor: its first content and the log of writes into it.
 
-    `meta` keeps the meta storage alive while tracing, so that its address stays its name.
+    `untyped` keeps the meta storage alive while tracing, so that its address stays its name. A
+    tensor would not do: the loading code may give it other data.
     """
 
     kind: Kind
     nbytes: int
-    meta: torch.Tensor
+    untyped: torch.UntypedStorage
     source: SourceTensor | None = None
     initial: torch.Tensor | None = None  # PARAMETER: the constructor's tensor, as bytes
     operation: Operation | None = None
     writes: list[Write] = field(default_factory=list)
     private: str | None = None  # why it must not be shared
+    # What recipe.py found out about the first so many writes: they never change.
+    starts: list[int] | None = None
+    based: dict[int, bool] | None = None
 
     def view(self, tensor: torch.Tensor) -> View:
         """Snapshot `tensor`, a meta tensor over this storage, as it is now."""
@@ -128,7 +138,7 @@ class VirtualStorage:
             len(self.writes),
             tensor.dtype,
             tuple(tensor.shape),
-            tuple(tensor.stride()),
+            tensor.stride(),
             int(tensor.storage_offset()),
         )
 
