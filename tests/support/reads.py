@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -129,11 +129,11 @@ def counted(*paths: Path) -> Iterator[Reads]:
         *_native(seen),
     ]
     before = _rchar()
-    with ExitStack() as undo:
-        for original, replacement in patches:
-            undo.callback(_replace, replacement, original)
-            _replace(original, replacement)
+    _replace(patches)
+    try:
         yield seen
+    finally:
+        _replace([(replacement, original) for original, replacement in patches])
     seen.rchar = _rchar() - before
 
 
@@ -179,15 +179,17 @@ def _rchar() -> int:
         os.close(fd)
 
 
-def _replace(original: object, replacement: object) -> None:
-    """Put `replacement` wherever a module holds `original`, under whatever name."""
+def _replace(patches: Sequence[tuple[object, object]]) -> None:
+    """Put the second of each pair wherever a module holds the first, under whatever name."""
+    # All of them in one go: vllm and torch have hundreds of thousands of names to look at.
+    replacements = {id(original): replacement for original, replacement in patches}
     for module in list(sys.modules.values()):
         names = vars(module) if isinstance(getattr(module, "__dict__", None), dict) else {}
         if module is sys.modules[__name__]:
             continue
         for name, value in list(names.items()):
-            if value is original:
-                names[name] = replacement
+            if id(value) in replacements:
+                names[name] = replacements[id(value)]
 
 
 def _os_calls(seen: Reads) -> Iterator[tuple[Any, Any]]:
