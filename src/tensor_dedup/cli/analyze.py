@@ -42,7 +42,7 @@ _MATRIX = 8
     type=click.IntRange(min=0),
     default=10,
     show_default=True,
-    help="How many of the largest shared tensors to list.",
+    help="How many of the largest shared tensors, and layers, to list.",
 )
 @click.option("--no-hints", is_flag=True, help="Hash every file, also those remembered.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -170,7 +170,7 @@ def _largest_table(analysis: Analysis, top: int) -> Table:
 
 def _layer_table(analysis: Analysis, top: int) -> Table:
     layers = analysis.shared_layers
-    shown = layers[:top] if top else layers
+    shown = layers[:top]
     title = f"Layers shared whole: {len(layers)}"
     table = _table(title, "layer", "tensors", "size", "checkpoints")
     for layer in shown:

@@ -1,6 +1,7 @@
 """`scripts/demo`: several checkpoints in one process, each tensor once, beside plain vLLM."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -57,15 +58,21 @@ def main(
             )
         console = Console(stderr=True)
         folder = work or models.default_folder()
+        busy = _busy()
         with _bar(console) as bar:
             chosen = list(paths) or _made(folder, bar)
             plain, shared = _both(chosen, folder, bar, own=bool(paths), off=off)
-    show.show(Console(), [path.resolve().name for path in chosen], plain, shared)
+    show.show(Console(), [path.resolve().name for path in chosen], plain, shared, busy=busy)
     found = run.document(plain, shared)
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
     if not found["tokens_equal_plain"]:
         raise SystemExit(1)
+
+
+def _busy() -> bool:
+    """Whether others want more than half of this machine's processors."""
+    return os.getloadavg()[0] > len(os.sched_getaffinity(0)) / 2
 
 
 @contextmanager

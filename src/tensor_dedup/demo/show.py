@@ -12,7 +12,9 @@ from tensor_dedup.loader.report_table import human
 _REPORTED = ("bytes_read", "bytes_hashed", "private_bytes", "shared_bytes")
 
 
-def show(console: Console, names: Sequence[str], plain: Side, shared: Side) -> None:
+def show(
+    console: Console, names: Sequence[str], plain: Side, shared: Side, *, busy: bool = False
+) -> None:
     """Print what each load did, what both sides cost, and whether they said the same."""
     console.print(_loads_table(names, shared))
     console.print(_beside_table(names, plain, shared))
@@ -30,6 +32,8 @@ def show(console: Console, names: Sequence[str], plain: Side, shared: Side) -> N
         console.print(
             "Memory is short: plain vLLM loaded one model at a time, its total is their sum."
         )
+    if busy:
+        console.print("Other work ran on this machine meanwhile: the seconds are worth little.")
 
 
 def _loads_table(names: Sequence[str], shared: Side) -> Table:
