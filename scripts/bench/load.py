@@ -1,0 +1,97 @@
+"""Loading, memory and decoding against plain vLLM, on checkpoints of Qwen2-0.5B shapes.
+
+    python scripts/bench/load.py [--pairs N | --quick] [--only NAME] [--work DIR] [--write]
+
+One process, one run. Both sides alternate (A B, B A, A B, ...) after the same preparation. Prints
+a section of Markdown; `--write` puts it into docs/benchmarks.md instead of the one there.
+"""
+
+import datetime
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from stats import machine, write_section
+from tensor_dedup.demo import models
+
+PARTS = ("unknown", "again", "known", "residency", "decode", "tracing")
+QUICK_PAIRS = 3
+# vLLM reads these when it is imported: engines in this process, and nothing but our own output.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_NOTES = """\
+- *Seconds* are of `load_model` of vLLM's model loader for one model, with the engine's process
+  groups there already. *Weight phase*: the same from the moment the module tree is built, without
+  the explicit calls of `gc.collect` (two in plain vLLM, one in ours).
+- *Unknown*: no hints; every byte is read and hashed once. *Known*: the digests are remembered.
+  *Cold*: the file's pages were dropped from this machine's page cache just before and `mincore`
+  found none left; a host under a virtual machine may still have them. *Cached*: the file was read
+  once just before. Everything but the two lines on unknown checkpoints is with cached files.
+- Both sides allocate in one process that gives freed memory back before each load, so each pays
+  for fresh pages.
+- The allowance for an unknown cached checkpoint is its bytes at 4 GB/s a core.
+- *Weights given memory* is what the report says; *allocator's growth* is that of `mallinfo2`
+  (in use, all arenas, and what was mapped for large requests) and of the slabs' files as the kernel
+  counts them; of it, and of PSS, the growth of loading the resident base again is subtracted.
+  Every page of every parameter is read before PSS is.
+- *Unique bytes* are those of the different source tensors of the checkpoints that are resident.
+- An aim is *met* where the whole interval lies inside it, *missed* where none of it does, and
+  otherwise *not shown*. Intervals are of medians, 95 %, from order statistics; ratios and
+  differences are taken pair by pair.
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=1))
+@click.option("--quick", is_flag=True, help=f"{QUICK_PAIRS} pairs: shows that it runs.")
+@click.option("--only", multiple=True, type=click.Choice(PARTS), help="Repeat for several.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the checkpoints, 4 GB [default: in the user's cache directory].",
+)
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, write: bool) -> None:
+    """Measure loads against plain vLLM."""
+    pairs = QUICK_PAIRS if quick else pairs
+    folder = work or models.default_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    lines = machine()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
+        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        import suite  # it loads vllm, which reads the environment then
+
+        table = suite.run(folder, pairs, only or PARTS)
+    minutes = (time.perf_counter() - began) / 60
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    text = "\n".join(
+        [
+            "## Loading against plain vLLM",
+            "",
+            f"`scripts/bench/load.py`, {today}, {pairs} pairs, {minutes:.0f} minutes. Checkpoints "
+            "of Qwen2-0.5B shapes with random weights, bfloat16, 988 MB each.",
+            "",
+            *lines,
+            f"- load average at the end {os.getloadavg()[0]:.1f}",
+            "",
+            table,
+            "",
+            _NOTES,
+        ]
+    )
+    click.echo(text)
+    if write:
+        write_section("load", text)
+
+
+if __name__ == "__main__":
+    main()

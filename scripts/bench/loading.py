@@ -1,0 +1,191 @@
+"""Loads through vLLM's own model loaders, timed alike for both sides, without an engine for each.
+
+Import it only after the environment is set: it loads vllm.
+"""
+
+import functools
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from vllm import LLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from memory import settle
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.hints import ENVIRONMENT
+from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.report import ModelReport, report
+
+T = TypeVar("T")
+KV_CACHE_BYTES = 64 << 20
+_ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "enforce_eager": True,
+    "use_tqdm_on_load": False,
+    "kv_cache_memory_bytes": KV_CACHE_BYTES,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load. `weights`: from the built module tree to the finished model, in seconds.
+
+    Both times leave out nothing but, for `weights`, explicit calls of gc.collect: plain vLLM makes
+    two and we make one, they take as long as the process has objects, and neither is about weights.
+    """
+
+    seconds: float
+    weights: float
+    report: ModelReport | None
+
+
+def engine(path: Path, *, dedup: bool) -> LLM:
+    """A whole engine in this process."""
+    options = dict(_ENGINE, model=str(path), disable_log_stats=True)
+    if dedup:
+        options["tensor_dedup"] = {}
+    return LLM(**options)
+
+
+def let_go(llm: LLM) -> None:
+    """End one engine of several, without its finalizer, which ends what all of them use."""
+    client: Any = llm.llm_engine.engine_core
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    gc.unfreeze()  # an engine freezes all objects there are, its own model among them
+
+
+def prepare_process(path: Path) -> None:
+    """Make what a loader needs around it (process groups, threads): an engine does, then goes."""
+    llm = engine(path, dedup=False)
+    let_go(llm)
+    del llm
+    settle()
+
+
+def configuration(path: Path, *, dedup: bool) -> VllmConfig:
+    """A new configuration, as a model's layers enter themselves in it."""
+    options = dict(_ENGINE, model=str(path))
+    if dedup:
+        options["tensor_dedup"] = {}
+    return EngineArgs(**options).create_engine_config()
+
+
+def load(path: Path, *, dedup: bool) -> tuple[nn.Module, Load]:
+    """Load one model, alone of what is timed."""
+    config = configuration(path, dedup=dedup)
+    settle()
+    loader = get_model_loader(config.load_config)
+    with set_current_vllm_config(config), _clocked() as clock:
+        began = time.perf_counter()
+        model = loader.load_model(vllm_config=config, model_config=config.model_config)
+        ended = time.perf_counter()
+    mine = report().models[-1] if dedup else None
+    if mine is not None and any(name == "<model>" for name, _ in mine.skipped):
+        raise UnsupportedError(f"{path} was loaded plainly, nothing to measure: {mine.skipped}")
+    return model, Load(ended - began, ended - clock.created - clock.collecting, mine)
+
+
+def load_and_drop(path: Path, *, dedup: bool) -> Load:
+    """Load one model and let go of it."""
+    model, found = load(path, dedup=dedup)
+    del model
+    settle()
+    return found
+
+
+def forget_hints() -> None:
+    """Make every checkpoint unknown."""
+    index = Path(os.environ[ENVIRONMENT])
+    for path in index.parent.glob(f"{index.name}*"):
+        path.unlink()
+
+
+def make_known(path: Path) -> None:
+    """Load a checkpoint until its digests are remembered. UnsupportedError if they never are."""
+    # A file is remembered only when it was not written in the two seconds before.
+    for _ in range(3):
+        load_and_drop(path, dedup=True)
+        found = load_and_drop(path, dedup=True)
+        if found.report is not None and found.report.known:
+            return
+        time.sleep(2)
+    raise UnsupportedError(f"{path}: no hints are kept for its file system; name another --work")
+
+
+def require_nothing_resident() -> None:
+    """UnsupportedError when a model that was dropped is still there: what follows would share."""
+    settle()
+    if registry.residents() or registry.records():
+        raise UnsupportedError("models of an earlier measurement are still resident")
+
+
+def touch(model: nn.Module) -> None:
+    """Read every page of every parameter: the kernel counts only pages that were used."""
+    for parameter in model.parameters():
+        flat = torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage())
+        flat[::4096].sum()
+
+
+def in_pairs(count: int, what: str, plain: Callable[[], T], ours: Callable[[], T]) -> list[list[T]]:
+    """`count` results of both, taken alternately, the order swapped every other pair."""
+    found: list[list[T]] = [[], []]
+    for number in range(count):
+        order = [(0, plain), (1, ours)]
+        for side, run in order[:: -1 if number % 2 else 1]:
+            found[side].append(run())
+        say(f"{what}: {number + 1} of {count}")
+    return found
+
+
+def say(text: str) -> None:
+    """Progress, beside the result on stdout."""
+    sys.stderr.write(f"{text}\n")
+
+
+@dataclass
+class _Clock:
+    created: float = 0.0
+    collecting: float = 0.0
+
+
+@contextmanager
+def _clocked() -> Iterator[_Clock]:
+    """Note when the module tree was built, and the time explicit collections took since."""
+    clock = _Clock()
+    create, collect = BaseModelLoader.create_model, gc.collect
+
+    @functools.wraps(create)
+    def created(self: BaseModelLoader, *args: Any, **kwargs: Any) -> nn.Module:
+        model = create(self, *args, **kwargs)
+        clock.created, clock.collecting = time.perf_counter(), 0.0
+        return model
+
+    def collected(*args: int) -> int:
+        began = time.perf_counter()
+        try:
+            return collect(*args)
+        finally:
+            clock.collecting += time.perf_counter() - began
+
+    with (
+        patch.object(BaseModelLoader, "create_model", created),
+        patch.object(gc, "collect", collected),
+    ):
+        yield clock

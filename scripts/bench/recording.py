@@ -1,0 +1,121 @@
+"""What tracing costs a source tensor, beside vLLM's own loading code over tensors without data."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from fine_tunes import WEIGHTS
+from loading import configuration, in_pairs, make_known
+from memory import settle
+from results import Row
+from stats import Estimate, estimate, verdict
+from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.formats.safetensors import read_header
+from tensor_dedup.loader.dtypes import torch_dtype
+from tensor_dedup.loader.sources import SourceFile
+from tensor_dedup.patches.vllm import weight_iterators
+from tensor_dedup.patches.vllm.run import Run
+
+MOST_US = 50.0
+Opened = Callable[[list[str], Callable[[str], bool]], Iterator[tuple[str, torch.Tensor]]]
+
+
+def tracing(base: Path, pairs: int) -> list[Row]:
+    """Microseconds a source tensor: recording alone, and all that comes before sharing."""
+    make_known(base)  # so that hints are there to look up, as they are when tracing counts most
+    count = len(read_header(base / WEIGHTS).tensors)
+    empty, recorded = in_pairs(
+        pairs,
+        "tracing",
+        lambda: _microseconds(base, count, _over_empty),
+        lambda: _microseconds(base, count, _recorded),
+    )
+    whole = [_microseconds(base, count, _whole) for _ in range(pairs)]
+    extra = estimate([b - a for a, b in zip(empty, recorded, strict=True)])
+    return [
+        Row(
+            f"recording, a source tensor (of {count})",
+            _us(estimate(empty)),
+            _us(estimate(recorded)),
+            f"{_us(extra)} more",
+            f"≤ {MOST_US:.0f} µs",
+            verdict(extra, most=MOST_US),
+        ),
+        Row(
+            "the same, with opening the file, hints and recipes",
+            "",
+            _us(estimate(whole)),
+            "",
+            "",
+            "",
+        ),
+    ]
+
+
+def _us(found: Estimate) -> str:
+    return found.text(1) + " µs"
+
+
+def _microseconds(path: Path, count: int, work: Callable[[Run, Any, Any, Path], float]) -> float:
+    config = configuration(path, dedup=True)
+    model_config: Any = config.model_config
+    loader: Any = get_model_loader(config.load_config)
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(config))
+        run = stack.enter_context(Run(TensorDedupConfig(), model_config.dtype, trust_hints=True))
+        stack.enter_context(set_default_torch_dtype(model_config.dtype))
+        model = loader.create_model(vllm_config=config, model_config=model_config)
+        settle()
+        load_weights = functools.partial(loader.load_weights, model, model_config)
+        seconds = work(run, model, load_weights, path)
+    return seconds / count * 1e6
+
+
+def _over_empty(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+    """vLLM's own code, parameters and sources without data, and nobody watching."""
+    run.defer(model)
+    specs = read_header(path / WEIGHTS).tensors
+
+    def opened(paths: list[str], wanted: Callable[[str], bool]) -> Any:
+        for spec in specs:
+            yield spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+
+    began = time.perf_counter()
+    with weight_iterators.deferring(opened):
+        load_weights()
+    return time.perf_counter() - began
+
+
+def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+    """The same, recorded; the file is open already."""
+    run.defer(model)
+    file = SourceFile(path / WEIGHTS, None, "blake3")
+
+    def opened(paths: list[str], wanted: Callable[[str], bool]) -> Any:
+        for name, source in file.tensors.items():
+            yield name, run.tracer.source(source, torch_dtype(source.spec.dtype))
+
+    began = time.perf_counter()
+    with weight_iterators.deferring(opened), run.tracer.recording():
+        load_weights()
+    seconds = time.perf_counter() - began
+    file.close()
+    return seconds
+
+
+def _whole(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+    """All that a load does before it shares."""
+    began = time.perf_counter()
+    run.defer(model)
+    with weight_iterators.deferring(run.open_files), run.tracer.recording():
+        load_weights()
+    run.conclude(model)
+    return time.perf_counter() - began

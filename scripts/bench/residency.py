@@ -1,0 +1,81 @@
+"""Memory of several fine-tunes resident at once, against the bytes that are different in them."""
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from fine_tunes import Content, contents, fine_tune
+from loading import load, require_nothing_resident, say, touch
+from memory import pss, settle
+from results import MIB, Row
+from stats import slope
+from tensor_dedup.demo.models import LAYERS
+
+SIZES = (1, 2, 4, 8)
+PLAIN_MOST = 4
+# What one more plain model needs, its checkpoint in memory while it is read included; and a rest
+# for others.
+_PLAIN_BYTES = 3 << 30
+_SPARE_BYTES = 4 << 30
+
+Points = list[tuple[float, float]]
+
+
+def several(base: Path, work: Path) -> tuple[list[Row], str]:
+    """Rows with both slopes, and the points as a Markdown table."""
+    ours = _grow(base, work, dedup=True, most=max(SIZES))
+    plain = _grow(base, work, dedup=False, most=PLAIN_MOST)
+    rows = [
+        Row(
+            f"PSS of 1 to {max(SIZES)} fine-tunes, slope over unique bytes",
+            f"{slope(plain):.1f}" if len(plain) > 1 else "not run: too little memory",
+            f"{slope(ours):.3f}",
+            "bytes a byte, least squares",
+            "",
+            "",
+        )
+    ]
+    return rows, _table(plain, ours)
+
+
+def _grow(base: Path, work: Path, *, dedup: bool, most: int) -> Points:
+    """(unique bytes, PSS) with 1, 2, 4, ... fine-tunes resident, each with another layer changed.
+
+    Each checkpoint is made, loaded and deleted: what is measured is memory.
+    """
+    require_nothing_resident()
+    before, points = pss(), Points()
+    unique: dict[Content, int] = {}
+    resident: list[object] = []
+    path = work / "one-of-several"
+    for number in range(most):
+        if not dedup and psutil.virtual_memory().available < _PLAIN_BYTES + _SPARE_BYTES:
+            break
+        shutil.rmtree(path, ignore_errors=True)
+        fine_tune(base, path, [number * LAYERS // max(SIZES)])
+        unique.update(contents(path))
+        model, _ = load(path, dedup=dedup)
+        touch(model)
+        resident.append(model)
+        if number + 1 in SIZES:
+            points.append((sum(unique.values()), pss() - before))
+        say(f"resident at once, {'sharing' if dedup else 'plain'}: {number + 1} of {most}")
+    del model
+    resident.clear()
+    settle()
+    shutil.rmtree(path, ignore_errors=True)
+    return points
+
+
+def _table(plain: Points, ours: Points) -> str:
+    lines = [
+        "| fine-tunes | unique bytes | PSS, plain vLLM | PSS, tensor-dedup |",
+        "| --- | --- | --- | --- |",
+    ]
+    for index, (unique, found) in enumerate(ours):
+        other = f"{plain[index][1] / MIB:.0f} MiB" if index < len(plain) else "not run"
+        lines.append(
+            f"| {SIZES[index]} | {unique / MIB:.0f} MiB | {other} | {found / MIB:.0f} MiB |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,40 @@
+"""The measurements of load.py, in order. Import it only after the environment is set."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import decoding
+import loads
+import recording
+import residency
+from fine_tunes import HALF, made
+from loading import prepare_process
+from results import HEAD, Row
+from tensor_dedup.demo import models
+
+
+def run(work: Path, pairs: int, parts: Sequence[str]) -> str:
+    """Run these parts; the tables of their results as Markdown."""
+    paths = made(work)
+    base, one, half = paths[models.BASE], paths["one-layer"], paths[HALF]
+    prepare_process(base)
+    more: list[str] = []
+
+    def several() -> list[Row]:
+        rows, table = residency.several(base, work)
+        more.extend(["", table])
+        return rows
+
+    measurements: dict[str, Callable[[], list[Row]]] = {
+        "unknown": lambda: loads.unknown(base, pairs),
+        "again": lambda: loads.again(base, pairs),
+        "known": lambda: [
+            *loads.known(base, one, "known, one layer changed", pairs),
+            *loads.known(base, half, "known, half the layers changed", pairs),
+        ],
+        "residency": several,
+        "decode": lambda: decoding.decode(base, one, pairs),
+        "tracing": lambda: recording.tracing(base, pairs),
+    }
+    rows = [row for part in measurements if part in parts for row in measurements[part]()]
+    return "\n".join([HEAD, *(row.text() for row in rows), *more])
