@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tensor_dedup.loader.hints import FileIdentity
 
 if TYPE_CHECKING:
+    import weakref
     from pathlib import Path
 
     from tensor_dedup.loader.residents import Resident
@@ -39,15 +40,17 @@ class LayerRecord:
     """The final tensors of one layer, and what its processing set beside them.
 
     `residents`: by parameter name, with the class of the parameter. `opaque`: what cannot be
-    mapped or written (a packed handler), shared as the object it is; `opaque_bytes` is the size of
-    the plain weight it was packed from and `plain_digest` that weight's digest just before.
+    mapped or written (a packed handler), shared as the object it is and held weakly, because it
+    holds the record: both go when the last layer drops it, be it that a reload packed anew.
+    `opaque_bytes` is the size of the plain weight it was packed from and `plain_digest` that
+    weight's digest just before.
     """
 
     key: str
     preimage: str
     residents: dict[str, tuple[Resident, type]] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
-    opaque: Any = None
+    opaque: weakref.ref[Any] | None = None
     opaque_bytes: int = 0
     plain_digest: str | None = None
     structure: str = ""  # the recipes with their sources numbered instead of named

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.deferred import DeferredParameter
 
 Original = Callable[[nn.Module], None]
-# Held by the layer, so that a record lives as long as a layer uses it.
+# Held by the layer or its packed function, so that a record lives as long as a layer uses it.
 RECORD = "_tensor_dedup_record"
 
 

@@ -6,8 +6,9 @@ process, under a key that holds the recipe of the plain weight it was packed fro
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,16 +46,17 @@ class PackedGemm:
             made = assembly.make(weight)
         key = self.context.key(self.layer, {"weight": weight})
         record = registry.lookup_record(key.digest)
-        if isinstance(record, LayerRecord):
+        linear = record.opaque() if isinstance(record, LayerRecord) and record.opaque else None
+        if isinstance(record, LayerRecord) and linear is not None:
             if self.context.acceptable(record, {"weight": weight}):
-                self._reuse(record, made)
+                self._reuse(record, linear, made)
             else:
                 self._pack_privately(COLLISION)
         else:
             self._pack(key, made)
         assembly.give_back(made)
 
-    def _reuse(self, record: LayerRecord, made: Made | None) -> None:
+    def _reuse(self, record: LayerRecord, linear: Any, made: Made | None) -> None:
         assembly, weight, layer = self.context.assembly, self.weight, self.layer
         if assembly.sampled():
             self._audit(record, made)
@@ -64,9 +66,8 @@ class PackedGemm:
             # What vLLM leaves behind once a weight is packed.
             layer.weight = nn.Parameter(torch.empty(0, dtype=weight.parameter.dtype), False)
             self.context.done(weight)
-        layer.cpu_linear = record.opaque
+        layer.cpu_linear = linear
         self._follow_bias(record)
-        setattr(layer, RECORD, record)
         self._enter(record.opaque_bytes, record)
 
     def _follow_bias(self, record: LayerRecord) -> None:
@@ -103,14 +104,15 @@ class PackedGemm:
             self._enter(nbytes)
             assembly.ledger.skip(weight.name, "its kernel does not pack into a handler we know")
             return
-        record = LayerRecord(key.digest, key.preimage, opaque=linear, opaque_bytes=nbytes)
+        record = LayerRecord(key.digest, key.preimage)
+        record.opaque, record.opaque_bytes = weakref.ref(linear), nbytes
         record.plain_digest = plain
         bias = getattr(layer, "bias", None)
         record.attributes = {"bias_dtype": bias.dtype if isinstance(bias, nn.Parameter) else None}
         record.structure, record.origins = structure_of([weight])
         registry.publish_record(key.digest, record)
         assembly.own.add(record)
-        setattr(layer, RECORD, record)
+        setattr(linear, RECORD, record)
         self._enter(nbytes)
 
     def _process_borrowed(self, here: Made) -> None:
