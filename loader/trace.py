@@ -166,7 +166,7 @@ class Tracer:
             return func(target, self._real(value), **kwargs)
         if value.shape != target.shape:
             value = value.expand(target.shape)  # the error plain loading would raise
-        if not target.numel():
+        if value is target or not target.numel():
             return target
         snapshots = (Target.HERE, self._snapshot(value))
         storage.writes.append(Write(func, _plain_view(storage, target), snapshots, {}, True))
