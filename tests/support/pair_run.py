@@ -1,0 +1,134 @@
+"""Load base and fine-tune of architectures, plainly and shared; write down what happened.
+
+    python pair_run.py ROOT RESULT.json ARCHITECTURE...
+
+Checkpoints are made under ROOT where there are none; hints go beside the result, a new index for
+each architecture, so that a checkpoint is unknown at its first load and known at its second.
+
+In a process of its own: vLLM makes the groups that mixtures of experts need only when the first
+engine of a process is one. So these come first, and a process has every architecture after them.
+"""
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import checkpoints
+import engines
+import plain
+import reads
+from tensor_dedup.loader.hints import ENVIRONMENT
+from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.report import ModelReport
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+class Load(msgspec.Struct):
+    """One load that shares: what it was of, what it read, and how it compares.
+
+    `shared` is by form (`engines.forms`) against the model that was there before, None for the
+    first. `ranges` are those of tensor data in the file, absolute.
+    """
+
+    what: str
+    equal_outputs: bool
+    shared: dict[str, bool] | None
+    data_bytes: int
+    header_bytes: int
+    ranges: list[tuple[int, int]]
+    read_twice: int
+    unseen: int
+    report: ModelReport
+
+
+class Result(msgspec.Struct):
+    """One architecture. `assembled`: by name of each parameter, does plain vLLM assemble the same
+    for both? `unseen`: what a plain load read beside the checkpoint."""
+
+    assembled: dict[str, bool]
+    different_outputs: bool
+    left_alive: int
+    unseen: int
+    loads: list[Load]
+
+
+def run(arch: str, root: Path) -> Result:
+    """Plain base and fine-tune; then shared, unknown and known, two at a time in memory."""
+    pooling = arch in checkpoints.POOLING
+    pair = checkpoints.make(arch, root)
+    expected, held, unseen = {}, {}, 0
+    for path in (pair.base, pair.fine_tune):
+        with reads.counted(path) as seen, engines.assembled() as held[path]:
+            llm = plain.engine(path, pooling=pooling)
+        # That of the second counts: the first imports what the architecture needs.
+        unseen = seen.unseen()
+        expected[path] = plain.outputs(llm, pooling=pooling)
+        engines.drop(llm)
+        del llm
+        gc.collect()
+    loads: list[Load] = []
+    before: LLM | None = None
+    # Each known load meets the other model: the first of them when it was still unknown.
+    for path in (pair.base, pair.fine_tune) * 2:
+        llm, load = _load(path, before, expected[path], pooling)
+        loads.append(load)
+        if before is not None:
+            engines.drop(before)
+        before = llm
+        del llm
+        gc.collect()
+    assert before is not None
+    engines.drop(before)
+    del before
+    gc.collect()
+    same = engines.equal(held[pair.base], held[pair.fine_tune])
+    return Result(
+        assembled={name: name in same for name in held[pair.base]},
+        different_outputs=expected[pair.base] != expected[pair.fine_tune],
+        left_alive=len(registry.residents()) + len(registry.records()),
+        unseen=unseen,
+        loads=loads,
+    )
+
+
+def _load(path: Path, before: "LLM | None", expected: object, pooling: bool) -> "tuple[LLM, Load]":
+    with reads.counted(path) as seen:
+        llm = engines.sharing(path, pooling=pooling)
+    shared = None
+    if before is not None:
+        shared = engines.forms(plain.model(llm), plain.model(before))
+    return llm, Load(
+        what=path.name,
+        equal_outputs=plain.outputs(llm, pooling=pooling) == expected,
+        shared=shared,
+        data_bytes=seen.data_bytes(),
+        header_bytes=seen.header_bytes(),
+        ranges=seen.ranges(path / checkpoints.WEIGHTS),
+        read_twice=len(seen.twice()),
+        unseen=seen.unseen(),
+        report=engines.last_report(),
+    )
+
+
+def main(root: Path, result: Path, archs: list[str]) -> None:
+    """Run these architectures; `{architecture: Result}` as JSON holds those that are done."""
+    for arch in archs:
+        checkpoints.make(arch, root)
+    engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
+    first, results = archs[0], {}
+    warm_up = checkpoints.make(first, root).base
+    with engines.quick(warm_up, pooling=first in checkpoints.POOLING):
+        for arch in archs:
+            os.environ[ENVIRONMENT] = str(result.parent / f"{arch}.sqlite")
+            results[arch] = run(arch, root)
+            result.write_bytes(msgspec.json.encode(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
