@@ -1,6 +1,7 @@
 """Which environment variables are part of a layer key, and which are not, with the reason."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -22,6 +23,8 @@ PREFIXES: Final = (
     "TORCH_",
     "TRITON_",
     "VLLM_",
+    "ZENDNN_",
+    "ZENTORCH_",
 )
 # ... but these, which cannot touch a weight. With them in it replicas on two ports would never
 # meet, and secrets would stand in preimages.
@@ -78,6 +81,12 @@ _EXEMPT_BY_REASON: Final[Mapping[str, str]] = {
     ),
 }
 EXEMPT: Final = frozenset(name for names in _EXEMPT_BY_REASON.values() for name in names.split())
+# Preimages are kept, shown and compared, so no secret may stand in one, also of a name not known
+# here. Whole words, for VLLM_..._TOKEN_THRESHOLD is a number that kernels read.
+_SECRET: Final = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE|AUTH|SIGNING)_?KEY"
+    r"|_(KEY|KEYS|TOKEN|AUTH|COOKIE)(_ID|_FILE|_PATH)?$"
+)
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -86,5 +95,5 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(variables.items())
-        if name.startswith(PREFIXES) and name not in EXEMPT
+        if name.startswith(PREFIXES) and name not in EXEMPT and not _SECRET.search(name)
     }

@@ -45,7 +45,10 @@ def runtime() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "mkldnn": [torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic],
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": [
+            torch.get_float32_matmul_precision(),
+            str(getattr(torch.backends.mkldnn, "fp32_precision", None)),
+        ],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "flush_denormal_default_dtype": str(torch.get_default_dtype()),
         "cpu": {name: str(value) for name, value in sorted(torch.cpu.get_capabilities().items())},

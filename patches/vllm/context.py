@@ -13,6 +13,7 @@ from torch import nn
 from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name
 from tensor_dedup.loader.records import LayerRecord, same_source_bytes
 from tensor_dedup.loader.structure import distinct_sources, structure_of
+from tensor_dedup.patches.vllm.kernels import dispatch
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.assembly import Assembly
@@ -58,6 +59,7 @@ class LayerContext:
             method_configuration=attributes(layer.quant_method),
             model_dtype=str(self.model_dtype),
             device="cpu",
+            dispatch=dispatch(),
             parameters={name: self._described(each) for name, each in parameters.items()},
         )
 

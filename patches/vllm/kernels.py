@@ -7,11 +7,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import _custom_ops
 from vllm._custom_ops import CPUDNNLGEMMHandler
+from vllm.platforms import current_platform
 
 from tensor_dedup.loader.layer_key import plain
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def dispatch() -> dict[str, bool]:
+    """What vLLM asks, beside CPU features and environment, when it chooses how to pack a weight."""
+    return {
+        "onednn": bool(_custom_ops._supports_onednn),
+        "zen": bool(current_platform.is_zen_cpu()),
+        "zentorch": hasattr(torch.ops.zentorch, "zentorch_linear_unary"),
+        "zentorch_prepack": hasattr(torch.ops.zentorch, "zentorch_weight_prepack_for_linear"),
+        "sgl": hasattr(torch.ops._C, "convert_weight_packed"),
+        "conv": hasattr(_custom_ops, "causal_conv1d_weight_pack"),
+    }
 
 
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:

@@ -5,7 +5,7 @@ nothing where nothing is shared.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +68,12 @@ def everything(a: "LLM", b: "LLM") -> bool:
 
 def contents(llm: "LLM") -> dict[str, bytes]:
     """The bytes of every parameter, copied."""
-    return dict(_bytes(llm))
+    return {name: raw(parameter) for name, parameter in parameters(llm).items()}
 
 
-def _bytes(llm: "LLM") -> Iterator[tuple[str, bytes]]:
-    for name, parameter in parameters(llm).items():
-        flat = parameter.detach().contiguous().view(torch.uint8)
-        yield name, flat.numpy().tobytes()
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's elements, row by row, copied."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def reload(llm: "LLM", path: str | Path) -> None:
