@@ -1,0 +1,112 @@
+"""The same model twice: the second load reads no weights and adds none."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoints
+import engines
+import plain
+import reads
+from tensor_dedup.demo import models
+from tensor_dedup.loader.report import ModelReport
+
+pytestmark = pytest.mark.vllm
+
+# Of the article: tensors below 4 MiB are left alone, and 858 MB of a Qwen2-0.5B are shared.
+_SMALLEST = 4 << 20
+_SOURCE_TENSORS = 73
+_SOURCE_BYTES = 899_842_048
+# Three matrices of 24 layers and the embedding; gate and up are one final tensor.
+_FINAL_TENSORS = 49
+
+
+@dataclass
+class Second:
+    """What the second load of a model read and reported, and what it shares with the first."""
+
+    data_bytes: int
+    header_bytes: int
+    unseen: int
+    forms: dict[str, bool]
+    equal_outputs: bool
+    report: ModelReport
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("same-model")
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Iterator[Path]:
+    pair = checkpoints.make("llama_tied", folder)
+    with engines.quick(pair.base):
+        yield pair.base
+
+
+def test_the_second_load_reads_no_weights(tiny: Path) -> None:
+    engines.leave_alone(tiny / checkpoints.WEIGHTS)
+    second = _load_twice(tiny)
+    assert all(second.forms.values())
+    assert second.data_bytes == second.report.bytes_read == 0
+    assert second.header_bytes == second.report.header_bytes > 0
+    # Nor by any other way: the whole process read less than the weights are.
+    assert second.unseen < checkpoints.nbytes(tiny) / 2
+    assert second.report.known
+    assert second.report.private_bytes == second.report.bytes_materialised == 0
+    assert second.report.shared_bytes == second.report.total_bytes
+    assert second.report.source_bytes_shared == checkpoints.nbytes(tiny)
+    assert second.equal_outputs
+
+
+def test_the_second_load_shares_all_when_hints_may_not_be_used(tiny: Path) -> None:
+    second = _load_twice(tiny, verify="always")
+    assert all(second.forms.values())
+    assert second.data_bytes == second.report.bytes_read == checkpoints.nbytes(tiny)
+    assert not second.report.known
+    assert second.report.private_bytes == second.report.bytes_materialised == 0
+    assert second.equal_outputs
+
+
+def test_large_tensors_of_a_qwen2_of_half_a_billion(folder: Path) -> None:
+    models.make(models.BASE, folder)
+    path = folder / models.BASE
+    engines.leave_alone(path / checkpoints.WEIGHTS)
+    second = _load_twice(path, min_tensor_bytes=_SMALLEST)
+    report = second.report
+    shared = {form.removesuffix(engines.PACKED) for form, both in second.forms.items() if both}
+    shared -= {"lm_head.weight"}  # another name of the embedding
+    assert len(shared) == report.tensors_shared == _FINAL_TENSORS
+    assert report.source_tensors_shared == _SOURCE_TENSORS
+    assert report.source_bytes_shared == _SOURCE_BYTES
+    private = checkpoints.nbytes(path) - _SOURCE_BYTES
+    assert second.data_bytes == report.bytes_read == private
+    assert second.equal_outputs
+
+
+def _load_twice(path: Path, **config: Any) -> Second:
+    first = engines.sharing(path, **config)
+    with reads.counted(path) as seen:
+        second = engines.sharing(path, **config)
+    report = engines.last_report()
+    forms = engines.forms(plain.model(second), plain.model(first))
+    answers = plain.outputs(first), plain.outputs(second)
+    engines.drop(first, second)
+    del first, second
+    gc.collect()
+    llm = plain.engine(path)
+    expected = plain.outputs(llm)
+    engines.drop(llm)
+    return Second(
+        seen.data_bytes(),
+        seen.header_bytes(),
+        seen.unseen(),
+        forms,
+        answers == (expected, expected),
+        report,
+    )
