@@ -1,0 +1,35 @@
+"""A content-addressed store for checkpoints: every distinct tensor once on disk.
+
+    from tensor_dedup.store import Store
+
+    with Store.open() as store:
+        store.import_("my-model")
+        with store.checkpoint("my-model") as checkpoint:
+            for tensor in checkpoint:
+                data = checkpoint.read(tensor)
+
+What lies on disk, and what is promised about it: FORMAT.md.
+"""
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checking import Fault, VerifyResult
+from tensor_dedup.store.collecting import GcPlan
+from tensor_dedup.store.describing import Listed, Stats
+from tensor_dedup.store.importing import ImportResult
+from tensor_dedup.store.reading import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.repairing import RepairResult
+from tensor_dedup.store.store import Store
+
+__all__ = [
+    "Fault",
+    "GcPlan",
+    "ImportResult",
+    "Listed",
+    "RepairResult",
+    "Stats",
+    "Store",
+    "StoreError",
+    "StoredCheckpoint",
+    "StoredTensor",
+    "VerifyResult",
+]

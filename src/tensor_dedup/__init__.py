@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
-    from tensor_dedup.errors import ConfigError, FormatError, TensorDedupError
+    from tensor_dedup.errors import ConfigError, FormatError, StoreError, TensorDedupError
     from tensor_dedup.loader.report import report
     from tensor_dedup.loader.residents import shares_memory
     from tensor_dedup.loader.sharing import unshare, verify
+    from tensor_dedup.store.store import Store
 
 __all__ = [
     "ConfigError",
     "FormatError",
+    "Store",
+    "StoreError",
     "TensorDedupConfig",
     "TensorDedupError",
     "report",
@@ -29,6 +32,8 @@ __all__ = [
 _HOMES: Mapping[str, str] = {
     "ConfigError": "tensor_dedup.errors",
     "FormatError": "tensor_dedup.errors",
+    "Store": "tensor_dedup.store.store",
+    "StoreError": "tensor_dedup.errors",
     "TensorDedupConfig": "tensor_dedup.config",
     "TensorDedupError": "tensor_dedup.errors",
     "report": "tensor_dedup.loader.report",

@@ -13,6 +13,8 @@ import tensor_dedup
 PUBLIC = {
     "ConfigError",
     "FormatError",
+    "Store",
+    "StoreError",
     "TensorDedupConfig",
     "TensorDedupError",
     "report",
@@ -77,6 +79,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         "tensor_dedup.formats.checkpoint",
         "tensor_dedup.loader.hints",
         "tensor_dedup.loader.report",
+        "tensor_dedup.store",
         "tensor_dedup.patches.vllm",
         "tensor_dedup.patches.vllm.hooks",
     ],

@@ -1,0 +1,146 @@
+"""The ways in which a store can fail, one class each.
+
+StoreError
+  - of its use:    NotAStoreError, BadNameError, NameTakenError, UnknownNameError,
+                   UnknownTensorError, BadRangeError, ExportTargetError, ClosedCheckpointError
+  - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError
+  - of its files:  NewerFormatError
+                   DamagedFileError         a file of the store is not what it was written as
+                     - EscapingPathError      a manifest names a path outside the export
+                   MissingObjectError       a manifest, a page or a tensor's bytes are gone
+                   CorruptTensorError       bytes that do not have their digest, and no others
+                   UnfitForCollectionError  what is alive cannot be told, so nothing is deleted
+
+Each carries the file, the numbers and the next step, in its message and in `facts`.
+"""
+
+from pathlib import PurePath
+from typing import ClassVar, Self
+
+from tensor_dedup.errors import StoreError
+
+
+class _AdvisedError(StoreError):
+    advice: ClassVar[str]
+
+    @classmethod
+    def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
+        """The error about the file at `path`, its message ending in the next step."""
+        return cls(f"{path}: {what}; {cls.advice}", path=str(path), **facts)
+
+
+class NotAStoreError(_AdvisedError):
+    """The folder is no store."""
+
+    advice = "name a store with --store or TENSOR_DEDUP_STORE, or import into a new folder"
+
+
+class BadNameError(_AdvisedError):
+    """A checkpoint cannot have this name."""
+
+    advice = (
+        "use letters, digits and . _ - + @ =, in parts separated by /, each beginning with a "
+        "letter, a digit or _, 200 characters at most"
+    )
+
+
+class NameTakenError(_AdvisedError):
+    """A checkpoint of this name is there already."""
+
+    advice = "choose another --name, or replace it with --replace"
+
+
+class UnknownNameError(_AdvisedError):
+    """No checkpoint has this name."""
+
+    advice = "see `tensor-dedup list`"
+
+
+class UnknownTensorError(_AdvisedError):
+    """The checkpoint has no tensor of this name."""
+
+    advice = "see `tensor-dedup show`"
+
+
+class BadRangeError(_AdvisedError):
+    """A range of bytes lies outside its tensor."""
+
+    advice = "give 0 <= start <= stop <= nbytes"
+
+
+class ExportTargetError(_AdvisedError):
+    """The folder to export to holds something already."""
+
+    advice = "give a folder that is empty or does not exist"
+
+
+class ClosedCheckpointError(_AdvisedError):
+    """A checkpoint was read after it had been closed: a bug in the caller."""
+
+    advice = "open it again with Store.checkpoint"
+
+
+class StoreBusyError(_AdvisedError):
+    """Others use the store in a way that excludes this."""
+
+    advice = "try again when they have ended"
+
+
+class NoSpaceError(_AdvisedError):
+    """The file system is full. Nothing that was committed is touched."""
+
+    advice = "free space (`tensor-dedup gc`) and do it again"
+
+
+class StoreAccessError(_AdvisedError):
+    """This user may not do that there."""
+
+    advice = "check the owner and the permissions"
+
+
+class StoreIOError(_AdvisedError):
+    """The disk failed. Nothing that was committed is touched."""
+
+    advice = "do it again; if it fails again, check the disk and run `tensor-dedup verify --full`"
+
+
+class LostHitError(_AdvisedError):
+    """What an import found in the store was gone before it could refer to it."""
+
+    advice = "import again: nothing was committed"
+
+
+class NewerFormatError(_AdvisedError):
+    """It was written by a later version of this program."""
+
+    advice = "use a newer tensor-dedup"
+
+
+class DamagedFileError(_AdvisedError):
+    """A file of the store is not what it was written as."""
+
+    advice = "run `tensor-dedup verify --full`, then `tensor-dedup repair --from PATH`"
+
+
+class EscapingPathError(DamagedFileError):
+    """A manifest names a path that would leave the folder it is exported to."""
+
+    advice = "delete this checkpoint: nothing this program writes has such a path"
+
+
+class MissingObjectError(_AdvisedError):
+    """Something that a checkpoint consists of is not in the store any more."""
+
+    advice = "run `tensor-dedup repair --from PATH` with a path that holds this checkpoint"
+
+
+class CorruptTensorError(_AdvisedError):
+    """The bytes do not have their digest, and no other container holds them. None are returned."""
+
+    advice = "run `tensor-dedup repair --from PATH` with a path that holds this tensor"
+
+
+class UnfitForCollectionError(_AdvisedError):
+    """What is alive cannot be told for certain: nothing is deleted."""
+
+    advice = "run `tensor-dedup repair --from PATH`, or delete the checkpoint that is broken"

@@ -1,0 +1,328 @@
+"""The one door to the disk: no other module of the store touches files.
+
+`Files` is the interface, `RealFiles` the disk. A test stops, tears or fails any single operation by
+wrapping it (`store/testing.py`), so whatever a crash can do to a store can be tried.
+"""
+
+import errno
+import fcntl
+import os
+import sqlite3
+import stat
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Mode: TypeAlias = Literal["read", "create", "modify", "lock"]
+
+# linux/fs.h: share the blocks of another file, copied only when one of the two is written.
+_FICLONE = 0x40049409
+_COPY_STEP = 1 << 30
+_POLL_S = 0.02
+_CANNOT_CLONE = {
+    errno.EOPNOTSUPP,
+    errno.ENOTTY,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.ETXTBSY,
+}
+_FLAGS: dict[Mode, int] = {
+    # Non-blocking: opening a pipe nobody writes to would wait for ever.
+    "read": os.O_RDONLY | os.O_NONBLOCK,
+    "create": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+    "modify": os.O_RDWR,
+    "lock": os.O_RDWR | os.O_CREAT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the file system says about a path or an open file; equal ones mean it did not change."""
+
+    kind: Literal["file", "folder", "other"]
+    size: int
+    device: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class Handle:
+    """One open file. Its owner closes it once; any thread may read and write through it."""
+
+    __slots__ = ("_fd", "path")
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self.path = path
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; OSError (EBADF) after take()."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the file was closed", str(self.path))
+        return self._fd
+
+    def take(self) -> int:
+        """The descriptor, which this object then no longer has; -1 when it had none."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+
+class Files(ABC):
+    """Every operation the store does on files. OSError, with the file's name, when one fails.
+
+    Nothing is durable before fsync (bytes) and sync_folder (names). Safe from any thread.
+    """
+
+    @abstractmethod
+    def open(self, path: Path, mode: Mode) -> Handle:
+        """Open a file: `read` one, `create` a new one, `modify` one, or one to `lock` on.
+
+        FileExistsError when `create` finds one. `lock` makes the file when it is missing and falls
+        back to reading where writing is not allowed.
+        """
+
+    @abstractmethod
+    def close(self, handle: Handle) -> None:
+        """Close; a second time does nothing. Locks taken through it are let go."""
+
+    @abstractmethod
+    def status(self, path: Path) -> Status | None:
+        """What is at a path, links followed; None when nothing is."""
+
+    @abstractmethod
+    def status_of(self, handle: Handle) -> Status:
+        """What an open file is now."""
+
+    @abstractmethod
+    def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset`; how many bytes there were, fewer only at the file's end."""
+
+    @abstractmethod
+    def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+        """Write all of `data` at `offset`."""
+
+    @abstractmethod
+    def truncate(self, handle: Handle, size: int) -> None:
+        """Cut, or extend with zeros, to `size` bytes."""
+
+    @abstractmethod
+    def fsync(self, handle: Handle) -> None:
+        """The file's bytes are durable when this returns. The file's name is not: sync_folder."""
+
+    @abstractmethod
+    def sync_folder(self, path: Path) -> None:
+        """The names in this folder are durable when this returns."""
+
+    @abstractmethod
+    def clone(self, source: Handle, target: Handle) -> bool:
+        """Make `target` share all of `source`'s blocks; False where the file system cannot."""
+
+    @abstractmethod
+    def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
+        """Copy bytes to the same place in `target`; how many, fewer only at the source's end."""
+
+    @abstractmethod
+    def rename(self, source: Path, target: Path) -> None:
+        """Move within one file system, in one step, in place of what was at `target`."""
+
+    @abstractmethod
+    def unlink(self, path: Path) -> None:
+        """Remove a file; FileNotFoundError when there is none."""
+
+    @abstractmethod
+    def mkdir(self, path: Path) -> bool:
+        """Make a folder whose parent exists; False when it was there."""
+
+    @abstractmethod
+    def listdir(self, path: Path) -> list[str]:
+        """The names in a folder, sorted; none when there is no such folder."""
+
+    @abstractmethod
+    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float | None) -> bool:
+        """Lock a file against other handles; False when that takes longer than `wait_s`."""
+
+    @abstractmethod
+    def free_bytes(self, path: Path) -> int:
+        """How many bytes this user can still write to the file system of `path`."""
+
+    @abstractmethod
+    def database(self, path: Path) -> sqlite3.Connection:
+        """Open (or make) a SQLite file, for the index only; the connection does its own files."""
+
+    @abstractmethod
+    def token(self) -> str:
+        """A word that no file of any process has in its name yet."""
+
+    @abstractmethod
+    def now(self) -> int:
+        """Seconds since 1970."""
+
+
+class RealFiles(Files):
+    """The disk, as Linux gives it. Holds nothing: one serves any number of stores."""
+
+    def open(self, path: Path, mode: Mode) -> Handle:
+        flags = _FLAGS[mode] | os.O_CLOEXEC
+        try:
+            return Handle(os.open(path, flags, 0o644), path)
+        except OSError as error:
+            if mode == "lock" and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+                # flock needs no right to write: a store that is only read has readers too.
+                return Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+            raise
+
+    def close(self, handle: Handle) -> None:
+        fd = handle.take()
+        if fd >= 0:
+            os.close(fd)
+
+    def status(self, path: Path) -> Status | None:
+        try:
+            return _status(os.stat(path))  # noqa: PTH116 (one call style for all of this file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def status_of(self, handle: Handle) -> Status:
+        with _naming(handle):
+            return _status(os.fstat(handle.fd))
+
+    def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
+        done = 0
+        with _naming(handle):
+            while done < view.nbytes:
+                count = os.preadv(handle.fd, [view[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        return done
+
+    def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+        view, done = memoryview(data), 0
+        with _naming(handle):
+            while done < view.nbytes:
+                done += os.pwrite(handle.fd, view[done:], offset + done)
+
+    def truncate(self, handle: Handle, size: int) -> None:
+        with _naming(handle):
+            os.ftruncate(handle.fd, size)
+
+    def fsync(self, handle: Handle) -> None:
+        with _naming(handle):
+            os.fsync(handle.fd)
+
+    def sync_folder(self, path: Path) -> None:
+        handle = Handle(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
+        try:
+            self.fsync(handle)
+        finally:
+            self.close(handle)
+
+    def clone(self, source: Handle, target: Handle) -> bool:
+        try:
+            fcntl.ioctl(target.fd, _FICLONE, source.fd)
+        except OSError as error:
+            if error.errno in _CANNOT_CLONE:
+                return False
+            error.filename = str(target.path)
+            raise
+        return True
+
+    def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
+        done = 0
+        with _naming(target):
+            while done < nbytes:
+                count = _copy_some(source.fd, target.fd, start + done, nbytes - done)
+                if count == 0:
+                    break
+                done += count
+        return done
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)  # noqa: PTH105
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)  # noqa: PTH108
+
+    def mkdir(self, path: Path) -> bool:
+        try:
+            os.mkdir(path)  # noqa: PTH102
+        except FileExistsError:
+            return False
+        return True
+
+    def listdir(self, path: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(path))  # noqa: PTH208
+        except FileNotFoundError:
+            return []
+
+    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float | None) -> bool:
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        with _naming(handle):
+            if wait_s is None:
+                fcntl.flock(handle.fd, kind)
+                return True
+            return _poll_lock(handle.fd, kind, time.monotonic() + wait_s)
+
+    def free_bytes(self, path: Path) -> int:
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        return sqlite3.connect(path, timeout=30, isolation_level=None)
+
+    def token(self) -> str:
+        return f"{os.getpid()}-{os.urandom(6).hex()}"
+
+    def now(self) -> int:
+        return int(time.time())
+
+
+@contextmanager
+def _naming(handle: Handle) -> Iterator[None]:
+    """Errors of calls on descriptors do not know the file's name: add it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(handle.path)
+        raise
+
+
+def _status(found: os.stat_result) -> Status:
+    mode = found.st_mode
+    kind: Literal["file", "folder", "other"] = (
+        "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+    )
+    return Status(
+        kind, found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    )
+
+
+def _copy_some(source: int, target: int, offset: int, nbytes: int) -> int:
+    try:
+        return os.copy_file_range(source, target, min(nbytes, _COPY_STEP), offset, offset)
+    except OSError as error:
+        if error.errno not in _CANNOT_CLONE:
+            raise
+    # Between some file systems only user space can copy.
+    return os.pwrite(target, os.pread(source, min(nbytes, 8 << 20), offset), offset)
+
+
+def _poll_lock(fd: int, kind: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True

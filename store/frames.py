@@ -1,0 +1,84 @@
+"""How a piece of bookkeeping lies on disk: framed, versioned and checksummed. No I/O.
+
+A frame is a head of 24 bytes (magic, kind, version, flags, length of the payload; little-endian),
+the payload (MessagePack) and the BLAKE3-256 of all before it. A text of the store (its marker, a
+reference) ends in a line with the same checksum of the lines before it.
+"""
+
+import struct
+from pathlib import PurePath
+from typing import TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
+
+VERSION = 1
+MAX_FRAME_BYTES = 1 << 30
+
+_MAGIC = b"TDST"
+_HEAD = struct.Struct("<4s4sIIQ")
+_CHECK_BYTES = 32
+_CHECK_WORD = "check "
+OVERHEAD = _HEAD.size + _CHECK_BYTES
+
+_T = TypeVar("_T")
+
+
+def encode(kind: bytes, payload: object) -> bytes:
+    """The frame of a payload; `kind` is four bytes. Equal payloads have equal frames."""
+    body = msgspec.msgpack.encode(payload)
+    head = _HEAD.pack(_MAGIC, kind, VERSION, 0, len(body))
+    return head + body + blake3(head + body).digest()
+
+
+def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
+    """The payload of a frame. DamagedFileError, NewerFormatError: naming `path`."""
+    body = _checked_body(blob, kind, path)
+    try:
+        return msgspec.msgpack.decode(body, type=form)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise DamagedFileError.at(path, f"its content has another form ({error})") from error
+
+
+def _checked_body(blob: bytes, kind: bytes, path: PurePath) -> bytes:
+    if len(blob) < OVERHEAD:
+        raise DamagedFileError.at(path, f"{len(blob)} bytes hold no frame", size=len(blob))
+    magic, found, version, flags, length = _HEAD.unpack_from(blob)
+    # The checksum first: a flipped bit in the version does not make it a later one.
+    if blake3(blob[:-_CHECK_BYTES]).digest() != blob[-_CHECK_BYTES:]:
+        raise DamagedFileError.at(path, "its checksum is wrong", size=len(blob))
+    if magic != _MAGIC or found != kind:
+        raise DamagedFileError.at(path, f"it is {magic + found!r}, not {_MAGIC + kind!r}")
+    if version > VERSION or flags:
+        raise NewerFormatError.at(
+            path, f"format {version} (flags {flags}), this program knows {VERSION}", version=version
+        )
+    if length != len(blob) - OVERHEAD:
+        raise DamagedFileError.at(path, f"{len(blob) - OVERHEAD} bytes, it says {length}")
+    return blob[_HEAD.size : -_CHECK_BYTES]
+
+
+def encode_text(lines: list[str]) -> bytes:
+    """Lines and their checksum, as a text file."""
+    body = "".join(line + "\n" for line in lines)
+    return f"{body}{_CHECK_WORD}{blake3(body.encode()).hexdigest()}\n".encode()
+
+
+def decode_text(blob: bytes, path: PurePath) -> list[str]:
+    """The lines before the checksum. DamagedFileError when it is not theirs."""
+    try:
+        lines = blob.decode("ascii").split("\n")
+    except UnicodeDecodeError as error:
+        raise DamagedFileError.at(path, "it is no text") from error
+    if encode_text(lines[:-2]) != blob:
+        raise DamagedFileError.at(path, "its checksum is wrong", size=len(blob))
+    return lines[:-2]
+
+
+def distance(a: bytes, b: bytes) -> int:
+    """In how many bytes two texts differ, at least."""
+    if len(a) != len(b):
+        return max(len(a), len(b))
+    return sum(x != y for x, y in zip(a, b, strict=True))

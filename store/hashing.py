@@ -1,0 +1,150 @@
+"""Hashing ranges of files on all threads: each byte is read once, and copied on the way if asked.
+
+Memory is bounded by one buffer a thread. With one worker everything happens in the calling thread,
+so that a test can count operations.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.store.files import Files, Handle
+
+# Whole leaves; long beside the cost of a system call, short beside a processor's cache.
+PIECE_BYTES = 2 * LEAF_BYTES
+_AHEAD = 4
+
+
+class Progress(Protocol):
+    """Is told how far a long operation is. `advance` is called from several threads."""
+
+    def start(self, total_bytes: int) -> None:
+        """`total_bytes` will be handled."""
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    def start(self, total_bytes: int) -> None:
+        """Nothing to do."""
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`nbytes` at `start` of a file, and where in the target they are copied to, if they are."""
+
+    start: int
+    nbytes: int
+    target: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """The digest (32 bytes) of a range and its leaf digests, one behind the other."""
+
+    digest: bytes
+    leaves: bytes
+
+
+class Hasher:
+    """Hashes ranges of open files. One caller at a time; close() ends its threads."""
+
+    def __init__(self, files: Files, workers: int) -> None:
+        self._files = files
+        self._workers = workers
+        self._pool = ThreadPoolExecutor(workers, "tensor-dedup-store") if workers > 1 else None
+        self._local = threading.local()
+
+    def close(self) -> None:
+        """End the threads; what they are doing is finished first."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def hash(
+        self,
+        source: Handle,
+        ranges: Sequence[Range],
+        *,
+        target: Handle | None = None,
+        progress: Progress | None = None,
+    ) -> list[Hashed]:
+        """The digest of each range, in order; each is copied to `target` when there is one.
+
+        ChangedFileError: the file is shorter than its ranges.
+        """
+
+        def work(piece: Range) -> list[bytes]:
+            view = self._buffer()[: piece.nbytes]
+            if self._files.pread(source, view, piece.start) != piece.nbytes:
+                raise changed(source, f"it ends before {piece.start + piece.nbytes}")
+            if target is not None:
+                self._files.pwrite(target, view, piece.target)
+            leaves = leaf_digests(view)
+            if progress is not None:
+                progress.advance(piece.nbytes)
+            return leaves
+
+        pieces = [piece for wanted in ranges for piece in _cut(wanted)]
+        found = self._map(work, pieces)
+        return [_joined(wanted.nbytes, found) for wanted in ranges]
+
+    def _buffer(self) -> memoryview:
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = memoryview(bytearray(PIECE_BYTES))
+        buffer: memoryview = self._local.buffer
+        return buffer
+
+    def _map(
+        self, work: Callable[[Range], list[bytes]], pieces: Iterable[Range]
+    ) -> Iterator[list[bytes]]:
+        if self._pool is None:
+            yield from map(work, pieces)
+            return
+        waiting: deque[Future[list[bytes]]] = deque()
+        try:
+            for piece in pieces:
+                waiting.append(self._pool.submit(work, piece))
+                if len(waiting) > _AHEAD * self._workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            _settle(waiting)
+
+
+def _settle(waiting: Iterable["Future[list[bytes]]"]) -> None:
+    """After an error: no thread may still use a file that is about to be closed."""
+    for future in waiting:
+        if not future.cancel():
+            future.exception()
+
+
+def _cut(wanted: Range) -> Iterator[Range]:
+    for done in range(0, wanted.nbytes, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, wanted.nbytes - done)
+        yield Range(wanted.start + done, nbytes, wanted.target + done)
+
+
+def _joined(nbytes: int, found: Iterator[list[bytes]]) -> Hashed:
+    leaves: list[bytes] = []
+    for _ in range(0, nbytes, PIECE_BYTES):
+        leaves += next(found)
+    return Hashed(bytes.fromhex(combine(nbytes, leaves)), b"".join(leaves))
+
+
+def changed(source: Handle, how: str) -> ChangedFileError:
+    """The error for a file that is not what it was when this began."""
+    return ChangedFileError(
+        f"{source.path}: {how}; import it again when nobody writes it", path=str(source.path)
+    )

@@ -1,0 +1,227 @@
+"""Taking a checkpoint in: what is new goes to containers, the rest is only referred to.
+
+Order: containers, index, pages and manifest, reference; each durable before the next begins. All of
+it happens under the session's lock, and before the reference is written everything it leads to is
+looked up once more.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from tensor_dedup.formats.safetensors import read_header
+from tensor_dedup.store import manifests
+from tensor_dedup.store.containers import ContainerWriter, Copied, New, hash_copy, kind_for
+from tensor_dedup.store.errors import LostHitError
+from tensor_dedup.store.files import Handle, Status
+from tensor_dedup.store.hashing import Hashed, Hasher, Progress, changed
+from tensor_dedup.store.index import Index
+from tensor_dedup.store.manifests import FileEntry, Piece
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.sources import Segment, Source, SourceFile, segments_of
+
+# A file stays whole when at most this part of it is in the store already: bytes that are stored
+# twice count against the promise that a fine-tune costs what differs and 0.1 %.
+KNOWN_SHARE = 1 / 2000
+# Smaller ones share containers: two files and four syncs for each would cost more than it gives.
+RAW_FROM = 1 << 20
+_SAMPLE_SHARE = 1 / 32
+_SAMPLE_TENSORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ImportResult:
+    """What an import did. Bytes are those of headers, tensors and small files.
+
+    `known_bytes` were in the store already (or came twice); `stored_bytes` is what the import added
+    to the disk, bookkeeping included.
+    """
+
+    name: str
+    manifest: str
+    files: int
+    tensors: int
+    new_tensors: int
+    new_bytes: int
+    known_bytes: int
+    stored_bytes: int
+    containers: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        names = self.__dataclass_fields__
+        return {name: getattr(self, name) for name in names}
+
+
+class Import:
+    """One import under a session's lock. Leaving it removes what was not finished."""
+
+    def __init__(self, objects: Objects, index: Index, hasher: Hasher, progress: Progress) -> None:
+        self._objects = objects
+        self._index = index
+        self._hasher = hasher
+        self._progress = progress
+        self._fresh: set[bytes] = set()
+        self._containers: list[ContainerId] = []
+        self._undo = ExitStack()
+        self._writers = {kind: ContainerWriter(objects, hasher, kind) for kind in ("slab", "pack")}
+        self.files: list[FileEntry] = []
+        self.pieces: list[Piece] = []
+        self.new_tensors = 0
+        self.new_bytes = 0
+
+    def __enter__(self) -> "Import":
+        for writer in self._writers.values():
+            self._undo.callback(writer.abandon)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def take(self, file: SourceFile) -> None:
+        """Store what is new in a file. ChangedFileError: it was written meanwhile."""
+        files = self._objects.files
+        handle = files.open(file.path, "read")
+        try:
+            before = files.status_of(handle)
+            self._check_unchanged(handle, file, before)
+            hashed = self._store(handle, file)
+            if files.status_of(handle) != before:
+                raise changed(handle, "it was written while it was read")
+        finally:
+            files.close(handle)
+        self.files.append(FileEntry(file.stored_as, file.nbytes, len(hashed), file.prefix))
+        self.pieces += [
+            Piece(found.digest, part.nbytes, part.name, part.dtype, part.shape)
+            for part, found in zip(file.segments, hashed, strict=True)
+        ]
+
+    def _check_unchanged(self, handle: Handle, file: SourceFile, now: Status) -> None:
+        if now.kind != "file" or now.size != file.nbytes:
+            raise changed(handle, f"it has no longer {file.nbytes} bytes")
+        # Its header was read through another descriptor, some time ago.
+        if file.weights and segments_of(read_header(file.path, fd=handle.fd)) != file.segments:
+            raise changed(handle, "its header is another one now")
+
+    def _store(self, handle: Handle, file: SourceFile) -> list[Hashed]:
+        if file.weights and file.nbytes >= RAW_FROM and self._looks_new(handle, file.segments):
+            return self._copy_whole(handle, file.segments)
+        hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
+        self._write(handle, self._news(file.segments, hashed))
+        return hashed
+
+    def _looks_new(self, handle: Handle, segments: Sequence[Segment]) -> bool:
+        """Whether none of the largest tensors is known: copying the file is then not in vain."""
+        enough = sum(part.nbytes for part in segments) * _SAMPLE_SHARE
+        sample: list[Segment] = []
+        for part in sorted(segments, key=lambda part: -part.nbytes)[:_SAMPLE_TENSORS]:
+            if sum(chosen.nbytes for chosen in sample) < enough:
+                sample.append(part)
+        digests = {h.digest for h in hash_copy(self._hasher, handle, sample, None)}
+        return not (self._index.find(digests) or digests & self._fresh)
+
+    def _copy_whole(self, handle: Handle, segments: Sequence[Segment]) -> list[Hashed]:
+        nbytes = sum(part.nbytes for part in segments)
+        copy = Copied(self._objects, handle, nbytes)
+        try:
+            # What is hashed is the copy: whatever was written to the source meanwhile, the
+            # container holds what its table says.
+            hashed = hash_copy(self._hasher, copy.handle, segments, self._progress)
+            news = self._news(segments, hashed)
+            if nbytes - sum(new.nbytes for new in news) > nbytes * KNOWN_SHARE:
+                self._write(copy.handle, news)
+                copy.discard()
+            else:
+                self._containers.append(copy.keep(segments, hashed))
+        except BaseException:
+            copy.discard()
+            raise
+        return hashed
+
+    def _news(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> list[New]:
+        """The pieces that are nowhere yet, each digest once; from now on they count as known."""
+        known = self._index.find({found.digest for found in hashed} - self._fresh)
+        news = []
+        for part, found in zip(segments, hashed, strict=True):
+            if part.nbytes and found.digest not in known and found.digest not in self._fresh:
+                self._fresh.add(found.digest)
+                self.new_tensors += part.name is not None
+                self.new_bytes += part.nbytes
+                news.append(New(part.start, part.nbytes, found.digest))
+        return news
+
+    def _write(self, handle: Handle, news: Sequence[New]) -> None:
+        for kind, writer in self._writers.items():
+            writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])
+
+    def finish(self) -> list[ContainerId]:
+        """Make all containers durable, and known to the index."""
+        for writer in self._writers.values():
+            container = writer.finish()
+            if container is not None:
+                self._containers.append(container)
+        for container in self._containers:
+            # A container that had bad places may just have come back whole, under its old name.
+            self._objects.set_bad_offsets(container.name, ())
+        self._index.refresh()
+        return self._containers
+
+    def check_hits(self) -> None:
+        """Look everything up again. LostHitError: something is not there any more."""
+        wanted = {piece.digest for piece in self.pieces if piece.nbytes}
+        lost = wanted - self._index.find(wanted).keys()
+        if lost:
+            raise LostHitError.at(
+                self._objects.layout.root,
+                f"{len(lost)} of {len(wanted)} pieces were removed meanwhile, {min(lost).hex()} "
+                "is the first",
+                lost=len(lost),
+            )
+
+
+def import_source(
+    objects: Objects,
+    index: Index,
+    hasher: Hasher,
+    source: Source,
+    name: str,
+    *,
+    replace: bool,
+    progress: Progress,
+) -> ImportResult:
+    """Store a checkpoint and commit it under a name. In a session; all or nothing by that name."""
+    progress.start(source.nbytes)
+    with Import(objects, index, hasher, progress) as work:
+        for file in source.files:
+            work.take(file)
+        containers = work.finish()
+        work.check_hits()
+        manifest, blobs = manifests.build(work.files, work.pieces)
+        fresh = [n for n in blobs if objects.files.status(objects.layout.manifest(n)) is None]
+        for part, blob in blobs.items():
+            objects.publish(blob, objects.layout.manifest(part))
+        objects.set_ref(name, manifest, replace=replace)
+    stored = sum(_size_on_disk(objects, container) for container in containers)
+    return ImportResult(
+        name=name,
+        manifest=manifest,
+        files=len(work.files),
+        tensors=sum(piece.name is not None for piece in work.pieces),
+        new_tensors=work.new_tensors,
+        new_bytes=work.new_bytes,
+        known_bytes=source.nbytes - work.new_bytes,
+        stored_bytes=stored + sum(len(blobs[part]) for part in fresh),
+        containers=tuple(f"{c.name}.{c.kind}" for c in containers),
+        skipped=source.skipped,
+    )
+
+
+def _size_on_disk(objects: Objects, container: ContainerId) -> int:
+    layout = objects.layout
+    paths = {
+        layout.container(container.name, container.kind),
+        layout.table(container.name, container.kind),
+    }
+    found = [objects.files.status(path) for path in paths]
+    return sum(status.size for status in found if status is not None)

@@ -1,0 +1,307 @@
+"""Which container holds which digest: a cache that can be deleted at any time.
+
+The containers' own tables are the truth. Each session brings the index up to date with the
+containers that are there: entries of a container that is gone go, new ones come. When the SQLite
+file cannot be used, the index of that session is in memory.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from blake3 import blake3
+
+from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.tables import Table
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.files import Handle
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS container (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, state TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS place (
+    digest BLOB NOT NULL, container INTEGER NOT NULL, offset INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL, PRIMARY KEY (digest, container, offset)) WITHOUT ROWID;
+"""
+_MEMORY = Path(":memory:")
+_BATCH = 500
+# These speak of the moment or of the disk, and say nothing against the file.
+_PASSING = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_PERM,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where bytes lie."""
+
+    container: ContainerId
+    offset: int
+    nbytes: int
+
+
+class Index:
+    """The index during one session, in one thread. Use open_index."""
+
+    def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
+        self.broken = False
+        self._db = db
+        self._objects = objects
+
+    def close(self) -> None:
+        """Let the database go."""
+        self._db.close()
+
+    def refresh(self) -> None:
+        """Bring it up to date with the containers that are there; in memory, if need be."""
+        try:
+            self.update()
+        except sqlite3.DatabaseError:
+            self._fall_back()
+
+    def update(self) -> None:
+        """Bring it up to date, or fail as SQLite does."""
+        rows = self._db.execute("SELECT name, kind, state FROM container").fetchall()
+        known = {ContainerId(name, kind): state for name, kind, state in rows}
+        bad = set(self._objects.bad_containers())
+        there = set()
+        for container in self._objects.containers():
+            state = self._state(container, bad)
+            if state is not None:
+                there.add(container)
+                if known.get(container) != state:
+                    self._take(container, state)
+        with _transaction(self._db):
+            for container in known.keys() - there:
+                self._delete(container)
+
+    def find(self, digests: Iterable[bytes]) -> dict[bytes, list[Place]]:
+        """The places of each of these digests that has any."""
+        wanted = list(digests)
+        try:
+            return self._find(wanted)
+        except sqlite3.DatabaseError:
+            self._fall_back()
+            return self._find(wanted)
+
+    def _fall_back(self) -> None:
+        # It could be opened, so the damage is deeper inside: the containers know it all. The file
+        # goes when this session ends.
+        self.broken = True
+        self._db = _in_memory(self._objects)
+        self.update()
+
+    def _find(self, wanted: list[bytes]) -> dict[bytes, list[Place]]:
+        found: dict[bytes, list[Place]] = {}
+        for start in range(0, len(wanted), _BATCH):
+            part = wanted[start : start + _BATCH]
+            marks = ",".join("?" * len(part))
+            rows = self._db.execute(
+                "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes FROM place p "
+                f"JOIN container c ON c.id = p.container WHERE p.digest IN ({marks}) "
+                "ORDER BY c.kind DESC, c.name, p.offset",
+                part,
+            )
+            for digest, name, kind, offset, nbytes in rows:
+                place = Place(ContainerId(name, kind), offset, nbytes)
+                found.setdefault(bytes(digest), []).append(place)
+        return found
+
+    def places(self, container: ContainerId) -> set[tuple[bytes, int, int]]:
+        """What it says is in a container: digest, offset, size."""
+        try:
+            return self._places(container)
+        except sqlite3.DatabaseError:
+            self._fall_back()
+            return self._places(container)
+
+    def _places(self, container: ContainerId) -> set[tuple[bytes, int, int]]:
+        rows = self._db.execute(
+            "SELECT digest, offset, nbytes FROM place p JOIN container c ON c.id = p.container "
+            "WHERE c.name = ? AND c.kind = ?",
+            (container.name, container.kind),
+        )
+        return {(bytes(digest), offset, nbytes) for digest, offset, nbytes in rows}
+
+    def containers(self) -> list[ContainerId]:
+        """The containers it knows."""
+        rows = self._db.execute("SELECT name, kind FROM container ORDER BY name")
+        return [ContainerId(name, kind) for name, kind in rows]
+
+    def _state(self, container: ContainerId, bad: set[str]) -> str | None:
+        """Changes when what can be read from a container changes; None: nothing can be."""
+        layout, files = self._objects.layout, self._objects.files
+        status = files.status(layout.container(container.name, container.kind))
+        if status is None:
+            return None
+        if container.name not in bad:
+            return str(status.size)
+        try:
+            offsets = self._objects.bad_offsets(container.name)
+        except (DamagedFileError, NewerFormatError):
+            return None  # some of it is bad, and nobody knows what
+        return f"{status.size}:{blake3(repr(sorted(offsets)).encode()).hexdigest()}"
+
+    def _take(self, container: ContainerId, state: str) -> None:
+        try:
+            table = self._objects.table(container)
+            bad = self._objects.bad_offsets(container.name)
+        except (DamagedFileError, NewerFormatError, MissingObjectError):
+            table = None  # verify names it; here it is a miss
+        with _transaction(self._db):
+            # In one step with what follows: other processes refresh the same file.
+            self._delete(container)
+            if table is not None and self._objects.data_is_whole(container, table):
+                self._insert(container, table, state, bad)
+
+    def _insert(
+        self, container: ContainerId, table: Table, state: str, bad: frozenset[int]
+    ) -> None:
+        row = self._db.execute(
+            "INSERT INTO container (name, kind, state) VALUES (?, ?, ?)",
+            (container.name, container.kind, state),
+        ).lastrowid
+        self._db.executemany(
+            "INSERT OR IGNORE INTO place VALUES (?, ?, ?, ?)",
+            [
+                (record.digest, row, record.offset, record.nbytes)
+                for record in table.records
+                if record.offset not in bad
+            ],
+        )
+
+    def _delete(self, container: ContainerId) -> None:
+        found = "(SELECT id FROM container WHERE name = ?)"
+        self._db.execute(f"DELETE FROM place WHERE container IN {found}", (container.name,))
+        self._db.execute("DELETE FROM container WHERE name = ?", (container.name,))
+
+
+class _IndexFile:
+    """The SQLite file, under the lock that keeps others from replacing it meanwhile."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._lock: Handle | None = None
+        self.db: sqlite3.Connection | None = None
+
+    def open(self) -> sqlite3.Connection:
+        files, layout = self._objects.files, self._objects.layout
+        self._lock = files.open(layout.index_lock, "lock")
+        files.flock(self._lock, exclusive=False, wait_s=None)
+        self.db = files.database(layout.index)
+        _prepare(self.db)
+        return self.db
+
+    def close(self) -> None:
+        if self.db is not None:
+            self.db.close()
+        if self._lock is not None:
+            self._objects.files.close(self._lock)
+
+    def remove(self) -> None:
+        """Delete the broken file, unless another process still uses it."""
+        self.close()
+        files, layout = self._objects.files, self._objects.layout
+        lock = files.open(layout.index_lock, "lock")
+        try:
+            if files.flock(lock, exclusive=True, wait_s=0):
+                for path in layout.database_files():
+                    with contextlib.suppress(FileNotFoundError):
+                        files.unlink(path)
+        finally:
+            files.close(lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def open_index(objects: Objects) -> Iterator[Index]:
+    """The index, up to date. Never fails for its own sake: it is then made anew, or in memory."""
+    with contextlib.ExitStack() as undo:
+        index = _usable(objects, undo)
+        undo.callback(index.close)
+        yield index
+    if index.broken:
+        with contextlib.suppress(OSError):
+            drop_index(objects)
+
+
+def _usable(objects: Objects, undo: contextlib.ExitStack) -> Index:
+    broken = False
+    for _ in range(2):
+        file = _IndexFile(objects)
+        try:
+            index = Index(file.open(), objects)
+            index.update()
+        except sqlite3.DatabaseError as error:
+            file.close()
+            if error.sqlite_errorcode & 0xFF in _PASSING:
+                break
+            broken = True
+            with contextlib.suppress(OSError):
+                file.remove()
+        except BaseException:
+            file.close()
+            raise
+        else:
+            undo.callback(file.close)
+            index.broken = broken
+            return index
+    index = Index(_in_memory(objects), objects)
+    index.update()
+    index.broken = broken
+    return index
+
+
+def _in_memory(objects: Objects) -> sqlite3.Connection:
+    db = objects.files.database(_MEMORY)
+    _prepare(db)
+    return db
+
+
+def drop_index(objects: Objects) -> None:
+    """Delete the index; the next session makes it anew."""
+    _IndexFile(objects).remove()
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, _SCHEMA_VERSION):
+        error = sqlite3.DatabaseError(f"the schema is version {version}")
+        error.sqlite_errorcode = sqlite3.SQLITE_NOTADB
+        raise error
+    db.execute("PRAGMA journal_mode = WAL")
+    # A commit is durable before the manifest that relies on it is written.
+    db.execute("PRAGMA synchronous = FULL")
+    if version == 0:
+        db.executescript(_SCHEMA)
+        db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+
+
+@contextlib.contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")

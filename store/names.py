@@ -1,0 +1,55 @@
+"""Names of checkpoints and of their files: none of them may lead anywhere else. No I/O."""
+
+import re
+from pathlib import Path, PurePath, PurePosixPath
+
+from tensor_dedup.store.errors import BadNameError, EscapingPathError
+
+MAX_NAME = 200
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._@+=-]*"
+_NAME = re.compile(rf"{_PART}(/{_PART})*")
+_UNFIT = re.compile(r"[^A-Za-z0-9._@+=-]+")
+_HUB = re.compile(r"models--(?P<name>.+)")
+
+
+def check_name(name: str) -> str:
+    """`name` itself when a checkpoint can have it. BadNameError: it cannot."""
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise BadNameError.at(repr(name[:MAX_NAME]), "no name for a checkpoint", name=name)
+    return name
+
+
+def name_of(path: Path) -> str:
+    """The name a checkpoint gets that was given none: its folder's or file's.
+
+    A snapshot in a Hugging Face cache has the name of its repository.
+    """
+    for part in reversed(path.parts):
+        if match := _HUB.fullmatch(part):
+            return _fit("/".join(match["name"].split("--")))
+    return _fit(path.name.removesuffix(".safetensors"))
+
+
+def _fit(text: str) -> str:
+    parts = [_UNFIT.sub("-", part).lstrip(".@+=-") for part in text.split("/")]
+    return check_name("/".join(part for part in parts if part)[:MAX_NAME].rstrip("/"))
+
+
+def file_of(name: str) -> str:
+    """The file name of a reference. No name has a %, so no two names meet."""
+    return check_name(name).replace("/", "%2F")
+
+
+def name_in(file: str) -> str | None:
+    """The name that a reference's file name stands for; None: no reference has this one."""
+    name = file.replace("%2F", "/")
+    return name if len(name) <= MAX_NAME and _NAME.fullmatch(name) else None
+
+
+def check_path(text: str, manifest: PurePath) -> PurePosixPath:
+    """A file's path in an export, as it is. EscapingPathError: it could lead outside."""
+    path = PurePosixPath(text)
+    unsafe = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text
+    if unsafe or str(path) != text:
+        raise EscapingPathError.at(manifest, f"it names the file {text[:MAX_NAME]!r}", file=text)
+    return path

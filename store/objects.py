@@ -1,0 +1,293 @@
+"""Reading and publishing the bookkeeping of one store: tables, manifests, pages, references.
+
+Nothing is written in place. A file appears under its name by a rename, after its bytes are durable,
+and its folder is synced before anything refers to it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensor_dedup.store import frames, manifests, tables
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NameTakenError,
+    NewerFormatError,
+    UnknownNameError,
+)
+from tensor_dedup.store.files import Files
+from tensor_dedup.store.layout import BAD_SUFFIX, TABLE_SUFFIX, Layout
+from tensor_dedup.store.manifests import Manifest, Piece
+from tensor_dedup.store.names import file_of, name_in
+from tensor_dedup.store.tables import Table
+
+_BAD = b"badl"
+_REF_BYTES = 1 << 12
+_HEX = frozenset("0123456789abcdef")
+_REF_TITLE = "tensor-dedup reference"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ContainerId:
+    """One container: its name (64 hex digits) and its kind."""
+
+    name: str
+    kind: str
+
+
+class Objects:
+    """The bookkeeping of one store. Holds nothing open; safe from any thread and process."""
+
+    def __init__(self, files: Files, layout: Layout) -> None:
+        self.files = files
+        self.layout = layout
+
+    def read(self, path: Path, limit: int = frames.MAX_FRAME_BYTES) -> bytes:
+        """A whole file. MissingObjectError: it is not there; DamagedFileError: over the limit."""
+        try:
+            handle = self.files.open(path, "read")
+        except FileNotFoundError as error:
+            raise MissingObjectError.at(path, "this file of the store is gone") from error
+        try:
+            size = self.files.status_of(handle).size
+            if size > limit:
+                raise DamagedFileError.at(path, f"{size} bytes, the limit is {limit}", size=size)
+            blob = bytearray(size)
+            return bytes(blob[: self.files.pread(handle, memoryview(blob), 0)])
+        finally:
+            self.files.close(handle)
+
+    def tmp_path(self) -> Path:
+        """A new name among the files that are being written."""
+        return self.layout.tmp / self.files.token()
+
+    def publish(self, blob: bytes, target: Path) -> None:
+        """Make `target` a durable file of these bytes. One that is there and equal stays."""
+        status = self.files.status(target)
+        if status is not None and status.size == len(blob) and self.read(target) == blob:
+            self._sync_place(target)
+            return
+        tmp = self.tmp_path()
+        handle = self.files.open(tmp, "create")
+        try:
+            self.files.pwrite(handle, blob, 0)
+            self.files.fsync(handle)
+        finally:
+            self.files.close(handle)
+        self.place(tmp, target)
+
+    def place(self, tmp: Path, target: Path) -> None:
+        """Give a file whose bytes are durable its name, durably."""
+        self.files.mkdir(target.parent)
+        self.files.rename(tmp, target)
+        self._sync_place(target)
+
+    def _sync_place(self, target: Path) -> None:
+        self.files.sync_folder(target.parent)
+        # Whoever made the folder may have died before it synced the one above.
+        if target.parent != self.layout.root:
+            self.files.sync_folder(target.parent.parent)
+
+    # Containers
+
+    def containers(self) -> Iterator[ContainerId]:
+        """Every container that has a table."""
+        for path in self._tree("containers"):
+            container = container_in(path)
+            if container is not None:
+                yield container
+
+    def manifest_names(self) -> Iterator[str]:
+        """Every manifest and page."""
+        return (path.name for path in self._tree("manifests") if _is_object(path))
+
+    def aliens(self) -> Iterator[Path]:
+        """Files that no version 1 of this program makes: reading goes on, deleting does not."""
+        for path in self._tree("containers"):
+            if container_in(path) is None and not _is_data(path):
+                yield path
+        yield from (path for path in self._tree("manifests") if not _is_object(path))
+        for file in self.files.listdir(self.layout.refs):
+            if name_in(file) is None:
+                yield self.layout.refs / file
+
+    def orphans(self) -> Iterator[Path]:
+        """Data of `raw` containers whose table was never written."""
+        for path in self._tree("containers"):
+            table = path.with_name(path.stem + TABLE_SUFFIX)
+            if _is_data(path) and self.files.status(table) is None:
+                yield path
+
+    def _tree(self, folder: str) -> Iterator[Path]:
+        root = self.layout.root / folder
+        for part in self.files.listdir(root):
+            for file in self.files.listdir(root / part):
+                yield root / part / file
+
+    def table(self, container: ContainerId, *, at: Path | None = None) -> Table:
+        """What a container holds. DamagedFileError, NewerFormatError, MissingObjectError.
+
+        `at` is where the file with its table lies now, when it is not in its place.
+        """
+        path = at or self.layout.table(container.name, container.kind)
+        blob = self.read(path) if container.kind == "raw" else self._trailer(path)
+        return tables.decode(blob, container.name, container.kind, path)
+
+    def _trailer(self, path: Path) -> bytes:
+        try:
+            handle = self.files.open(path, "read")
+        except FileNotFoundError as error:
+            raise MissingObjectError.at(path, "this file of the store is gone") from error
+        try:
+            size = self.files.status_of(handle).size
+            ending = bytearray(min(size, tables.TAIL_BYTES))
+            self.files.pread(handle, memoryview(ending), size - len(ending))
+            start = tables.table_start(bytes(ending), size, path)
+            blob = bytearray(size - tables.TAIL_BYTES - start)
+            self.files.pread(handle, memoryview(blob), start)
+            return bytes(blob)
+        finally:
+            self.files.close(handle)
+
+    def data_is_whole(self, container: ContainerId, table: Table) -> bool:
+        """Whether the file with the data is there and has the size it should have."""
+        status = self.files.status(self.layout.container(container.name, container.kind))
+        if status is None or status.kind != "file":
+            return False
+        return status.size == table.data_bytes or container.kind != "raw"
+
+    def bad_offsets(self, container: str) -> frozenset[int]:
+        """Where in this container bytes were found that are not what they should be."""
+        path = self.layout.bad(container)
+        if self.files.status(path) is None:
+            return frozenset()
+        return frozenset(frames.decode(self.read(path), _BAD, list[int], path))
+
+    def set_bad_offsets(self, container: str, offsets: Sequence[int]) -> None:
+        """Remember these places of a container as bad, and no others."""
+        path = self.layout.bad(container)
+        if offsets:
+            self.publish(frames.encode(_BAD, sorted(offsets)), path)
+        elif self.files.status(path) is not None:
+            self.files.unlink(path)
+            self.files.sync_folder(path.parent)
+
+    def bad_containers(self) -> list[str]:
+        """The names of the containers with bad places."""
+        names = self.files.listdir(self.layout.quarantine)
+        return [name.removesuffix(BAD_SUFFIX) for name in names if name.endswith(BAD_SUFFIX)]
+
+    # Manifests
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of this name. MissingObjectError, DamagedFileError, NewerFormatError."""
+        path = self.layout.manifest(name)
+        return manifests.decode_manifest(self.read(path), name, path)
+
+    def page(self, name: str) -> manifests.Page:
+        """The page of this name. MissingObjectError, DamagedFileError, NewerFormatError."""
+        path = self.layout.manifest(name)
+        return manifests.decode_page(self.read(path), name, path)
+
+    def pieces(self, name: str, manifest: Manifest) -> list[Piece]:
+        """All pieces of a manifest, in order."""
+        found = [piece for page in manifest.pages for piece in self.page(page.hex()).pieces]
+        manifests.check_pieces(manifest, found, self.layout.manifest(name))
+        return found
+
+    # References
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        found = [name_in(file) for file in self.files.listdir(self.layout.refs)]
+        return sorted(name for name in found if name is not None)
+
+    def ref(self, name: str) -> str:
+        """The manifest a name stands for. UnknownNameError, DamagedFileError."""
+        path = self.layout.refs / file_of(name)
+        if self.files.status(path) is None:
+            raise UnknownNameError.at(self.layout.root, f"no checkpoint {name!r}", name=name)
+        blob = self.read(path, _REF_BYTES)
+        lines = frames.decode_text(blob, path)
+        manifest = lines[-1].rpartition(" ")[2] if lines else ""
+        if lines[:1] == [_REF_TITLE] and not _is_digest(manifest):
+            raise NewerFormatError.at(path, "a reference of another form")
+        if blob != ref_text(name, manifest):
+            raise DamagedFileError.at(path, "the reference is that of another name", name=name)
+        return manifest
+
+    def set_ref(self, name: str, manifest: str, *, replace: bool) -> None:
+        """Commit: make a name stand for a manifest. NameTakenError, unless `replace`."""
+        path = self.layout.refs / file_of(name)
+        with self.naming():
+            if not replace and self.files.status(path) is not None:
+                raise NameTakenError.at(self.layout.root, f"{name!r} is there already", name=name)
+            self.publish(ref_text(name, manifest), path)
+
+    def drop_ref(self, name: str) -> None:
+        """Forget a name. UnknownNameError."""
+        path = self.layout.refs / file_of(name)
+        with self.naming():
+            try:
+                self.files.unlink(path)
+            except FileNotFoundError as error:
+                raise UnknownNameError.at(
+                    self.layout.root, f"no checkpoint {name!r}", name=name
+                ) from error
+            self.files.sync_folder(path.parent)
+
+    def set_aside(self, path: Path, folder: Path) -> Path:
+        """Move a file to the trash or the quarantine; when, is part of its new name."""
+        target = folder / f"{self.files.now()}.{path.name}"
+        self.files.rename(path, target)
+        self.files.sync_folder(folder)
+        self.files.sync_folder(path.parent)
+        return target
+
+    def naming(self) -> "_Naming":
+        """Alone among all who change references, for a moment."""
+        return _Naming(self.files, self.layout)
+
+
+class _Naming:
+    def __init__(self, files: Files, layout: Layout) -> None:
+        self._files = files
+        self._path = layout.names_lock
+
+    def __enter__(self) -> None:
+        self._handle = self._files.open(self._path, "lock")
+        self._files.flock(self._handle, exclusive=True, wait_s=None)
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close(self._handle)
+
+
+def ref_text(name: str, manifest: str) -> bytes:
+    """The one text a reference of this name to this manifest can have."""
+    return frames.encode_text([_REF_TITLE, f"name {name}", f"manifest {manifest}"])
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and _HEX.issuperset(text)
+
+
+def container_in(path: Path) -> ContainerId | None:
+    """The container whose table this path is the place of; None: of none."""
+    if path.name.endswith(TABLE_SUFFIX):
+        name, kind = path.name.removesuffix(TABLE_SUFFIX), "raw"
+    else:
+        name, kind = path.stem, path.suffix[1:]
+        if kind == "raw":
+            return None
+    if not _is_digest(name) or path.parent.name != name[:2] or not kind:
+        return None
+    return ContainerId(name, kind)
+
+
+def _is_data(path: Path) -> bool:
+    return path.suffix == ".raw" and _is_digest(path.stem) and path.parent.name == path.name[:2]
+
+
+def _is_object(path: Path) -> bool:
+    return _is_digest(path.name) and path.parent.name == path.name[:2]

@@ -1,0 +1,230 @@
+"""Repair: put back what is lost, from the store's own leftovers and from paths that hold it.
+
+Nothing is taken on trust: bytes come back only under the digest they have, manifests and pages only
+under the name they are called by.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tensor_dedup.errors import CheckpointError, StoreError, UnsupportedError
+from tensor_dedup.store import frames, manifests, tables
+from tensor_dedup.store.checking import Level, verify
+from tensor_dedup.store.containers import ContainerWriter, New, hash_copy, kind_for
+from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Silent
+from tensor_dedup.store.index import Index
+from tensor_dedup.store.manifests import FileEntry, Piece
+from tensor_dedup.store.objects import ContainerId, Objects, container_in, ref_text
+from tensor_dedup.store.sources import Source, SourceFile, read_source
+from tensor_dedup.store.survey import Survey, survey
+
+# A few flipped bits are told from another name or manifest, whose digests differ everywhere.
+NEAR_BYTES = 4
+_REF_BYTES = 1 << 12
+
+
+@dataclass
+class RepairResult:
+    """What came back, and what is still missing (give further paths for it)."""
+
+    pieces: int = 0
+    bytes: int = 0
+    manifests: int = 0
+    references: int = 0
+    padding: int = 0
+    from_trash: int = 0
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every checkpoint can be read, as far as the bookkeeping tells."""
+        return not self.missing
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        names = self.__dataclass_fields__
+        return {"whole": self.whole, **{name: getattr(self, name) for name in names}}
+
+
+class Repair:
+    """One repair, in a session."""
+
+    def __init__(self, objects: Objects, index: Index, hasher: Hasher, progress: Progress) -> None:
+        self._objects, self._index, self._hasher = objects, index, hasher
+        self._progress = progress
+        self._result = RepairResult()
+
+    def run(self, paths: Sequence[Path]) -> RepairResult:
+        """Restore what can be; `paths` are checkpoints as import takes them.
+
+        CheckpointError, UnsupportedError: a path is none. Nothing is restored then.
+        """
+        given = [read_source(self._objects.files, path) for path in paths]
+        self._drop_broken_lists()
+        self._check(Level(0))
+        self._references()
+        self._padding()
+        self._from_trash()
+        sources = [*self._own_leftovers(), *given]
+        self._progress.start(sum(source.nbytes for source in sources))
+        for source in sources:
+            self._from_source(source)
+        self._result.missing = _missing(survey(self._objects))
+        return self._result
+
+    def _check(self, level: Level) -> None:
+        verify(self._objects, self._index, self._hasher, level, Silent())
+        self._index.refresh()
+
+    def _drop_broken_lists(self) -> None:
+        """A list that cannot be read is made anew, by reading the containers."""
+        broken = [p.path for p in survey(self._objects).problems if p.kind == "list"]
+        for path in broken:
+            self._objects.set_aside(path, self._objects.layout.quarantine)
+        if broken:
+            self._check(Level(1))
+
+    def _references(self) -> None:
+        known = list(self._objects.manifest_names())
+        for problem in survey(self._objects).problems:
+            if problem.kind == "reference" and problem.checkpoint is not None:
+                self._reference(problem.checkpoint, problem.path, known)
+
+    def _reference(self, name: str, path: Path, known: Iterable[str]) -> None:
+        with suppress(StoreError):
+            blob = self._objects.read(path, _REF_BYTES)
+            near = [m for m in known if frames.distance(blob, ref_text(name, m)) <= NEAR_BYTES]
+            if len(near) == 1:
+                self._objects.set_ref(name, near[0], replace=True)
+                self._result.references += 1
+
+    def _padding(self) -> None:
+        found = survey(self._objects)
+        for container, bad in found.bad.items():
+            stained = bad - {record.offset for record in found.tables[container].records}
+            if stained:
+                self._zero(container, stained, found)
+                self._objects.set_bad_offsets(container.name, sorted(bad - stained))
+                self._result.padding += len(stained)
+
+    def _zero(self, container: ContainerId, stained: frozenset[int], found: Survey) -> None:
+        # In place: wherever a crash stops it, what is written is what belongs there.
+        files, layout = self._objects.files, self._objects.layout
+        handle = files.open(layout.container(container.name, container.kind), "modify")
+        try:
+            for start, nbytes in tables.gaps(found.tables[container]):
+                if start in stained:
+                    files.pwrite(handle, bytes(nbytes), start)
+            files.fsync(handle)
+        finally:
+            files.close(handle)
+
+    def _from_trash(self) -> None:
+        """A container that was one too many may by now be the only one that is whole."""
+        for container, paths in list(self._trashed()):
+            lost = survey(self._objects).lost()
+            with suppress(StoreError):
+                table = self._objects.table(container, at=paths[-1])
+                if any(record.digest in lost for record in table.records):
+                    for path in paths:
+                        target = self._objects.layout.container(container.name, container.kind)
+                        self._objects.place(path, target.with_name(path.name.partition(".")[2]))
+                    self._result.from_trash += 1
+        self._index.refresh()
+
+    def _trashed(self) -> Iterator[tuple[ContainerId, list[Path]]]:
+        """Containers in the trash with their files, the table's last."""
+        layout, files = self._objects.layout, self._objects.files
+        there = {name.partition(".")[2]: name for name in files.listdir(layout.trash)}
+        for file, name in there.items():
+            container = container_in(layout.root / "containers" / file[:2] / file)
+            if container is None:
+                continue
+            parts = [name]
+            if container.kind == "raw":
+                data = there.get(f"{container.name}.raw")
+                if data is None:
+                    continue
+                parts.insert(0, data)
+            yield container, [layout.trash / part for part in parts]
+
+    def _own_leftovers(self) -> Iterator[Source]:
+        """Whole files whose table was damaged: what they hold may still be right."""
+        if not survey(self._objects).lost():
+            return
+        for name in self._objects.files.listdir(self._objects.layout.quarantine):
+            if name.endswith(".raw"):
+                with suppress(CheckpointError, UnsupportedError):
+                    yield read_source(self._objects.files, self._objects.layout.quarantine / name)
+
+    def _from_source(self, source: Source) -> None:
+        hashed = [self._hash(file) for file in source.files]
+        self._publish(source.files, hashed)
+        lost = survey(self._objects).lost()
+        with ExitStack() as undo:
+            writers = {kind: ContainerWriter(self._objects, self._hasher, kind) for kind in _KINDS}
+            for writer in writers.values():
+                undo.callback(writer.abandon)
+            for file, found in zip(source.files, hashed, strict=True):
+                self._write(file, found, lost, writers)
+            for writer in writers.values():
+                container = writer.finish()
+                if container is not None:
+                    self._objects.set_bad_offsets(container.name, ())
+        self._index.refresh()
+
+    def _hash(self, file: SourceFile) -> list[Hashed]:
+        handle = self._objects.files.open(file.path, "read")
+        try:
+            return hash_copy(self._hasher, handle, file.segments, self._progress)
+        finally:
+            self._objects.files.close(handle)
+
+    def _publish(self, files: Sequence[SourceFile], hashed: Sequence[Sequence[Hashed]]) -> None:
+        """Manifests and pages that are lost, where this source makes the same."""
+        entries = [FileEntry(f.stored_as, f.nbytes, len(f.segments), f.prefix) for f in files]
+        pieces = [
+            Piece(found.digest, part.nbytes, part.name, part.dtype, part.shape)
+            for file, all_found in zip(files, hashed, strict=True)
+            for part, found in zip(file.segments, all_found, strict=True)
+        ]
+        manifest, blobs = manifests.build(entries, pieces)
+        absent = survey(self._objects).absent
+        for name, blob in blobs.items():
+            path = self._objects.layout.manifest(name)
+            gone = manifest in absent and self._objects.files.status(path) is None
+            if name in absent or gone:
+                self._objects.publish(blob, path)
+                self._result.manifests += 1
+
+    def _write(
+        self,
+        file: SourceFile,
+        hashed: Sequence[Hashed],
+        lost: dict[bytes, int],
+        writers: dict[str, ContainerWriter],
+    ) -> None:
+        news = [
+            New(part.start, part.nbytes, found.digest)
+            for part, found in zip(file.segments, hashed, strict=True)
+            if lost.pop(found.digest, None) is not None
+        ]
+        handle = self._objects.files.open(file.path, "read")
+        try:
+            for kind, writer in writers.items():
+                writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])
+        finally:
+            self._objects.files.close(handle)
+        self._result.pieces += len(news)
+        self._result.bytes += sum(new.nbytes for new in news)
+
+
+_KINDS = ("slab", "pack")
+
+
+def _missing(found: Survey) -> list[str]:
+    """What still stops a checkpoint from being read, for people."""
+    broken = [f"{problem.path}: {problem.kind}" for problem in found.problems]
+    return broken + [f"{found.users[digest][0]}: {digest.hex()}" for digest in found.lost()]

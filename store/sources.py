@@ -1,0 +1,140 @@
+"""What an import takes of a path: the weights, and the files an export needs to work anywhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
+from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
+from tensor_dedup.formats.naming import is_index
+from tensor_dedup.formats.safetensors import SafetensorsHeader
+from tensor_dedup.store.files import Files
+
+# Weights in other formats, or second copies of the same: they would be stored as blind bytes.
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some bytes of a file, one behind the other: a tensor when it has a name."""
+
+    start: int
+    nbytes: int
+    name: str | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to take in: where it is, what it is called in an export, of what it consists."""
+
+    path: Path
+    stored_as: str
+    prefix: str
+    segments: tuple[Segment, ...]
+    weights: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return sum(segment.nbytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """All files of a checkpoint, weights first, and the names of those left out."""
+
+    files: tuple[SourceFile, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def read_source(files: Files, path: Path) -> Source:
+    """What there is to import at a path: reads headers and names, no tensor.
+
+    A folder's other files are taken too (config, tokenizer, indexes), hidden ones are not, nor
+    weights that `open_checkpoint` does not choose. Errors: those of open_checkpoint.
+    """
+    checkpoint = open_checkpoint(path)
+    if not checkpoint.path.is_dir():
+        root = checkpoint.path.parent
+        taken = [_weights(file, root) for file in checkpoint.files]
+        if is_index(checkpoint.path.name):
+            taken.append(_verbatim(files, checkpoint.path, checkpoint.path.name))
+        return Source(tuple(taken), ())
+    return _folder(files, checkpoint)
+
+
+def _folder(files: Files, checkpoint: Checkpoint) -> Source:
+    weights = [_weights(file, checkpoint.path) for file in checkpoint.files]
+    chosen = {file.stored_as for file in weights}
+    others: list[SourceFile] = []
+    skipped: list[str] = []
+    for name, path in _walk(files, checkpoint.path):
+        if name in chosen:
+            continue
+        if name.endswith(_WEIGHTS):
+            skipped.append(name)
+        else:
+            others.append(_verbatim(files, path, name))
+    return Source((*weights, *others), tuple(skipped))
+
+
+def _walk(files: Files, root: Path) -> Iterator[tuple[str, Path]]:
+    """Every file below a folder by its relative name; links followed, no folder twice."""
+    top = files.status(root)
+    seen = {(top.device, top.inode)} if top is not None else set()
+    waiting = [("", root)]
+    while waiting:
+        prefix, folder = waiting.pop(0)
+        for name in files.listdir(folder):
+            status = None if name.startswith(".") else files.status(folder / name)
+            if status is None:
+                continue
+            if status.kind == "file":
+                yield prefix + name, folder / name
+            elif status.kind == "folder" and (status.device, status.inode) not in seen:
+                seen.add((status.device, status.inode))
+                waiting.append((f"{prefix}{name}/", folder / name))
+
+
+def _weights(file: CheckpointFile, root: Path) -> SourceFile:
+    stored_as = file.path.relative_to(root).as_posix()
+    return SourceFile(file.path, stored_as, file.prefix, segments_of(file.header), True)
+
+
+def segments_of(header: SafetensorsHeader) -> tuple[Segment, ...]:
+    """The header's own bytes, then the tensors as they lie in the file: together all of it."""
+    tensors = [
+        Segment(spec.start, spec.nbytes, spec.name, spec.dtype, spec.shape)
+        for spec in header.tensors
+    ]
+    return Segment(0, header.header_bytes), *tensors
+
+
+def _verbatim(files: Files, path: Path, name: str) -> SourceFile:
+    status = files.status(path)
+    if status is None:
+        raise ChangedFileError(
+            f"{path}: it went away; import again when nobody changes the folder", path=str(path)
+        )
+    if status.kind != "file":
+        raise CheckpointNotFoundError(f"{path}: not a regular file; remove it", path=str(path))
+    segments = (Segment(0, status.size),) if status.size else ()
+    return SourceFile(path, name, "", segments, False)

@@ -1,0 +1,189 @@
+"""The store: whole checkpoints in, every distinct tensor once on disk, the same bytes out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Self
+
+from tensor_dedup.store.checking import Level, VerifyResult, verify
+from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
+from tensor_dedup.store.creation import default_path, prepare, workers
+from tensor_dedup.store.describing import Listed, Stats, listed, stats
+from tensor_dedup.store.errors import BadRangeError, NameTakenError
+from tensor_dedup.store.exporting import export
+from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.hashing import Hasher, Progress, Silent
+from tensor_dedup.store.importing import ImportResult, import_source
+from tensor_dedup.store.index import Index, open_index
+from tensor_dedup.store.layout import Layout
+from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
+from tensor_dedup.store.names import check_name, name_of
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading import StoredCheckpoint
+from tensor_dedup.store.repairing import Repair, RepairResult
+from tensor_dedup.store.sources import read_source
+from tensor_dedup.store.translating import translated
+
+StrPath = str | PathLike[str]
+
+
+class Store:
+    """A content-addressed store of checkpoints in one folder. Use Store.open.
+
+    Holds nothing open between calls: any number of handles, threads and processes may use one
+    folder at once, and a handle survives a fork. Every method raises StoreError and nothing else
+    about the store, its files and its disk; CheckpointError about a path it is given.
+    """
+
+    def __init__(self, path: Path, files: Files, worker_count: int) -> None:
+        self.path = path
+        self._files = files
+        self._workers = worker_count
+        self._objects = Objects(files, Layout(path))
+
+    @classmethod
+    def open(
+        cls,
+        path: StrPath | None = None,
+        *,
+        create: bool = True,
+        mend: bool = False,
+        files: Files | None = None,
+        worker_count: int | None = None,
+    ) -> Self:
+        """Open the store in a folder, or make one there when it is empty or missing.
+
+        `path`: by default that of the environment variable TENSOR_DEDUP_STORE, else `store` in the
+        user's data folder. With `create` off, a folder that is no store is a NotAStoreError; with
+        `mend` on, a damaged marker is written anew. `files` is the way to the disk (tests),
+        `worker_count` how many threads hash. NewerFormatError: a later version's store.
+        """
+        root = Path(path) if path is not None else default_path()
+        door = files or RealFiles()
+        with translated(root):
+            prepare(Objects(door, Layout(root)), create=create, mend=mend)
+        return cls(root, door, worker_count or workers())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held open; the store may be used again."""
+
+    def import_(
+        self,
+        path: StrPath,
+        name: str | None = None,
+        replace: bool = False,
+        *,
+        progress: Progress | None = None,
+    ) -> ImportResult:
+        """Take in a checkpoint: a safetensors file, an index, or a folder with what belongs to it.
+
+        `name` is by default that of the folder or file. When this returns it is committed; when it
+        raises, nothing is, but a failing disk may have left it undecided whether the name is there.
+        NameTakenError without `replace`; ChangedFileError: a file was written meanwhile.
+        """
+        source_path = Path(path)
+        wanted = check_name(name) if name is not None else name_of(source_path.absolute())
+        with self._session() as (index, hasher):
+            if not replace and wanted in self._objects.names():
+                raise NameTakenError.at(self.path, f"{wanted!r} is there already", name=wanted)
+            source = read_source(self._files, source_path)
+            return import_source(
+                self._objects,
+                index,
+                hasher,
+                source,
+                wanted,
+                replace=replace,
+                progress=progress or Silent(),
+            )
+
+    def checkpoint(self, name: str) -> StoredCheckpoint:
+        """Open a checkpoint for reading; close it, or use it as a context manager.
+
+        UnknownNameError; MissingObjectError, DamagedFileError: its bookkeeping is broken.
+        """
+        with self._session() as (index, _):
+            return StoredCheckpoint(self._objects, index, check_name(name))
+
+    def export(
+        self, name: str, directory: StrPath, *, progress: Progress | None = None
+    ) -> list[Path]:
+        """Write a checkpoint's files, byte for byte, to a folder that is empty or not there."""
+        with self.checkpoint(name) as checkpoint, translated(Path(directory)):
+            return export(self._files, checkpoint, Path(directory), progress or Silent())
+
+    def list(self) -> "list[Listed]":
+        """All checkpoints, by name."""
+        with self._locked():
+            return listed(self._objects)
+
+    def stats(self) -> Stats:
+        """Sizes; reads all bookkeeping, no tensor data."""
+        with self._locked():
+            return stats(self._objects)
+
+    def delete(self, name: str) -> None:
+        """Forget a checkpoint. Its bytes stay until gc finds that nobody else uses them."""
+        with self._locked():
+            self._objects.drop_ref(check_name(name))
+
+    def gc(
+        self,
+        grace_hours: float = DEFAULT_GRACE_HOURS,
+        *,
+        dry_run: bool = False,
+        wait_s: float = SWEEP_WAIT_S,
+    ) -> GcPlan:
+        """Move what no checkpoint uses to the trash, and delete what was there for the grace.
+
+        StoreBusyError: others did not leave the store in `wait_s` seconds (open checkpoints are no
+        hindrance). UnfitForCollectionError: something is damaged or lost; nothing was touched.
+        """
+        if not grace_hours >= 0:
+            raise BadRangeError.at(self.path, f"a grace of {grace_hours} hours")
+        with translated(self.path), sweep(self._files, self._objects.layout, wait_s=wait_s):
+            plan = plan_gc(self._objects, grace_hours)
+            return plan if dry_run else execute(self._objects, plan, grace_hours)
+
+    def verify(
+        self,
+        *,
+        sample: float | None = None,
+        full: bool = False,
+        seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> VerifyResult:
+        """Check the bookkeeping, and a share of the pieces (`sample`, 0.0 to 1.0) or all (`full`).
+
+        What is wrong is named in the result and quarantined.
+        """
+        share = 1.0 if full else sample or 0.0
+        if not 0 <= share <= 1:
+            raise BadRangeError.at(self.path, f"a sample of {share}")
+        with self._session() as (index, hasher):
+            level = Level(share, seed)
+            return verify(self._objects, index, hasher, level, progress or Silent())
+
+    def repair(
+        self, paths: Sequence[StrPath] = (), *, progress: Progress | None = None
+    ) -> RepairResult:
+        """Restore what verify found damaged, from the trash and from checkpoints that hold it."""
+        with self._session() as (index, hasher):
+            work = Repair(self._objects, index, hasher, progress or Silent())
+            return work.run([Path(path) for path in paths])
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with translated(self.path), session(self._files, self._objects.layout):
+            yield
+
+    @contextmanager
+    def _session(self) -> Iterator[tuple[Index, Hasher]]:
+        with self._locked(), ExitStack() as undo:
+            hasher = Hasher(self._files, self._workers)
+            undo.callback(hasher.close)
+            yield undo.enter_context(open_index(self._objects)), hasher

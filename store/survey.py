@@ -1,0 +1,128 @@
+"""What a store consists of and what its references lead to: the ground for gc, verify and repair.
+
+A survey goes on where something is damaged, and says so.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.names import file_of
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.tables import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that could not be read: what it was, the file, why, and for which checkpoint."""
+
+    kind: str
+    path: Path
+    error: StoreError
+    checkpoint: str | None = None
+
+
+@dataclass
+class Survey:
+    """What is there and what is alive.
+
+    `live` has the size of every piece that a reference leads to, `users` the checkpoints and names
+    that use it; `objects` the manifests and pages that references lead to, `absent` those of them
+    that cannot be read; `tables` every readable container and `bad` its bad offsets.
+    """
+
+    live: dict[bytes, int] = field(default_factory=dict)
+    users: dict[bytes, list[str]] = field(default_factory=dict)
+    references: int = 0
+    logical_bytes: int = 0
+    checkpoints: list[str] = field(default_factory=list)
+    objects: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
+    tables: dict[ContainerId, Table] = field(default_factory=dict)
+    bad: dict[ContainerId, frozenset[int]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def good(self, container: ContainerId) -> dict[bytes, int]:
+        """The pieces that can be read from a container, and their sizes."""
+        bad = self.bad[container]
+        return {r.digest: r.nbytes for r in self.tables[container].records if r.offset not in bad}
+
+    def lost(self) -> dict[bytes, int]:
+        """The live pieces that no container holds, and their sizes."""
+        there = {digest for container in self.tables for digest in self.good(container)}
+        return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
+
+
+def survey(objects: Objects) -> Survey:
+    """Read all bookkeeping of a store, in a session. No tensor data is read."""
+    found = Survey()
+    for path in objects.aliens():
+        error = DamagedFileError.at(path, "nothing in a store has such a name")
+        found.problems.append(Problem("alien", path, error))
+    for name in objects.names():
+        _checkpoint(objects, found, name)
+    for container in objects.containers():
+        _container(objects, found, container)
+    return found
+
+
+def _checkpoint(objects: Objects, found: Survey, name: str) -> None:
+    path = objects.layout.refs / file_of(name)
+    found.checkpoints.append(name)
+    try:
+        manifest_name = objects.ref(name)
+    except StoreError as error:
+        found.problems.append(Problem("reference", path, error, name))
+        return
+    found.objects.add(manifest_name)
+    try:
+        manifest = objects.manifest(manifest_name)
+    except StoreError as error:
+        _absent(objects, found, "manifest", manifest_name, error, name)
+        return
+    found.logical_bytes += manifest.nbytes
+    for page in manifest.pages:
+        _page(objects, found, page.hex(), name)
+
+
+def _page(objects: Objects, found: Survey, page: str, name: str) -> None:
+    found.objects.add(page)
+    try:
+        pieces = objects.page(page).pieces
+    except StoreError as error:
+        _absent(objects, found, "page", page, error, name)
+        return
+    for piece in pieces:
+        found.live[piece.digest] = piece.nbytes
+        found.references += piece.name is not None
+        label = f"{name}: {piece.name}" if piece.name is not None else f"{name}: (file or header)"
+        found.users.setdefault(piece.digest, []).append(label)
+
+
+def _absent(
+    objects: Objects, found: Survey, kind: str, part: str, error: StoreError, name: str
+) -> None:
+    found.absent.add(part)
+    found.problems.append(Problem(kind, objects.layout.manifest(part), error, name))
+
+
+def _container(objects: Objects, found: Survey, container: ContainerId) -> None:
+    path = objects.layout.container(container.name, container.kind)
+    try:
+        table = objects.table(container)
+    except StoreError as error:
+        table_path = objects.layout.table(container.name, container.kind)
+        found.problems.append(Problem("table", table_path, error))
+        return
+    try:
+        bad = objects.bad_offsets(container.name)
+    except StoreError as error:
+        found.problems.append(Problem("list", objects.layout.bad(container.name), error))
+        return
+    if not objects.data_is_whole(container, table):
+        gone = DamagedFileError.at(path, f"its {table.data_bytes} bytes are not there")
+        found.problems.append(Problem("container", path, gone))
+        return
+    found.tables[container] = table
+    found.bad[container] = bad
