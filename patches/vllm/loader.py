@@ -66,7 +66,9 @@ class TensorDedupLoader(DefaultModelLoader):
             try:
                 return self._load_trusting_hints(vllm_config, model_config, prefix)
             except UntraceableError as error:
-                return self._load_plainly(str(error), vllm_config, model_config, prefix)
+                refusal = str(error)
+            # Outside the handler: the error's frames hold the model that was begun.
+            return self._load_plainly(refusal, vllm_config, model_config, prefix)
 
     def _refusal(self, vllm_config: VllmConfig) -> str | None:
         """Why this model is loaded plainly from the start, or None."""
@@ -105,7 +107,7 @@ class TensorDedupLoader(DefaultModelLoader):
             return self._load_shared(vllm_config, model_config, prefix, trust_hints=trust)
         except StaleHintError as error:
             _log.warning("%s; loading again without hints", error)
-            return self._load_shared(vllm_config, model_config, prefix, trust_hints=False)
+        return self._load_shared(vllm_config, model_config, prefix, trust_hints=False)
 
     def _load_shared(
         self,
@@ -118,6 +120,7 @@ class TensorDedupLoader(DefaultModelLoader):
         device = self._device(vllm_config)
         dtype = cast("torch.dtype", model_config.dtype)  # vLLM has resolved "auto" by now
         with (
+            _taken_back(vllm_config),
             Run(self.dedup, dtype, trust_hints=trust_hints) as run,
             set_default_torch_dtype(dtype),
         ):
@@ -155,6 +158,25 @@ class TensorDedupLoader(DefaultModelLoader):
             raise UntraceableError(f"its loading code cannot be deferred ({error})") from error
         run.conclude(model)
         run.plan_seconds = time.perf_counter() - began
+
+
+@contextmanager
+def _taken_back(vllm_config: VllmConfig) -> Iterator[None]:
+    """When the block fails, forget the layers it entered in the configuration.
+
+    vLLM enters each attention and MoE layer there when it is made, and refuses a second one of
+    that name: a model could not be made again for another attempt.
+    """
+    compilation = vllm_config.compilation_config
+    layers = dict(compilation.static_forward_context)
+    experts = list(compilation.static_all_moe_layers)
+    try:
+        yield
+    except BaseException:
+        compilation.static_forward_context.clear()
+        compilation.static_forward_context.update(layers)
+        compilation.static_all_moe_layers[:] = experts
+        raise
 
 
 @contextmanager
