@@ -156,6 +156,9 @@ class Assembly:
         first = registry.publish(made)
         if first is made:
             self.own.add(first)
+        elif not self._equal(first, tensor):  # another thread came first
+            self.ledger.skip(name, COLLISION)
+            return None, False
         return first, first is made
 
     def share(self, parameters: Sequence[DeferredParameter], made: Made | None = None) -> None:
@@ -252,8 +255,12 @@ class Assembly:
             return
         for (each, made, _), resident in zip(missed, residents, strict=True):
             first = registry.publish(resident)
-            self._install(each, first, made=first is resident)
-            registry.publish_record(self._recipe_key(each), first)
+            # Somebody may have come first, be it another tensor of this very call.
+            if first is resident or self._equal(first, made.tensor):
+                self._install(each, first, made=first is resident)
+                registry.publish_record(self._recipe_key(each), first)
+            else:
+                self.keep_private(each, COLLISION, made)
             if borrowed:
                 self.give_back(made)
 

@@ -128,8 +128,8 @@ class PackedGemm:
         assembly, weight = self.context.assembly, self.weight
         nbytes = weight.nbytes
         assembly.ledger.skip(weight.name, reason)
-        if self.keeps_weight and not weight.installed:
-            assembly.keep_private(weight, reason)
+        if self.keeps_weight:
+            assembly.share([weight])  # the plain form stands for itself
         if weight.installed:
             self.original(self.layer)
         else:
