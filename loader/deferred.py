@@ -41,14 +41,15 @@ def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
     """Make every parameter of `model` a deferred tensor; the result is by id of the parameter.
 
     Parameter objects stay what they are (vLLM and others hold references to them); two that share
-    a storage go on sharing one. A storage that a buffer is a view of stays real.
+    a storage go on sharing one. A storage that a buffer or another tensor of a module is a view of
+    stays real, or that view would go on showing what the constructor left.
     """
-    buffers = {b.untyped_storage()._cdata for b in model.buffers()}
+    viewed = {tensor.untyped_storage()._cdata for tensor in _beside_parameters(model)}
     flat: dict[int, torch.Tensor] = {}
     deferred: dict[int, DeferredParameter] = {}
     for name, parameter in model.named_parameters():
         storage = parameter.untyped_storage()._cdata
-        if parameter.is_meta or storage in buffers:
+        if parameter.is_meta or storage in viewed:
             continue
         if storage not in flat:
             flat[storage] = tracer.parameter(initial_bytes(parameter.detach()))
@@ -63,6 +64,15 @@ def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
         replace_data(parameter, meta)
         deferred[id(parameter)] = DeferredParameter(name, parameter)
     return deferred
+
+
+def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers, and tensors that are attributes of modules."""
+    yield from model.buffers()
+    for module in model.modules():
+        for value in list(vars(module).values()):
+            tensors = (value,) if isinstance(value, torch.Tensor) else _inside(value)
+            yield from (each for each in tensors if not isinstance(each, nn.Parameter))
 
 
 def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
