@@ -1,62 +1,87 @@
 """Tokens a second of a model that shares its weights, against the same model loaded plainly."""
 
+import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from loading import engine, in_pairs, let_go, make_known, require_nothing_resident
+from loading import engine, let_go, make_known, require_nothing_resident, say
 from memory import settle
 from results import Row
 from stats import estimate, verdict
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report import report
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 BATCHES = (1, 4)
 WITHIN = 0.02
 _PROMPT_TOKENS = 8
+_CALLS = "ABBA"  # of the two engines: a drift in one direction meets both
+
+Rates = dict[int, list[list[float]]]  # by batch: plain, sharing; tokens a second
 
 
 def decode(base: Path, fine_tuned: Path, pairs: int) -> list[Row]:
-    """Three engines are alive: the base, the fine-tune sharing with it, the fine-tune plainly."""
+    """Per pair three new engines: the base, the fine-tune sharing with it, the fine-tune plainly.
+
+    New ones, because engines loaded the same way differ by where in memory they come to lie.
+    """
     require_nothing_resident()
+    make_known(base)
     make_known(fine_tuned)
-    engines = [engine(base, dedup=True), engine(fine_tuned, dedup=True)]
+    rates: Rates = {size: [[], []] for size in BATCHES}
+    share = 0.0
+    for number in range(pairs):
+        share = _pair(base, fine_tuned, rates, plain_first=number % 2 == 1)
+        say(f"decode: {number + 1} of {pairs}")
+    return [_row(size, share, *rates[size]) for size in BATCHES]
+
+
+def _pair(base: Path, fine_tuned: Path, rates: Rates, *, plain_first: bool) -> float:
+    """Enter the rates of one pair; returns how much of the sharing engine's weights is shared."""
+    require_nothing_resident()
+    engines: list[LLM] = []
+    if plain_first:
+        engines.append(engine(fine_tuned, dedup=False))
+    engines += [engine(base, dedup=True), engine(fine_tuned, dedup=True)]
     mine = report().models[-1]
     if not mine.shared_bytes:
         raise UnsupportedError(f"{fine_tuned} shares nothing with {base}; nothing to measure")
-    engines.append(engine(fine_tuned, dedup=False))
-    _, sharing, plain = engines
-    share = mine.shared_bytes / mine.total_bytes
-    rows = [_batch(size, share, plain, sharing, pairs) for size in BATCHES]
+    if not plain_first:
+        engines.append(engine(fine_tuned, dedup=False))
+    sides = {"A": engines[0 if plain_first else 2], "B": engines[2 if plain_first else 1]}
+    for size in BATCHES:
+        for llm in sides.values():
+            _rate(llm, size)  # what a first call builds is not the weights'
+        seen: dict[str, list[float]] = {"A": [], "B": []}
+        for side in _CALLS:
+            seen[side].append(_rate(sides[side], size))
+        for values, side in zip(rates[size], "AB", strict=True):
+            values.append(statistics.mean(seen[side]))
     for llm in engines:
         let_go(llm)
-    del sharing, plain, llm
+    del llm
     engines.clear()
+    sides.clear()
     settle()
-    return rows
+    return mine.shared_bytes / mine.total_bytes
 
 
-def _batch(size: int, share: float, plain: LLM, sharing: LLM, pairs: int) -> Row:
-    sides = [_rate(llm, size) for llm in (plain, sharing)]
-    for run in sides:
-        run()  # what a first call builds is not the weights'
-    a, b = in_pairs(pairs, f"decode, batch {size}", *sides)
-    ratio = estimate([ours / theirs for theirs, ours in zip(a, b, strict=True)])
+def _row(size: int, share: float, plain: list[float], sharing: list[float]) -> Row:
+    ratio = estimate([ours / theirs for theirs, ours in zip(plain, sharing, strict=True)])
     return Row(
         f"decode, batch {size}, {share:.0%} of the weights shared",
-        f"{estimate(a).text(1)} tokens/s",
-        f"{estimate(b).text(1)} tokens/s",
+        f"{estimate(plain).text(1)} tokens/s",
+        f"{estimate(sharing).text(1)} tokens/s",
         f"{ratio.text()} x",
         f"1.00 ± {WITHIN}",
         verdict(ratio, least=1 - WITHIN, most=1 + WITHIN),
     )
 
 
-def _rate(llm: LLM, size: int) -> Callable[[], float]:
+def _rate(llm: LLM, size: int) -> float:
     """New tokens a second of one call with `size` prompts."""
     prompts: Any = [
         {"prompt_token_ids": [5 + 37 * i + j for i in range(_PROMPT_TOKENS)]} for j in range(size)
@@ -64,10 +89,6 @@ def _rate(llm: LLM, size: int) -> Callable[[], float]:
     sampling = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True
     )
-
-    def run() -> float:
-        began = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
-        return size * NEW_TOKENS / (time.perf_counter() - began)
-
-    return run
+    began = time.perf_counter()
+    llm.generate(prompts, sampling, use_tqdm=False)
+    return size * NEW_TOKENS / (time.perf_counter() - began)

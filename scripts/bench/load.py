@@ -43,6 +43,12 @@ _NOTES = """\
   counts them; of it, and of PSS, the growth of loading the resident base again is subtracted.
   Every page of every parameter is read before PSS is.
 - *Unique bytes* are those of the different source tensors of the checkpoints that are resident.
+- *Decode*: every pair has three new engines (base and fine-tune sharing, fine-tune plain, which of
+  the two ways first alternates) and compares the fine-tune's two. Engines loaded the same way
+  differ by 5 to 10 % here, by where in memory they come to lie, so pairs on one set of engines
+  would give a narrow interval around an accident.
+- *Recording* is processor time of the thread; *plain* is vLLM's own loading code over parameters
+  and sources without data.
 - An aim is *met* where the whole interval lies inside it, *missed* where none of it does, and
   otherwise *not shown*. Intervals are of medians, 95 %, from order statistics; ratios and
   differences are taken pair by pair.
@@ -56,7 +62,7 @@ _NOTES = """\
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the checkpoints, 4 GB [default: in the user's cache directory].",
+    help="Folder for the checkpoints, 3 GB and 1 more for a time [default: in the user's cache directory].",
 )
 @click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
 def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, write: bool) -> None:

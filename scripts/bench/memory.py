@@ -12,11 +12,12 @@ from tensor_dedup.errors import UnsupportedError
 _libc: Final = ctypes.CDLL("libc.so.6", use_errno=True)
 
 
+_FIRST = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")
+
+
 class _MallInfo(ctypes.Structure):
     _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")
-        + ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        (name, ctypes.c_size_t) for name in (*_FIRST, "uordblks", "fordblks", "keepcost")
     )
 
 
@@ -34,8 +35,7 @@ def settle() -> None:
 
 
 def pss() -> int:
-    """Bytes resident in this process, settled; a page mapped twice counts once."""
-    settle()
+    """Bytes resident in this process; a page mapped twice counts once. Settle first."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -43,8 +43,7 @@ def pss() -> int:
 
 
 def allocated() -> int:
-    """Bytes that malloc has lent (mallinfo2, all arenas) and those of slabs (their files)."""
-    settle()
+    """Bytes malloc has lent (mallinfo2, all arenas) and those of slabs (files). Settle first."""
     info = _libc.mallinfo2()
     return int(info.uordblks + info.hblkhd) + _slab_bytes()
 

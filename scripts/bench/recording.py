@@ -29,7 +29,10 @@ Opened = Callable[[list[str], Callable[[str], bool]], Iterator[tuple[str, torch.
 
 
 def tracing(base: Path, pairs: int) -> list[Row]:
-    """Microseconds a source tensor: recording alone, and all that comes before sharing."""
+    """Microseconds a source tensor: recording alone, and all that comes before sharing.
+
+    Processor time of this thread, which does all of it: other work on the machine matters little.
+    """
     make_known(base)  # so that hints are there to look up, as they are when tracing counts most
     count = len(read_header(base / WEIGHTS).tensors)
     empty, recorded = in_pairs(
@@ -88,10 +91,10 @@ def _over_empty(run: Run, model: Any, load_weights: Callable[[], None], path: Pa
         for spec in specs:
             yield spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
 
-    began = time.perf_counter()
+    began = time.thread_time()
     with weight_iterators.deferring(opened):
         load_weights()
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
@@ -103,19 +106,19 @@ def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path
         for name, source in file.tensors.items():
             yield name, run.tracer.source(source, torch_dtype(source.spec.dtype))
 
-    began = time.perf_counter()
+    began = time.thread_time()
     with weight_iterators.deferring(opened), run.tracer.recording():
         load_weights()
-    seconds = time.perf_counter() - began
+    seconds = time.thread_time() - began
     file.close()
     return seconds
 
 
 def _whole(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
     """All that a load does before it shares."""
-    began = time.perf_counter()
+    began = time.thread_time()
     run.defer(model)
     with weight_iterators.deferring(run.open_files), run.tracer.recording():
         load_weights()
     run.conclude(model)
-    return time.perf_counter() - began
+    return time.thread_time() - began

@@ -58,6 +58,7 @@ def _grow(base: Path, work: Path, *, dedup: bool, most: int) -> Points:
         model, _ = load(path, dedup=dedup)
         touch(model)
         resident.append(model)
+        settle()
         if number + 1 in SIZES:
             points.append((sum(unique.values()), pss() - before))
         say(f"resident at once, {'sharing' if dedup else 'plain'}: {number + 1} of {most}")

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import decoding
-import loads
 import recording
 import residency
+import timings
 from fine_tunes import HALF, made
 from loading import prepare_process
 from results import HEAD, Row
@@ -26,11 +26,11 @@ def run(work: Path, pairs: int, parts: Sequence[str]) -> str:
         return rows
 
     measurements: dict[str, Callable[[], list[Row]]] = {
-        "unknown": lambda: loads.unknown(base, pairs),
-        "again": lambda: loads.again(base, pairs),
+        "unknown": lambda: timings.unknown(base, pairs),
+        "again": lambda: timings.again(base, pairs),
         "known": lambda: [
-            *loads.known(base, one, "known, one layer changed", pairs),
-            *loads.known(base, half, "known, half the layers changed", pairs),
+            *timings.known(base, one, "known, one layer changed", pairs),
+            *timings.known(base, half, "known, half the layers changed", pairs),
         ],
         "residency": several,
         "decode": lambda: decoding.decode(base, one, pairs),

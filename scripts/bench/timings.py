@@ -121,9 +121,11 @@ def known(base: Path, fine_tuned: Path, name: str, pairs: int) -> list[Row]:
 
 
 def _sized(path: Path) -> _Sized:
+    settle()
     before = allocated(), pss()
     model, found = load(path, dedup=True)
     touch(model)
+    settle()
     after = allocated(), pss()
     del model
     settle()
