@@ -7,6 +7,7 @@ own; two different recipes may still give equal bytes, which only content shows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,7 +106,7 @@ class RecipeBook:
 
     def _describe(self, storage: VirtualStorage, version: int) -> tuple[Any, ...]:
         base = self._base(storage) if needs_base(storage, version) else ("none",)
-        writes = tuple(self._write(write) for write in live_writes(storage, version))
+        writes = tuple(self._write(write) for write in _in_order(live_writes(storage, version)))
         return (storage.nbytes, base, writes)
 
     def _base(self, storage: VirtualStorage) -> tuple[Any, ...]:
@@ -186,9 +187,30 @@ def _children(storage: VirtualStorage, version: int) -> Iterator[View]:
     if storage.operation is not None and needs_base(storage, version):
         yield from _views(storage.operation.args)
         yield from _views(tuple(storage.operation.kwargs.values()))
-    for write in live_writes(storage, version):
+    for write in _in_order(live_writes(storage, version)):
         yield from _views(write.args)
         yield from _views(tuple(write.kwargs.values()))
+
+
+def _in_order(writes: list[Write]) -> list[Write]:
+    """The writes by place where their order does not matter, as they were made where it may.
+
+    The order of the tensors in a checkpoint's files, and of the files, is none of the bytes. What
+    is written is a snapshot, so writes that each replace bytes of their own can change places.
+    """
+    if len(writes) < 2 or not all(write.overwrites for write in writes):
+        return writes
+    placed = sorted(((*_span(write.target), n) for n, write in enumerate(writes)))
+    if any(first[1] > second[0] for first, second in itertools.pairwise(placed)):
+        return writes
+    return [writes[number] for _, _, number in placed]
+
+
+def _span(view: View) -> tuple[int, int]:
+    """First byte of a view in its storage, and the one behind the last; there may be gaps."""
+    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
+    itemsize = view.dtype.itemsize
+    return view.offset * itemsize, (view.offset + last + 1) * itemsize
 
 
 def _views(value: Any) -> Iterator[View]:
