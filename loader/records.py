@@ -43,7 +43,8 @@ class LayerRecord:
     mapped or written (a packed handler), shared as the object it is and held weakly, because it
     holds the record: both go when the last layer drops it, be it that a reload packed anew.
     `opaque_bytes` is the size of the plain weight it was packed from and `plain_digest` that
-    weight's digest just before.
+    weight's digest just before. `aliases`: records of equal bytes made by other recipes, with
+    origins of their own; they last as long as this one.
     """
 
     key: str
@@ -55,6 +56,7 @@ class LayerRecord:
     plain_digest: str | None = None
     structure: str = ""  # the recipes with their sources numbered instead of named
     origins: tuple[Origin, ...] = ()
+    aliases: list[LayerRecord] = field(default_factory=list)
 
 
 def same_source_bytes(mine: Sequence[SourceTensor], donor: Sequence[Origin]) -> tuple[bool, int]:

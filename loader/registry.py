@@ -66,8 +66,13 @@ class Registry:
         A packed copy counts as the plain weight it was made from.
         """
         slabs = {r.slab.serial: r.slab.nbytes for r in self.residents()}
-        packed = (getattr(record, "opaque_bytes", 0) for record in self.records().values())
-        return sum(slabs.values()) + sum(packed)
+        # Several records may lead to one packed copy; weak references to one object are one.
+        packed = {
+            id(opaque): int(getattr(record, "opaque_bytes", 0))
+            for record in self.records().values()
+            if (opaque := getattr(record, "opaque", None)) is not None
+        }
+        return sum(slabs.values()) + sum(packed.values())
 
     def overhead_bytes(self) -> int:
         """An estimate of what the tables, keys and residents themselves take; not the tensors."""

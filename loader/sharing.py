@@ -48,7 +48,7 @@ def verify() -> Verification:
     packed = [
         key
         for key, record in registry.records().items()
-        if isinstance(record, LayerRecord) and record.opaque is not None
+        if isinstance(record, LayerRecord) and record.opaque is not None and record.key == key
     ]
     nbytes = sum(resident.nbytes for resident in residents)
     return Verification(len(residents), nbytes, tuple(mismatches), tuple(sorted(packed)))
