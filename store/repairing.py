@@ -64,13 +64,15 @@ class Repair:
         given = [read_source(self._objects.files, path) for path in paths]
         self._drop_broken_lists()
         self._check(Level(0))
-        self._references()
-        self._padding()
+        found = survey(self._objects)
+        self._references(found)
+        self._padding(found)
         self._from_trash()
         sources = [*self._own_leftovers(), *given]
         self._progress.start(sum(source.nbytes for source in sources))
         for source in sources:
             self._from_source(source)
+        self._index.refresh()
         self._result.missing = _missing(survey(self._objects))
         return self._result
 
@@ -86,9 +88,9 @@ class Repair:
         if broken:
             self._check(Level(1))
 
-    def _references(self) -> None:
+    def _references(self, found: Survey) -> None:
         known = list(self._objects.manifest_names())
-        for problem in survey(self._objects).problems:
+        for problem in found.problems:
             if problem.kind == "reference" and problem.checkpoint is not None:
                 self._reference(problem.checkpoint, problem.path, known)
 
@@ -100,8 +102,7 @@ class Repair:
                 self._objects.set_ref(name, near[0], replace=True)
                 self._result.references += 1
 
-    def _padding(self) -> None:
-        found = survey(self._objects)
+    def _padding(self, found: Survey) -> None:
         for container, bad in found.bad.items():
             stained = bad - {record.offset for record in found.tables[container].records}
             if stained:
@@ -128,11 +129,14 @@ class Repair:
             with suppress(StoreError):
                 table = self._objects.table(container, at=paths[-1])
                 if any(record.digest in lost for record in table.records):
-                    for path in paths:
-                        target = self._objects.layout.container(container.name, container.kind)
-                        self._objects.place(path, target.with_name(path.name.partition(".")[2]))
-                    self._result.from_trash += 1
-        self._index.refresh()
+                    self._bring_back(container, paths)
+
+    def _bring_back(self, container: ContainerId, paths: Sequence[Path]) -> None:
+        layout = self._objects.layout
+        for path in paths:
+            folder = layout.container(container.name, container.kind).parent
+            self._objects.place(path, folder / path.name.partition(".")[2])
+        self._result.from_trash += 1
 
     def _trashed(self) -> Iterator[tuple[ContainerId, list[Path]]]:
         """Containers in the trash with their files, the table's last."""
@@ -161,19 +165,20 @@ class Repair:
 
     def _from_source(self, source: Source) -> None:
         hashed = [self._hash(file) for file in source.files]
-        self._publish(source.files, hashed)
-        lost = survey(self._objects).lost()
+        found = survey(self._objects)
+        if self._publish(source.files, hashed, found.absent):
+            found = survey(self._objects)  # what came back leads to more
+        lost = found.lost()
         with ExitStack() as undo:
             writers = {kind: ContainerWriter(self._objects, self._hasher, kind) for kind in _KINDS}
             for writer in writers.values():
                 undo.callback(writer.abandon)
-            for file, found in zip(source.files, hashed, strict=True):
-                self._write(file, found, lost, writers)
+            for file, digests in zip(source.files, hashed, strict=True):
+                self._write(file, digests, lost, writers)
             for writer in writers.values():
                 container = writer.finish()
                 if container is not None:
                     self._objects.set_bad_offsets(container.name, ())
-        self._index.refresh()
 
     def _hash(self, file: SourceFile) -> list[Hashed]:
         handle = self._objects.files.open(file.path, "read")
@@ -182,8 +187,13 @@ class Repair:
         finally:
             self._objects.files.close(handle)
 
-    def _publish(self, files: Sequence[SourceFile], hashed: Sequence[Sequence[Hashed]]) -> None:
-        """Manifests and pages that are lost, where this source makes the same."""
+    def _publish(
+        self,
+        files: Sequence[SourceFile],
+        hashed: Sequence[Sequence[Hashed]],
+        absent: set[str],
+    ) -> int:
+        """Put back lost manifests and pages where this source makes the same; how many."""
         entries = [FileEntry(f.stored_as, f.nbytes, len(f.segments), f.prefix) for f in files]
         pieces = [
             Piece(found.digest, part.nbytes, part.name, part.dtype, part.shape)
@@ -191,13 +201,15 @@ class Repair:
             for part, found in zip(file.segments, all_found, strict=True)
         ]
         manifest, blobs = manifests.build(entries, pieces)
-        absent = survey(self._objects).absent
+        back = 0
         for name, blob in blobs.items():
             path = self._objects.layout.manifest(name)
             gone = manifest in absent and self._objects.files.status(path) is None
             if name in absent or gone:
                 self._objects.publish(blob, path)
-                self._result.manifests += 1
+                back += 1
+        self._result.manifests += back
+        return back
 
     def _write(
         self,

@@ -1,0 +1,295 @@
+"""A process dies in place of every single operation; nothing that was committed is lost or wrong.
+
+Import, replace, delete, gc and repair run on a store with three references and a raw file, a slab
+and a pack. After each death the disk forgets: nothing (a kill), the bytes that were not synced, or
+names and bytes (a power cut); writes are torn in their middle too.
+"""
+
+import contextlib
+import errno
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stores import (
+    KIB,
+    Content,
+    assert_clean,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    three,
+    u8,
+    write,
+)
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store import Store
+from tensor_dedup.store.errors import (
+    CorruptTensorError,
+    DamagedFileError,
+    MissingObjectError,
+    NoSpaceError,
+)
+from tensor_dedup.store.testing import (
+    CHANGES,
+    NEEDS_SPACE,
+    WRITES,
+    Crash,
+    Faults,
+    FaultyFiles,
+    Loss,
+)
+
+Expected = Mapping[str, Content]
+_SOME = 12
+
+
+@dataclass(frozen=True)
+class World:
+    """A store as it was before, the checkpoints it came from, and what they hold."""
+
+    root: Path
+    store: Path
+    paths: Mapping[str, Path]
+    content: Mapping[str, Content]
+
+    def only(self, *names: str) -> Expected:
+        return {name: self.content[name] for name in names}
+
+    @property
+    def committed(self) -> Expected:
+        return self.only("base", "tune", "tiny")
+
+
+@pytest.fixture(scope="module")
+def world(shared_folder: Path) -> World:
+    root = shared_folder
+    paths = three(root)
+    shared = (paths["base"] / "model.safetensors").read_bytes()[-5 * KIB :]
+    new = safetensors(u8(p=noise(20, 1100 * KIB), q=noise(21, 90)))
+    part = safetensors(u8(known=shared, r=noise(22, 80 * KIB), s=noise(23, 3 * KIB)))
+    files = {"big.safetensors": new, "small.safetensors": part, "config.json": b"{}"}
+    paths["new"] = write(root / "new", files)
+    (root / "limbo").mkdir()
+    store = open_store(root / "store", FaultyFiles(root / "limbo"))
+    for name in ("base", "tune", "tiny"):
+        store.import_(paths[name])
+    kinds = {container.suffix for container in (root / "store" / "containers").rglob("*")}
+    assert kinds >= {".raw", ".slab", ".pack"}
+    return World(root, root / "store", paths, {n: content(p) for n, p in paths.items()})
+
+
+class Scene:
+    """Runs one operation on copies of a store, dying at each of its steps in turn."""
+
+    points = 0
+
+    def __init__(self, world: World, folder: Path, before: Callable[[Store], None]) -> None:
+        self._folder = folder
+        self._template = folder / "template"
+        shutil.copytree(world.store, self._template)
+        before(open_store(self._template, self._files(folder / "first")))
+        self._numbers = itertools.count()
+
+    def _files(self, limbo: Path, faults: Faults | None = None) -> FaultyFiles:
+        limbo.mkdir(parents=True)
+        return FaultyFiles(limbo, faults)
+
+    def stage(self, faults: Faults) -> tuple[Path, FaultyFiles]:
+        folder = self._folder / str(next(self._numbers))
+        shutil.copytree(self._template, folder / "store")
+        return folder, self._files(folder / "limbo", faults)
+
+    def reopened(self, folder: Path) -> Store:
+        """The store of a stage, through another way to the disk."""
+        return open_store(folder / "store", self._files(folder / "after"))
+
+    def steps(self, act: Callable[[Store], object]) -> list[str]:
+        """The operations of one undisturbed run."""
+        folder, files = self.stage(Faults())
+        store = open_store(folder / "store", files)
+        opened = len(files.log)
+        act(store)
+        shutil.rmtree(folder)
+        return ["before"] * opened + files.log[opened:]
+
+    def run(self, act: Callable[[Store], object], faults: Faults, loss: Loss) -> Iterator[Store]:
+        """The store as another process finds it after the death."""
+        folder, files = self.stage(faults)
+        with pytest.raises(Crash):
+            act(open_store(folder / "store", files))
+        files.lose(loss)
+        if loss == "bytes":
+            # The index was ahead of the disk; here it is gone altogether.
+            for path in (folder / "store").glob("index.sqlite*"):
+                path.unlink()
+        yield self.reopened(folder)
+        Scene.points += 1
+        shutil.rmtree(folder)
+
+    def deaths(self, act: Callable[[Store], object], every: bool) -> Iterator[Store]:
+        """At `every` step, with every kind of loss where it changes something.
+
+        Else at every step that changes something, in turn with one kind of loss, and at some of
+        those that only read: a death there leaves what a death at the next change leaves.
+        """
+        kinds: list[Loss] = ["everything", "bytes", "nothing"]
+        for number, operation in enumerate(self.steps(act)):
+            only_reads = operation not in CHANGES
+            if operation == "before" or (only_reads and not every and number % _SOME):
+                continue
+            losses = kinds if every and operation in CHANGES else [kinds[number % 3]]
+            for loss in losses:
+                yield from self.run(act, Faults(stop_at=number), loss)
+            if operation in WRITES:
+                yield from self.run(act, Faults(stop_at=number, torn=True), "nothing")
+
+
+@pytest.fixture(params=["some losses", pytest.param("all losses", marks=pytest.mark.long)])
+def every(request: pytest.FixtureRequest) -> bool:
+    return str(request.param) == "all losses"
+
+
+def _nothing(store: Store) -> None:
+    pass
+
+
+def _either(store: Store, *states: Expected) -> Expected:
+    names = [listed.name for listed in store.list()]
+    return next(state for state in states if sorted(state) == names)
+
+
+def test_import(world: World, folder: Path, every: bool) -> None:
+    scene = Scene(world, folder, _nothing)
+    after = world.only("base", "tune", "tiny", "new")
+    seen = set()
+    for store in scene.deaths(_import_new(world), every):
+        state = _either(store, world.committed, after)
+        seen.add(len(state))
+        assert_clean(store, state)
+        store.import_(world.paths["new"], replace=True)
+        assert_clean(store, after)
+    assert seen == {3, 4}
+
+
+def test_replacing(world: World, folder: Path, every: bool) -> None:
+    scene = Scene(world, folder, _nothing)
+    replaced = {**world.committed, "tiny": world.content["new"]}
+    seen = set()
+
+    def act(store: Store) -> None:
+        store.import_(world.paths["new"], "tiny", replace=True)
+
+    for store in scene.deaths(act, every):
+        # One or the other, whole: never no checkpoint of that name, never a mixture.
+        state = replaced if "big.safetensors" in stored(store, "tiny") else world.committed
+        seen.add(state is replaced)
+        assert_clean(store, state)
+    assert seen == {False, True}
+
+
+def test_delete(world: World, folder: Path) -> None:
+    scene = Scene(world, folder, _nothing)
+    left = world.only("base", "tiny")
+    for store in scene.deaths(lambda store: store.delete("tune"), True):
+        assert_clean(store, _either(store, world.committed, left))
+
+
+@pytest.mark.parametrize("grace", [0, 24])
+def test_gc(world: World, folder: Path, grace: int, every: bool) -> None:
+    def before(store: Store) -> None:
+        store.import_(world.paths["new"])
+        store.delete("new")
+        (store.path / "tmp" / "left-behind").write_bytes(b"half a tensor")
+
+    scene = Scene(world, folder, before)
+    for store in scene.deaths(lambda store: store.gc(grace), every):
+        assert_clean(store, world.committed)
+
+
+def _damage(store: Store) -> None:
+    """A flipped bit in the bytes of each kind of container, in a page and in a reference."""
+    for suffix in ("raw", "slab", "pack"):
+        for path in (store.path / "containers").rglob(f"*.{suffix}"):
+            flip(path, 6)
+    with store.checkpoint("tiny") as checkpoint:
+        manifest = store.path / "manifests" / checkpoint.manifest[:2] / checkpoint.manifest
+    flip(manifest, 30)
+    flip(store.path / "refs" / "tune", 60)
+    assert not store.verify(full=True).fine
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_repair(world: World, folder: Path, every: bool) -> None:
+    scene = Scene(world, folder, _damage)
+    paths = [world.paths[name] for name in ("base", "tune", "tiny")]
+    for store in scene.deaths(lambda store: store.repair(paths), every):
+        for name, files in world.committed.items():
+            with contextlib.suppress(DamagedFileError, CorruptTensorError, MissingObjectError):
+                assert stored(store, name) == files
+        assert store.repair(paths).missing == []
+        assert_clean(store, world.committed)
+
+
+def test_that_was_often_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\ncrash points: {Scene.points}")  # noqa: T201 (the number is a result)
+    assert Scene.points >= 200
+
+
+def _import_new(world: World) -> Callable[[Store], object]:
+    return lambda store: store.import_(world.paths["new"])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.long)])
+def test_an_operation_that_fails_once_can_be_done_again(
+    world: World, folder: Path, code: int, every: bool
+) -> None:
+    scene = Scene(world, folder, _nothing)
+    after = world.only("base", "tune", "tiny", "new")
+    act = _import_new(world)
+    for number, operation in enumerate(scene.steps(act)):
+        if operation == "before" or (operation not in CHANGES and not every and number % _SOME):
+            continue
+        stage, files = scene.stage(Faults(fail={number: code}))
+        store = open_store(stage / "store", files)
+        with contextlib.suppress(StoreError):  # some failures can be lived with
+            act(store)
+        state = _either(store, world.committed, after)
+        assert_clean(store, state)
+        store.import_(world.paths["new"], replace=True)
+        assert_clean(store, after)
+        files.lose("nothing")
+        shutil.rmtree(stage)
+
+
+@pytest.mark.parametrize("verb", ["import", "gc"])
+def test_a_full_disk_loses_nothing(world: World, folder: Path, verb: str) -> None:
+    def before(store: Store) -> None:
+        if verb == "gc":
+            store.delete("tune")
+
+    scene = Scene(world, folder, before)
+    expected = world.committed if verb == "import" else world.only("base", "tiny")
+    act = _import_new(world) if verb == "import" else (lambda store: store.gc(24))
+    tried = 0
+    for number, operation in enumerate(scene.steps(act)):
+        if operation in NEEDS_SPACE:
+            stage, files = scene.stage(Faults(full_from=number))
+            with pytest.raises(NoSpaceError, match="gc"):
+                act(open_store(stage / "store", files))
+            assert_clean(scene.reopened(stage), expected)
+            shutil.rmtree(stage)
+            tried += 1
+    assert tried >= 3
