@@ -62,7 +62,7 @@ _NOTES = """\
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the checkpoints, 3 GB and 1 more for a time [default: in the user's cache directory].",
+    help="Folder for the checkpoints, 4 GB [default: in the user's cache directory].",
 )
 @click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
 def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, write: bool) -> None:
