@@ -14,11 +14,14 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
+from tensor_dedup.loader.layer_key import process_state
 from tensor_dedup.loader.ledger import Ledger
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.recipe import (
     RecipeBook,
+    needs_base,
     reason_to_keep_private,
+    references,
     whole_source,
 )
 from tensor_dedup.loader.registry import registry
@@ -61,6 +64,7 @@ class Assembly:
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
     own: WeakSet[object] = field(default_factory=WeakSet)  # residents and records of this load
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)
+    _state: str = field(default_factory=process_state)
     _rng: random.Random = field(default_factory=random.Random)
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
@@ -72,6 +76,7 @@ class Assembly:
                 self.aliased.update({storage} & seen)
                 seen.add(storage)
                 self.evaluator.expect(each.view)
+        _drop_what_is_overwritten(parameters)
         wanted = {id(s) for each in parameters for s in self._shareable_sources(each)}
         every = {id(s) for each in parameters for s in self.sources(each)}
         self.evaluator.unhashed = every - wanted
@@ -93,7 +98,7 @@ class Assembly:
         if view is None:
             return "the loading code gave it memory of its own"
         if not view.is_whole() or id(view.storage) in self.aliased:
-            return "it shares its storage with another parameter"
+            return SHARED_STORAGE
         sources = self.sources(each)
         if not sources:
             return "it does not come from the checkpoint"
@@ -274,9 +279,14 @@ class Assembly:
                 self.give_back(made)
 
     def _install(self, each: DeferredParameter, resident: Resident, *, made: bool = False) -> None:
+        try:
+            tensor = resident.map()
+        except SharedMemoryError as error:
+            self.keep_private(each, str(error))
+            return
         if made:
             self.own.add(resident)
-        self.place(each, resident.map())
+        self.place(each, tensor)
         self.enter(each.name, each.nbytes, resident, made=made, sources=self.sources(each))
 
     def enter(
@@ -315,29 +325,32 @@ class Assembly:
         self.ledger.skip(each.name, reason)
 
     def _recipe_key(self, each: DeferredParameter) -> str:
-        return f"recipe:{self.config.hash_algorithm}:{self.book.digest(_view(each))}"
+        recipe = self.book.digest(_view(each))
+        return f"recipe:{self.config.hash_algorithm}:{self._state}:{recipe}"
 
     def sampled(self) -> bool:
         """Is this hit one of those to audit?"""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
     def _equal(self, resident: Resident, tensor: torch.Tensor) -> bool:
-        """On a hit by content: compare when asked to. Counts a collision."""
-        if not (self.config.verifies_bytes or self.sampled()):
+        """On a hit by content: compare when asked to. Counts a collision, or AuditError."""
+        verify = self.config.verifies_bytes
+        if not (verify or self.sampled()) or same_bytes(tensor, resident.map()):
             return True
-        if same_bytes(tensor, resident.map()):
-            return True
+        if not verify:
+            raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
         self.ledger.collisions += 1
         return False
 
 
 COLLISION = "another tensor has the same digest"
+SHARED_STORAGE = "it shares its storage with another parameter"
 
 
 def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
     """Stop a load whose audit found a difference. AuditError."""
     raise AuditError(
-        f"audit: {name}: {shared} differs from {rebuilt}; nothing was mapped for this model. "
+        f"audit: {name}: {shared} differs from {rebuilt}; this model was not loaded. "
         "Load with tensor_dedup=False and report this with the output of `tensor-dedup --version`",
         tensor=name,
     )
@@ -345,7 +358,23 @@ def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Are two dense tensors of one dtype and geometry equal bit by bit (NaN payloads included)?"""
-    return a.dtype == b.dtype and tensor_bytes(a) == tensor_bytes(b)
+    if a.dtype != b.dtype or a.nbytes != b.nbytes:
+        return False
+    return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)
+
+
+def _drop_what_is_overwritten(parameters: Sequence[DeferredParameter]) -> None:
+    """Let go of what constructors left where no recipe asks for it: it may be memory in use."""
+    views = [each.view for each in parameters if each.view is not None]
+    mentioned = {id(mention.storage) for view in views for mention in references(view)}
+    for view in views:
+        storage = view.storage
+        if id(storage) not in mentioned and not needs_base(storage, view.version):
+            storage.initial = None
 
 
 def _view(each: DeferredParameter) -> View:

@@ -26,7 +26,8 @@ TRACER_VERSION = 1
 
 # A layer's own attributes that name its place and not its content. Ranks: a slice is part of the
 # recipe, so equal slices of different ranks meet.
-_PLACE = frozenset({"prefix", "layer_name", "name", "tp_rank", "ep_rank", "dp_rank", "training"})
+_PLACE = frozenset({"prefix", "layer_name", "name", "training"})
+_RANKS = frozenset({"tp_rank", "ep_rank", "dp_rank", "pcp_rank"})
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
@@ -70,7 +71,7 @@ def plain(value: Any, depth: int = 6) -> Any:
         if isinstance(value, (set, frozenset)):
             return sorted(json.dumps(plain(item, depth - 1), sort_keys=True) for item in value)
         if isinstance(value, Mapping):
-            return {str(k): plain(v, depth - 1) for k, v in value.items() if str(k) not in _PLACE}
+            return {str(k): plain(v, depth - 1) for k, v in value.items() if str(k) not in _RANKS}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
             return {"class": class_name(value), **plain(fields, depth)}
@@ -82,7 +83,8 @@ def attributes(thing: object, depth: int = 4) -> dict[str, Any]:
     return {
         name: plain(value, depth)
         for name, value in sorted(vars(thing).items())
-        if name not in _PLACE and not name.startswith(("_parameters", "_buffers", "_modules"))
+        if name not in _PLACE | _RANKS
+        and not name.startswith(("_parameters", "_buffers", "_modules"))
     }
 
 
@@ -90,6 +92,16 @@ def class_name(thing: object) -> str:
     """Module and name of the class of `thing`, or of the class or function itself."""
     kind = thing if isinstance(thing, type) or hasattr(thing, "__qualname__") else type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def process_state() -> str:
+    """One name for everything outside a recipe that arithmetic in it may depend on.
+
+    Sums and products change their last bits with threads, precision settings and libraries.
+    """
+    state = {"versions": _versions(), "environment": environment(), "runtime": runtime()}
+    text = json.dumps(state, sort_keys=True, default=str)
+    return blake3(text.encode(), derive_key_context=_CONTEXT).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

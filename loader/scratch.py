@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+# A block much larger than what is asked for stays free for what needs it.
+_SLACK = 1 << 20
+
 
 class Scratch:
     """Lends flat uint8 CPU tensors. One thread. `close` drops what is kept."""
@@ -19,7 +22,7 @@ class Scratch:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Lend at least `nbytes` bytes, content undefined; the caller narrows and gives it back."""
-        fitting = [block for block in self._free if block.numel() >= nbytes]
+        fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + _SLACK]
         if fitting:
             block = min(fitting, key=torch.Tensor.numel)
             self._free = [kept for kept in self._free if kept is not block]

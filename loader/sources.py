@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -190,8 +190,3 @@ def _enter(source: SourceTensor, value: str) -> None:
         )
     source.digest = value
     source.file.hashed[source.spec.start, source.spec.nbytes] = value
-
-
-def total_bytes(sources: Sequence[SourceTensor]) -> int:
-    """The bytes of these tensors in their files."""
-    return sum(source.spec.nbytes for source in sources)

@@ -111,6 +111,13 @@ class Tracer:
         with _no_new_threads(lambda: self._evaluating), _no_collections(), _Mode(self):
             yield
 
+    def held(self) -> int:
+        """How many deferred storages some tensor still refers to."""
+        return sum(
+            torch._C._storage_Use_Count(storage.untyped._cdata) > 1
+            for storage in self._storages.values()
+        )
+
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Send `torch.zeros(..., device=param.device)` to the device the parameter stands for."""
         device = kwargs.get("device")
@@ -129,7 +136,11 @@ class Tracer:
         if storage is not None:
             return _plain_view(storage, tensor)
         _refuse_foreign(tensor)
-        return Const(tensor)
+        self._evaluating = True  # hashing may start the pool: those threads are ours
+        try:
+            return Const(tensor)
+        finally:
+            self._evaluating = False
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = self.find(tensor)

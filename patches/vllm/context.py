@@ -48,8 +48,16 @@ class LayerContext:
             if each.view is not None:
                 self.assembly.evaluator.release(each.view)
 
-    def key(self, layer: nn.Module, parameters: Mapping[str, DeferredParameter]) -> LayerKey:
-        """The layer's key. All digests must be known; asked before processing changes the layer."""
+    def key(
+        self,
+        layer: nn.Module,
+        parameters: Mapping[str, DeferredParameter],
+        content: str | None = None,
+    ) -> LayerKey:
+        """The layer's key. All digests must be known; asked before processing changes the layer.
+
+        With `content`, the digest of the only parameter's bytes, that stands for its recipe.
+        """
         return LayerKey.of(
             vllm=vllm.__version__,
             hash=self.assembly.config.hash_algorithm,
@@ -60,14 +68,16 @@ class LayerContext:
             model_dtype=str(self.model_dtype),
             device="cpu",
             dispatch=dispatch(),
-            parameters={name: self._described(each) for name, each in parameters.items()},
+            bias=_bias(layer),  # some kernels convert it while they pack the weight
+            parameters={n: self._described(each, content) for n, each in parameters.items()},
         )
 
-    def _described(self, each: DeferredParameter) -> list[Any]:
+    def _described(self, each: DeferredParameter, content: str | None) -> list[Any]:
         view = each.view
         assert view is not None
         kind = class_name(type(each.parameter))
-        return [kind, str(view.dtype), view.shape, view.stride, self.assembly.book.digest(view)]
+        bytes_are = f"content {content}" if content else self.assembly.book.digest(view)
+        return [kind, str(view.dtype), view.shape, view.stride, bytes_are]
 
     def acceptable(self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]) -> bool:
         """With verify_bytes: are the sources really those the record was made from?"""
@@ -81,3 +91,8 @@ class LayerContext:
             return True
         self.assembly.ledger.collisions += 1
         return False
+
+
+def _bias(layer: nn.Module) -> str | None:
+    bias = getattr(layer, "bias", None)
+    return str(bias.dtype) if isinstance(bias, torch.Tensor) else None

@@ -19,7 +19,7 @@ from tensor_dedup.loader.records import LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.structure import structure_of
 from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
-from tensor_dedup.patches.vllm.kernels import holds_memory, packed_linear
+from tensor_dedup.patches.vllm.kernels import holds_memory, packed_linear, unpacked_linear
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.layer_key import LayerKey
@@ -57,10 +57,14 @@ class PackedGemm:
         assembly.give_back(made)
 
     def _reuse(self, record: LayerRecord, linear: Any, made: Made | None) -> None:
-        assembly, weight, layer = self.context.assembly, self.weight, self.layer
+        assembly = self.context.assembly
         if assembly.sampled():
             self._audit(record, made)
-        if self.keeps_weight:
+        self._use(record, linear, made)
+
+    def _use(self, record: LayerRecord, linear: Any, made: Made | None) -> None:
+        assembly, weight, layer = self.context.assembly, self.weight, self.layer
+        if self.keeps_weight or record.attributes["keeps_weight"]:
             assembly.share([weight], made)
         else:
             # What vLLM leaves behind once a weight is packed.
@@ -86,43 +90,82 @@ class PackedGemm:
             assembly.give_back(here)
 
     def _pack(self, key: LayerKey, made: Made | None) -> None:
-        """Process as vLLM does, from borrowed memory where the plain weight is dropped anyway."""
-        assembly, weight, layer = self.context.assembly, self.weight, self.layer
-        nbytes = weight.nbytes
+        """Process as vLLM does, from borrowed memory where the plain weight is dropped anyway.
+
+        Or take what was packed from equal bytes that came about in another way.
+        """
+        assembly, weight = self.context.assembly, self.weight
+        here = None
         if self.keeps_weight or weight.installed:
             assembly.share([weight], made)
             plain = assembly.digest_of_installed(weight)
-            self.original(layer)
         else:
             here = made or assembly.make(weight)
             plain = assembly.content_digest(weight, here)
-            self._process_borrowed(here)
-            if here is not made:
-                assembly.give_back(here)
-        linear = packed_linear(layer)
+        content = self.context.key(self.layer, {"weight": weight}, plain)
+        if not self._reuse_equal(key, content, here):
+            if here is None:
+                self.original(self.layer)
+            else:
+                self._process_borrowed(here)
+            self._publish(key, content, plain)
+        if here is not made:
+            assembly.give_back(here)
+
+    def _reuse_equal(self, key: LayerKey, content: LayerKey, made: Made | None) -> bool:
+        """Use what was packed from the same bytes by another recipe, if there is such a thing."""
+        assembly = self.context.assembly
+        if assembly.config.verifies_bytes:
+            return False  # the bytes of a packed weight are nowhere to be compared with
+        first = registry.lookup_record(content.digest)
+        linear = first.opaque() if isinstance(first, LayerRecord) and first.opaque else None
+        if not isinstance(first, LayerRecord) or linear is None:
+            return False
+        self._use(first, linear, made)
+        alias = LayerRecord(key.digest, key.preimage, attributes=first.attributes)
+        alias.opaque, alias.opaque_bytes = first.opaque, first.opaque_bytes
+        alias.plain_digest = first.plain_digest
+        alias.structure, alias.origins = structure_of([self.weight])
+        first.aliases.append(alias)
+        registry.publish_record(key.digest, alias)
+        if first in assembly.own:
+            assembly.own.add(alias)
+        return True
+
+    def _publish(self, key: LayerKey, content: LayerKey, plain: str) -> None:
+        """Enter what was packed just now, by the recipe of its bytes and by the bytes."""
+        assembly, weight, layer = self.context.assembly, self.weight, self.layer
+        packed, unpacked = packed_linear(layer), unpacked_linear(layer)
+        linear = packed or unpacked
+        if unpacked is None:
+            self._enter(weight.nbytes)
         if linear is None:
-            self._enter(nbytes)
             assembly.ledger.skip(weight.name, "its kernel does not pack into a handler we know")
             return
         record = LayerRecord(key.digest, key.preimage)
-        record.opaque, record.opaque_bytes = weakref.ref(linear), nbytes
-        record.plain_digest = plain
+        record.opaque, record.plain_digest = weakref.ref(linear), plain
+        record.opaque_bytes = weight.nbytes if packed else 0
         bias = getattr(layer, "bias", None)
-        record.attributes = {"bias_dtype": bias.dtype if isinstance(bias, nn.Parameter) else None}
+        record.attributes = {
+            "bias_dtype": bias.dtype if isinstance(bias, nn.Parameter) else None,
+            "keeps_weight": packed is None,
+        }
         record.structure, record.origins = structure_of([weight])
         registry.publish_record(key.digest, record)
+        registry.publish_record(content.digest, record)
         assembly.own.add(record)
         setattr(linear, RECORD, record)
-        self._enter(nbytes)
 
     def _process_borrowed(self, here: Made) -> None:
         """Process from borrowed memory; a kernel that kept some of it keeps the block."""
-        parameter = self.weight.parameter
-        replace_data(parameter, here.tensor)
-        self.context.done(self.weight)
-        self.original(self.layer)
-        if holds_memory(self.layer, here.block):
-            here.escaped = True
+        weight, layer = self.weight, self.layer
+        replace_data(weight.parameter, here.tensor)
+        self.original(layer)
+        if layer.weight is weight.parameter and unpacked_linear(layer) is not None:
+            self.context.assembly.share([weight], here)  # nothing was packed: a plain weight
+        else:
+            self.context.done(weight)
+        here.escaped = holds_memory(layer, here.block)
 
     def _pack_privately(self, reason: str) -> None:
         assembly, weight = self.context.assembly, self.weight
@@ -136,7 +179,8 @@ class PackedGemm:
             here = assembly.make(weight)
             self._process_borrowed(here)
             assembly.give_back(here)
-        self._enter(nbytes)
+        if unpacked_linear(self.layer) is None:
+            self._enter(nbytes)
 
     def _enter(self, nbytes: int, record: LayerRecord | None = None) -> None:
         """Account for the packed form: that of a record found, or one made now."""

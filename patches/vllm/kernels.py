@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,6 +43,23 @@ def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     if any(isinstance(cell, nn.Parameter) for cell in cells):
         return None
     return linear  # type: ignore[no-any-return]
+
+
+def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """The layer's `cpu_linear` when it is a function of its arguments alone; else None.
+
+    vLLM falls back to one where oneDNN has no kernel (float16 on many CPUs): the layer then keeps
+    its plain weight.
+    """
+    linear = getattr(layer, "cpu_linear", None)
+    plain_function = isinstance(linear, FunctionType) and not linear.__closure__
+    return linear if plain_function else None
+
+
+def held_elsewhere(parameter: nn.Parameter) -> bool:
+    """Does anything but the parameter itself keep its memory, such as a kernel's own view of it?"""
+    # The parameter holds its storage once, and the handle asked for here once more.
+    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
 
 
 def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
@@ -92,13 +110,14 @@ def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
         method.moe_kernel, method.moe_quant_config = kernel, config
 
 
-def final_bytes(model: nn.Module) -> int:
+def final_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of a processed model's parameters and of what was packed from them.
 
-    A packed weight counts as the plain one it was made from; oneDNN may pad it.
+    A packed weight counts as the plain one it was made from, of the model's `dtype`; oneDNN may
+    pad it.
     """
     total = sum(parameter.nbytes for parameter in model.parameters())
-    itemsize = torch.get_default_dtype().itemsize
+    itemsize = dtype.itemsize
     for module in model.modules():
         linear = getattr(module, "cpu_linear", None)
         for cell in getattr(linear, "__closure__", None) or ():

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import weights_already_processed
 
-from tensor_dedup.loader.assembly import Assembly, Made, raise_audit, same_bytes
+from tensor_dedup.loader.assembly import SHARED_STORAGE, Assembly, Made, raise_audit, same_bytes
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.layer_key import LayerKey, class_name
 from tensor_dedup.loader.records import LayerRecord
@@ -30,6 +30,7 @@ from tensor_dedup.loader.structure import structure_of
 from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
 from tensor_dedup.patches.vllm.gemm import PackedGemm
 from tensor_dedup.patches.vllm.kernels import (
+    held_elsewhere,
     processed_attributes,
     set_attributes,
 )
@@ -125,7 +126,8 @@ class LayerProcessor:
         self, layer: nn.Module, parameters: dict[str, DeferredParameter], record: LayerRecord
     ) -> None:
         for name in [n for n in parameters if n not in record.residents]:
-            delattr(layer, name)
+            if name in layer._parameters:
+                delattr(layer, name)
         for name, (resident, kind) in record.residents.items():
             tensor = resident.map()
             if layer._parameters.get(name) is None:
@@ -178,6 +180,10 @@ class LayerProcessor:
     def _materialise(self, parameters: dict[str, DeferredParameter], made: dict[str, Made]) -> None:
         """Give each parameter memory of its own: processing may keep any part of it."""
         for name, each in parameters.items():
+            reason = self.assembly.reason(each)
+            if reason == SHARED_STORAGE:
+                self.assembly.keep_private(each, reason, made.get(name))
+                continue
             tensor = torch.empty_strided(
                 each.parameter.shape, each.parameter.stride(), dtype=each.parameter.dtype
             )
@@ -201,9 +207,9 @@ class LayerProcessor:
                 continue
             label = each.name if each is not None else f"{class_name(layer)}.{name}"
             sources = each.sources if each is not None else ()
-            reason = assembly.reason(each) if each is not None else None
-            if reason is None and not sharable(parameter.detach()):
-                reason = "its processed form has gaps"
+            reason = self._reason_after(each, parameter)
+            if reason == SHARED_STORAGE:
+                continue  # entered when it got its memory
             if reason is not None or not parameter.numel():
                 assembly.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
                 if reason is not None:
@@ -217,6 +223,15 @@ class LayerProcessor:
             assembly.enter(label, parameter.nbytes, resident, made=made, sources=sources)
             if record is not None:
                 record.residents[name] = (resident, type(parameter))
+
+    def _reason_after(self, each: DeferredParameter | None, parameter: nn.Parameter) -> str | None:
+        """Why a processed parameter stays private, or None."""
+        reason = self.assembly.reason(each) if each is not None else None
+        if reason is None and not sharable(parameter.detach()):
+            return "its processed form has gaps"
+        if reason is None and held_elsewhere(parameter):
+            return "something beside the layer keeps its memory"
+        return reason
 
 
 def _parameter_count(layer: nn.Module) -> int:

@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -18,17 +19,20 @@ from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from tensor_dedup.errors import TensorDedupError, UnsupportedError
+from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.trace import UntraceableError
-from tensor_dedup.patches.vllm import weight_iterators
+from tensor_dedup.patches.vllm import weight_iterators, writers
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.run import Run
 from tensor_dedup.patches.vllm.seams import usable
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import CompilationConfig, LoadConfig, ModelConfig, VllmConfig
 
 _log = logging.getLogger(__name__)
 # Tracing replaces process-wide state (the default dtype among it), and two loads of one model at
@@ -37,6 +41,7 @@ _load_lock = threading.RLock()
 # What a model's loading code may raise when it meets a tensor without content.
 _TRACING_ERRORS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
+    AssertionError,
 )  # fmt: skip
 
 
@@ -54,6 +59,7 @@ class TensorDedupLoader(DefaultModelLoader):
             dataclasses.replace(load_config, load_format=inner, model_loader_extra_config=extra)
         )
         weight_iterators.install()
+        writers.install()
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
@@ -65,7 +71,8 @@ class TensorDedupLoader(DefaultModelLoader):
                 return self._load_plainly(refusal, vllm_config, model_config, prefix)
             try:
                 return self._load_trusting_hints(vllm_config, model_config, prefix)
-            except UntraceableError as error:
+            except (UnsupportedError, SharedMemoryError) as error:
+                _log.debug("sharing was given up here", exc_info=True)
                 refusal = str(error)
             # Outside the handler: the error's frames hold the model that was begun.
             return self._load_plainly(refusal, vllm_config, model_config, prefix)
@@ -92,8 +99,10 @@ class TensorDedupLoader(DefaultModelLoader):
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
         report = ModelReport(name=model_config.model, rank=vllm_config.parallel_config.rank)
         report.tensors_total = sum(1 for _ in model.parameters())
-        report.total_bytes = report.private_bytes = final_bytes(model)
+        dtype = cast("torch.dtype", model_config.dtype)
+        report.total_bytes = report.private_bytes = final_bytes(model, dtype)
         report.bytes_materialised = report.total_bytes
+        _describe_checkpoint(report, model_config.model)
         report.skipped = [("<model>", reason)]
         add(report)
         return model
@@ -149,34 +158,55 @@ class TensorDedupLoader(DefaultModelLoader):
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
                 raise UntraceableError("weights are quantised while they are loaded")
         began = time.perf_counter()
-        run.defer(model)
         try:
+            run.defer(model)
             with weight_iterators.deferring(run.open_files), run.tracer.recording():
                 self.load_weights(model, model_config)
+            run.conclude(model)
         except _TRACING_ERRORS as error:
             # A checkpoint that does not fit the model fails again, plainly, with vLLM's own words.
             raise UntraceableError(f"its loading code cannot be deferred ({error})") from error
-        run.conclude(model)
         run.plan_seconds = time.perf_counter() - began
 
 
 @contextmanager
 def _taken_back(vllm_config: VllmConfig) -> Iterator[None]:
-    """When the block fails, forget the layers it entered in the configuration.
+    """When the block fails, let the next attempt find things as this one found them.
 
-    vLLM enters each attention and MoE layer there when it is made, and refuses a second one of
-    that name: a model could not be made again for another attempt.
+    vLLM enters each attention and MoE layer in the configuration when it is made, and refuses a
+    second one of that name; constructors draw random numbers.
     """
     compilation = vllm_config.compilation_config
     layers = dict(compilation.static_forward_context)
     experts = list(compilation.static_all_moe_layers)
+    counted = [Counter(ops) for ops in _counted_ops(compilation)]
+    numbers = torch.get_rng_state()
     try:
         yield
     except BaseException:
         compilation.static_forward_context.clear()
         compilation.static_forward_context.update(layers)
         compilation.static_all_moe_layers[:] = experts
+        for ops, before in zip(_counted_ops(compilation), counted, strict=True):
+            ops.clear()
+            ops.update(before)
+        torch.set_rng_state(numbers)
         raise
+
+
+def _counted_ops(compilation: CompilationConfig) -> tuple[Counter[str], Counter[str]]:
+    return compilation.enabled_custom_ops, compilation.disabled_custom_ops
+
+
+def _describe_checkpoint(report: ModelReport, path: str) -> None:
+    """Enter the sizes of a local checkpoint that vLLM read by itself; nothing when unknown."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except (TensorDedupError, OSError):
+        return
+    report.checkpoint_bytes = report.bytes_read = checkpoint.nbytes
+    report.source_tensors_total = checkpoint.tensor_count
+    report.header_bytes = sum(file.header.header_bytes for file in checkpoint.files)
 
 
 @contextmanager
