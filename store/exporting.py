@@ -61,7 +61,7 @@ def _fill(
     for piece in file.pieces:
         for start in range(0, piece.nbytes, _STEP):
             stop = min(start + _STEP, piece.nbytes)
-            data = checkpoint.read_bytes(piece.digest, start, stop, piece.nbytes)
+            data = checkpoint.read_piece(piece.digest, start, stop, piece.nbytes)
             files.pwrite(handle, memoryview(data), at + start)
             progress.advance(len(data))
         at += piece.nbytes

@@ -198,7 +198,7 @@ class _IndexFile:
         self._lock: Handle | None = None
         self.db: sqlite3.Connection | None = None
 
-    def open(self) -> sqlite3.Connection:
+    def connect(self) -> sqlite3.Connection:
         files, layout = self._objects.files, self._objects.layout
         self._lock = files.open(layout.index_lock, "lock")
         files.flock(self._lock, exclusive=False, wait_s=None)
@@ -249,7 +249,7 @@ def _usable(objects: Objects, undo: contextlib.ExitStack) -> Index:
     for _ in range(2):
         file = _IndexFile(objects)
         try:
-            index = Index(file.open(), objects)
+            index = Index(file.connect(), objects)
             index.update()
         except sqlite3.DatabaseError as error:
             file.close()

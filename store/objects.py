@@ -175,8 +175,8 @@ class Objects:
 
     def bad_containers(self) -> list[str]:
         """The names of the containers with bad places."""
-        names = self.files.listdir(self.layout.quarantine)
-        return [name.removesuffix(BAD_SUFFIX) for name in names if name.endswith(BAD_SUFFIX)]
+        found = [Path(name) for name in self.files.listdir(self.layout.quarantine)]
+        return [p.stem for p in found if p.suffix == BAD_SUFFIX and _is_digest(p.stem)]
 
     # Manifests
 

@@ -139,7 +139,7 @@ class StoredCheckpoint:
         UnknownTensorError. ClosedCheckpointError. Memory: the tensor.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
-        return self.read_bytes(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
+        return self.read_piece(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
 
     def read_range(self, tensor: StoredTensor | str, start: int, stop: int) -> bytearray:
         """The bytes from `start` to `stop` of a tensor, verified leaf by leaf (2 MiB).
@@ -155,9 +155,9 @@ class StoredCheckpoint:
                 stop=stop,
                 nbytes=wanted.nbytes,
             )
-        return self.read_bytes(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
+        return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
 
-    def read_bytes(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
+    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
         """A range of the `nbytes` that have a digest, verified: the store's own way to read."""
         if not self._open:
             raise ClosedCheckpointError.at(self.name, "it was closed", name=self.name)

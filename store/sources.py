@@ -72,7 +72,8 @@ def read_source(files: Files, path: Path) -> Source:
     weights that `open_checkpoint` does not choose. Errors: those of open_checkpoint.
     """
     checkpoint = open_checkpoint(path)
-    if not checkpoint.path.is_dir():
+    status = files.status(checkpoint.path)
+    if status is None or status.kind != "folder":
         root = checkpoint.path.parent
         taken = [_weights(file, root) for file in checkpoint.files]
         if is_index(checkpoint.path.name):

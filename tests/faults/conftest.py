@@ -1,30 +1,20 @@
-"""Folders in memory: crashes are tried by the hundred, and the disk's own pace proves nothing."""
+"""Where crashes are tried by the hundred. What is killed for real uses tmp_path, on the disk."""
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_SHARED_MEMORY = Path("/dev/shm")
-
-
-def _folder() -> Path:
-    usable = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
-    return Path(tempfile.mkdtemp(prefix="store-", dir=_SHARED_MEMORY if usable else None))
+from memory import memory_folder
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    path = _folder()
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    with memory_folder() as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
 def shared_folder() -> Iterator[Path]:
-    path = _folder()
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    with memory_folder() as path:
+        yield path

@@ -63,7 +63,7 @@ def stored(store: Store, name: str) -> Content:
     with store.checkpoint(name) as checkpoint:
         return {
             file.path: b"".join(
-                checkpoint.read_bytes(piece.digest, 0, piece.nbytes, piece.nbytes)
+                checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes)
                 for piece in file.pieces
             )
             for file in checkpoint.files

@@ -1,0 +1,14 @@
+"""Stores in memory; tests/faults has some on the disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memory import memory_folder
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with memory_folder() as path:
+        yield path

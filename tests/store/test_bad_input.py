@@ -1,0 +1,343 @@
+"""What must not be done, and what must not be believed: a clear error each, and no harm."""
+
+import errno
+import os
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+from blake3 import blake3
+
+from stores import KIB, assert_clean, content, noise, open_store, safetensors, three, u8, write
+from tensor_dedup.digest import digest
+from tensor_dedup.errors import (
+    ChangedFileError,
+    CheckpointNotFoundError,
+    FormatError,
+    StoreError,
+    UnsupportedError,
+)
+from tensor_dedup.store import Store, frames, manifests
+from tensor_dedup.store.errors import (
+    BadNameError,
+    BadRangeError,
+    ClosedCheckpointError,
+    DamagedFileError,
+    EscapingPathError,
+    ExportTargetError,
+    NameTakenError,
+    NewerFormatError,
+    NotAStoreError,
+    StoreAccessError,
+    StoreBusyError,
+    UnfitForCollectionError,
+    UnknownNameError,
+    UnknownTensorError,
+)
+from tensor_dedup.store.files import Handle, Mode, RealFiles
+from tensor_dedup.store.manifests import FileEntry, Piece
+from tensor_dedup.store.tables import Table
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = open_store(tmp_path / "store")
+    store.import_(write(tmp_path / "m", {"a.safetensors": safetensors(u8(t=noise(1, 100 * KIB)))}))
+    return store
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", "../m", "a/../b", "/etc/passwd", "a//b", "a/", ".hidden", "a\0b"),
+        *("a\nb", "ü", "a%2Fb", "-rf", "a b", "x" * 201),
+    ],
+)
+def test_a_name_leads_nowhere_else(store: Store, name: str) -> None:
+    for act in (store.checkpoint, store.delete, lambda n: store.import_("m", n)):
+        with pytest.raises(BadNameError, match="letters, digits"):
+            act(name)
+
+
+@pytest.mark.parametrize("name", ["a", "org/model", "Qwen3-0.6B@main", "_x.y=1+2"])
+def test_ordinary_names_are_names(store: Store, tmp_path: Path, name: str) -> None:
+    store.import_(tmp_path / "m", name)
+    assert name in [listed.name for listed in store.list()]
+    store.delete(name)
+
+
+def test_a_snapshot_of_a_hub_cache_is_called_by_its_repository(
+    store: Store, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--org--some-model" / "snapshots" / "abcdef"
+    write(snapshot, {"model.safetensors": safetensors(u8(a=b"1"))})
+    assert store.import_(snapshot).name == "org/some-model"
+
+
+def _commit(store: Store, files: list[FileEntry], pieces: list[Piece]) -> None:
+    """What no import would write."""
+    manifest, blobs = manifests.build(files, pieces)
+    for name, blob in blobs.items():
+        store._objects.publish(blob, store._objects.layout.manifest(name))
+    store._objects.set_ref("evil", manifest, replace=False)
+
+
+@pytest.mark.parametrize("path", ["../evil", "/etc/evil", "a/../../evil", "", ".", "a/./b", "a\0"])
+def test_a_manifest_cannot_write_outside(store: Store, tmp_path: Path, path: str) -> None:
+    with store.checkpoint("m") as checkpoint:
+        piece = Piece(bytes.fromhex(checkpoint["t"].digest), 100 * KIB)
+    _commit(store, [FileEntry(path, 100 * KIB, 1, "")], [piece])
+    with pytest.raises(EscapingPathError, match="delete this checkpoint"):
+        store.export("evil", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ([FileEntry("a", 5, 1, "")], 1),
+        ([FileEntry("a", 100 * KIB, 2, "")], 1),
+        ([FileEntry("a", 100 * KIB, 1, ""), FileEntry("a", 0, 0, "")], 1),
+        ([FileEntry("a", 100 * KIB, 1, ""), FileEntry("a/b", 0, 0, "")], 1),
+    ],
+)
+def test_a_manifest_that_contradicts_itself(
+    store: Store, files: list[FileEntry], count: int
+) -> None:
+    with store.checkpoint("m") as checkpoint:
+        piece = Piece(bytes.fromhex(checkpoint["t"].digest), 100 * KIB)
+    _commit(store, files, [piece] * count)
+    with pytest.raises(DamagedFileError):
+        store.checkpoint("evil")
+
+
+def _framed(kind: bytes, payload: object, version: int) -> bytes:
+    body = msgspec.msgpack.encode(payload)
+    head = b"TDST" + kind + version.to_bytes(4, "little") + bytes(4)
+    head += len(body).to_bytes(8, "little")
+    return head + body + blake3(head + body).digest()
+
+
+def test_a_later_version_is_said_to_be_one(store: Store) -> None:
+    blob = _framed(b"mani", ["something", "else"], 2)
+    name = digest(blob)
+    store._objects.publish(blob, store._objects.layout.manifest(name))
+    store._objects.set_ref("later", name, replace=False)
+    with pytest.raises(NewerFormatError, match=r"format 2.*use a newer tensor-dedup"):
+        store.checkpoint("later")
+    with pytest.raises(UnfitForCollectionError):
+        store.gc(0)
+    assert store.verify().faults[0].kind == "manifest"
+    assert (store._objects.layout.manifest(name)).exists()  # not damaged, so not set aside
+
+
+@pytest.mark.parametrize("kind", ["delta", "external", "hologram"])
+def test_a_container_of_a_later_version_is_left_alone(store: Store, kind: str) -> None:
+    blob = frames.encode(b"tabl", Table(kind, 0, [], None))
+    name = digest(blob)
+    path = store._objects.layout.container(name, kind)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(blob + len(b"").to_bytes(8, "little") + b"TDSTEND\x01")
+    with store.checkpoint("m") as checkpoint:
+        assert len(checkpoint.read("t")) == 100 * KIB
+    with pytest.raises(UnfitForCollectionError, match=kind):
+        store.gc(0)
+    assert path.exists()
+
+
+def test_a_later_store_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "FORMAT").write_bytes(frames.encode_text(["tensor-dedup store", "version 2"]))
+    for mend in (False, True):
+        with pytest.raises(NewerFormatError, match="version 2"):
+            Store.open(tmp_path, mend=mend)
+
+
+def test_a_foreign_folder_is_not_taken(tmp_path: Path) -> None:
+    write(tmp_path / "photos", {"a.jpg": b"1"})
+    with pytest.raises(NotAStoreError, match="other files"):
+        Store.open(tmp_path / "photos")
+    with pytest.raises(NotAStoreError, match="there is no store"):
+        Store.open(tmp_path / "missing", create=False)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_the_store_of_the_environment_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "mine"))
+    assert Store.open().path == tmp_path / "mine"
+    monkeypatch.delenv("TENSOR_DEDUP_STORE")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert Store.open().path == tmp_path / "data" / "tensor-dedup" / "store"
+
+
+def test_alien_files_are_named_and_stop_gc_only(store: Store) -> None:
+    alien = store.path / "containers" / "ab"
+    write(alien, {"notes.txt": b"mine"})
+    assert [fault.path for fault in store.verify().faults] == [str(alien / "notes.txt")]
+    with pytest.raises(UnfitForCollectionError, match=r"notes\.txt"):
+        store.gc(0)
+    with store.checkpoint("m") as checkpoint:
+        assert checkpoint.read("t")
+
+
+def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
+    for act in (store.checkpoint, store.delete, lambda n: store.export(n, tmp_path / "out")):
+        with pytest.raises(UnknownNameError, match="tensor-dedup list"):
+            act("nobody")
+    with store.checkpoint("m") as checkpoint:
+        with pytest.raises(UnknownTensorError, match="no tensor 'u'"):
+            checkpoint.read("u")
+        for start, stop in ((-1, 2), (3, 2), (0, 100 * KIB + 1)):
+            with pytest.raises(BadRangeError):
+                checkpoint.read_range("t", start, stop)
+    with pytest.raises(ClosedCheckpointError):
+        checkpoint.read("t")
+
+
+def test_a_taken_name_is_refused_before_anything_is_read(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(NameTakenError, match="--replace"):
+        store.import_(tmp_path / "not even there", "m")
+
+
+@pytest.mark.parametrize("hours", [-1.0, float("nan")])
+def test_a_grace_is_not_negative(store: Store, hours: float) -> None:
+    with pytest.raises(BadRangeError):
+        store.gc(hours)
+
+
+def test_bad_checkpoints_leave_no_trace(store: Store, tmp_path: Path) -> None:
+    good = safetensors(u8(a=noise(1, 300 * KIB)))
+    bad = {
+        "truncated": (good[:-1], FormatError),
+        "trailing": (good + b"x", FormatError),
+        "empty": (b"", FormatError),
+        "huge": ((1 << 40).to_bytes(8, "little") + b"{}", FormatError),
+    }
+    before = content(store.path / "containers")
+    for name, (data, kind) in bad.items():
+        with pytest.raises(kind):
+            store.import_(write(tmp_path / name, {"model.safetensors": data}))
+    with pytest.raises(UnsupportedError):
+        store.import_(write(tmp_path / "pickle", {"pytorch_model.bin": b"x"}))
+    with pytest.raises(CheckpointNotFoundError):
+        store.import_(tmp_path / "nothing")
+    assert content(store.path / "containers") == before
+    assert [listed.name for listed in store.list()] == ["m"]
+
+
+class Meddling(RealFiles):
+    """Lets somebody write to the file while it is copied or read."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
+        if source.path == self._target:
+            with self._target.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"!")
+        return super().copy_range(source, target, start, nbytes)
+
+    def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
+        count = super().pread(handle, view, offset)
+        if handle.path == self._target:
+            os.utime(self._target)
+        return count
+
+
+@pytest.mark.parametrize("nbytes", [3 << 20, 100 * KIB])
+def test_a_file_that_changes_is_not_taken(tmp_path: Path, nbytes: int) -> None:
+    folder = write(tmp_path / "m", {"a.safetensors": safetensors(u8(t=noise(1, nbytes)))})
+    store = open_store(tmp_path / "store", Meddling(folder / "a.safetensors"))
+    with pytest.raises(ChangedFileError, match="import it again"):
+        store.import_(folder)
+    assert store.list() == []
+    assert_clean(open_store(store.path), {})
+
+
+def test_an_export_goes_to_an_empty_folder(store: Store, tmp_path: Path) -> None:
+    write(tmp_path / "full", {"keep.txt": b"keep"})
+    for target in (tmp_path / "full", tmp_path / "full" / "keep.txt"):
+        with pytest.raises(ExportTargetError):
+            store.export("m", target)
+    assert content(tmp_path / "full") == {"keep.txt": b"keep"}
+
+
+def test_gc_waits_for_sessions_and_then_gives_up(store: Store) -> None:
+    with store._session(), pytest.raises(StoreBusyError, match="try again"):
+        store.gc(wait_s=0.01)
+    assert store.gc(wait_s=0.01).done
+
+
+def test_an_open_checkpoint_survives_gc(store: Store) -> None:
+    with store.checkpoint("m") as checkpoint:
+        store.delete("m")
+        assert store.gc(0).freed_bytes > 100 * KIB
+        assert checkpoint.read("t") == noise(1, 100 * KIB)
+
+
+def test_the_trash_keeps_for_its_grace(store: Store) -> None:
+    store.delete("m")
+    plan = store.gc(dry_run=True)
+    assert (plan.done, len(plan.trash), plan.delete) == (False, len(plan.trash), ())
+    assert store.stats().trash_bytes == 0
+    assert store.gc().trash == plan.trash
+    assert store.stats().trash_bytes == sum(item.nbytes for item in plan.trash)
+    assert store.gc().delete == ()
+    assert len(store.gc(0).delete) == len(plan.trash)
+
+
+class ReadOnly(RealFiles):
+    """A disk that lets nothing be changed; also for the superuser, unlike permissions."""
+
+    def open(self, path: Path, mode: Mode) -> Handle:
+        if mode in ("create", "modify"):
+            raise _denied(path)
+        return super().open(path, mode)
+
+    def rename(self, source: Path, target: Path) -> None:
+        raise _denied(target)
+
+    def unlink(self, path: Path) -> None:
+        raise _denied(path)
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        name = str(path) if path == Path(":memory:") else f"file:{path}?mode=ro"
+        return sqlite3.connect(name, uri=True, isolation_level=None)
+
+
+def _denied(path: Path) -> PermissionError:
+    return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def test_a_store_that_may_only_be_read(store: Store, tmp_path: Path) -> None:
+    before = {n: data for n, data in content(store.path).items() if "sqlite" not in n}
+    held = open_store(store.path, ReadOnly())
+    with held.checkpoint("m") as checkpoint:
+        assert checkpoint.read("t") == noise(1, 100 * KIB)
+    assert held.verify(full=True).fine
+    with pytest.raises(StoreAccessError, match="permissions"):
+        held.import_(tmp_path / "m", "again")
+    with pytest.raises(StoreAccessError, match="permissions"):
+        held.delete("m")
+    kept = content(store.path)
+    assert {name: data for name, data in kept.items() if "sqlite" not in name} == before
+
+
+def test_every_error_of_the_store_is_a_store_error(store: Store) -> None:
+    (store.path / "lock").unlink()
+    (store.path / "lock").mkdir()
+    with pytest.raises(StoreError, match="lock"):
+        store.list()
+
+
+def test_three_kinds_of_containers_live_together(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    paths = three(tmp_path)
+    for path in paths.values():
+        store.import_(path)
+    assert set(store.stats().containers) == {"raw", "slab", "pack"}
+    assert_clean(store, {name: content(path) for name, path in paths.items()})

@@ -1,0 +1,93 @@
+"""The contract of a way to the disk, kept by the disk and by the one that fails on purpose."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.testing import Crash, Faults, FaultyFiles, FilesTests
+
+
+class TestRealFiles(FilesTests):
+    def make(self, folder: Path) -> Files:
+        return RealFiles()
+
+
+class TestFaultyFiles(FilesTests):
+    def make(self, folder: Path) -> Files:
+        return FaultyFiles(folder)
+
+
+@pytest.fixture
+def limbo(tmp_path: Path) -> Path:
+    (tmp_path / "limbo").mkdir()
+    (tmp_path / "root").mkdir()
+    return tmp_path / "limbo"
+
+
+def put(files: Files, path: Path, data: bytes, *, sync: bool) -> None:
+    handle = files.open(path, "create")
+    files.pwrite(handle, data, 0)
+    if sync:
+        files.fsync(handle)
+    files.close(handle)
+
+
+def test_what_was_not_synced_is_lost(limbo: Path) -> None:
+    root = limbo.parent / "root"
+    files = FaultyFiles(limbo)
+    put(files, root / "durable", b"durable", sync=True)
+    files.sync_folder(root)
+    put(files, root / "unsynced", b"unsynced", sync=False)
+    files.rename(root / "durable", root / "moved")
+    files.lose("everything")
+    assert [path.name for path in root.iterdir()] == ["durable"]
+    assert (root / "durable").read_bytes() == b"durable"
+
+
+def test_bytes_can_be_lost_while_their_name_stays(limbo: Path) -> None:
+    root = limbo.parent / "root"
+    files = FaultyFiles(limbo)
+    put(files, root / "a", b"unsynced", sync=False)
+    files.rename(root / "a", root / "b")
+    files.lose("bytes")
+    assert (root / "b").read_bytes() == b""
+
+
+def test_replaced_and_removed_files_come_back(limbo: Path) -> None:
+    root = limbo.parent / "root"
+    files = FaultyFiles(limbo)
+    for name in ("old", "new", "gone"):
+        put(files, root / name, name.encode(), sync=True)
+    files.sync_folder(root)
+    files.rename(root / "new", root / "old")
+    files.unlink(root / "gone")
+    files.lose("everything")
+    found = {path.name: path.read_bytes() for path in root.iterdir()}
+    assert found == {"old": b"old", "new": b"new", "gone": b"gone"}
+
+
+def test_a_torn_write_is_done_half(limbo: Path) -> None:
+    root = limbo.parent / "root"
+    files = FaultyFiles(limbo, Faults(stop_at=1, torn=True))
+    handle = files.open(root / "a", "create")
+    with pytest.raises(Crash):
+        files.pwrite(handle, b"0123456789", 0)
+    with pytest.raises(Crash):
+        files.listdir(root)  # the dead do nothing more
+    files.lose("nothing")
+    assert (root / "a").read_bytes() == b"01234"
+
+
+def test_an_operation_fails_once_and_a_full_disk_stays_full(limbo: Path) -> None:
+    root = limbo.parent / "root"
+    files = FaultyFiles(limbo, Faults(fail={0: errno.EIO}, full_from=3))
+    with pytest.raises(OSError, match="Input/output"):
+        files.listdir(root)
+    assert files.listdir(root) == []
+    handle = files.open(root / "a", "create")
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            files.pwrite(handle, b"x", 0)
+    files.lose("nothing")
