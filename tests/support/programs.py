@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 Step = tuple[int, int, int, int]
+_REFUSALS = (RuntimeError, IndexError, ValueError, ArithmeticError, UserWarning)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,7 +70,7 @@ class Machine:
             operation = OPERATIONS[what % len(OPERATIONS)]
             try:
                 made = operation(self, a, b, c)
-            except (RuntimeError, IndexError, ValueError, UserWarning):
+            except _REFUSALS:
                 if not self.real:
                     raise
                 self.skip.add(number)
