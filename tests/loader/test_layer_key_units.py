@@ -37,7 +37,7 @@ class Colour(enum.Enum):
 @dataclasses.dataclass
 class Shape:
     rows: int
-    prefix: str = "model.layers.0"
+    tp_rank: int = 0
     inner: Any = None
 
 
@@ -106,7 +106,9 @@ def test_place_is_not_content() -> None:
         Layer(prefix="a.1", tp_rank=1, size=4)
     )
     assert attributes(Layer(size=4)) != attributes(Layer(size=5))
-    assert text(Shape(1, prefix="a")) == text(Shape(1, prefix="b"))
+    assert text(Shape(1, tp_rank=0)) == text(Shape(1, tp_rank=1))
+    # Inside a value, `name` is no place: it may be what the value is about.
+    assert text({"name": "a"}) != text({"name": "b"})
 
 
 def test_parameters_and_submodules_are_not_attributes() -> None:
