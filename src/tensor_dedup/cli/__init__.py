@@ -5,6 +5,7 @@ when it is called, so that `--help` stays quick and no verb pays for another's l
 """
 
 import importlib
+import keyword
 from collections.abc import Mapping
 
 import click
@@ -13,6 +14,15 @@ from tensor_dedup.cli.errors import data_errors
 
 VERBS: Mapping[str, str] = {
     "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
+    "delete": "Forget a checkpoint of the store.",
+    "export": "Write a stored checkpoint's files, byte for byte.",
+    "gc": "Give back the space of what no stored checkpoint uses.",
+    "import": "Take a checkpoint into the store, each distinct tensor once.",
+    "list": "List the checkpoints of the store.",
+    "repair": "Restore what is damaged or lost in the store.",
+    "show": "Show the files and tensors of a stored checkpoint.",
+    "stats": "Say how large the store is and what it saves.",
+    "verify": "Read the store and say what is wrong.",
 }
 
 
@@ -25,7 +35,9 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"tensor_dedup.cli.{cmd_name}").command
+        # No module can be called `import`.
+        module = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        command = importlib.import_module(f"tensor_dedup.cli.{module}").command
         return command if isinstance(command, click.Command) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

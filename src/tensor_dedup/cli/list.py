@@ -1,0 +1,33 @@
+"""`tensor-dedup list`: the checkpoints of the store."""
+
+from datetime import UTC, datetime
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
+from tensor_dedup.loader.report_table import human
+from tensor_dedup.store import Listed
+
+
+@click.command(name="list")
+@store_option
+@json_option
+def command(store: str | None, as_json: bool) -> None:
+    """List the checkpoints of the store."""
+    opened = existing(store)
+    found = opened.list()
+    if as_json:
+        document = {"store": str(opened.path), "checkpoints": [each.to_dict() for each in found]}
+        say(document, as_json)
+    else:
+        Console().print(_table(found))
+
+
+def _table(found: list[Listed]) -> Table:
+    table = Table("name", "files", "size", "imported")
+    for each in found:
+        when = datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        table.add_row(each.name, str(each.files), human(each.nbytes), when)
+    return table

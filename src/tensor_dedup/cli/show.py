@@ -1,0 +1,60 @@
+"""`tensor-dedup show`: what a stored checkpoint consists of."""
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
+from tensor_dedup.loader.report_table import human
+from tensor_dedup.store import StoredCheckpoint
+
+
+@click.command(name="show")
+@click.argument("name")
+@store_option
+@json_option
+def command(name: str, store: str | None, as_json: bool) -> None:
+    """Show the files and tensors of the checkpoint NAME; digests are those `analyze` shows."""
+    with existing(store).checkpoint(name) as checkpoint:
+        if as_json:
+            say(_document(checkpoint), as_json)
+        else:
+            console = Console()
+            console.print(_files(checkpoint))
+            console.print(_tensors(checkpoint))
+
+
+def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
+    return {
+        "name": checkpoint.name,
+        "manifest": checkpoint.manifest,
+        "bytes": checkpoint.nbytes,
+        "files": [{"path": file.path, "bytes": file.nbytes} for file in checkpoint.files],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "digest": tensor.digest,
+            }
+            for tensor in checkpoint
+        ],
+    }
+
+
+def _files(checkpoint: StoredCheckpoint) -> Table:
+    table = Table("file", "size", title=checkpoint.name, title_justify="left")
+    for file in checkpoint.files:
+        table.add_row(file.path, human(file.nbytes))
+    return table
+
+
+def _tensors(checkpoint: StoredCheckpoint) -> Table:
+    table = Table("tensor", "dtype", "shape", "size", "digest")
+    for tensor in checkpoint:
+        shape = "x".join(map(str, tensor.shape)) or "-"
+        # The beginning tells tensors apart; --json has all of it.
+        digest = tensor.digest[:16]
+        table.add_row(tensor.name, tensor.dtype, shape, human(tensor.nbytes), digest)
+    return table

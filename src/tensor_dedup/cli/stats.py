@@ -1,0 +1,27 @@
+"""`tensor-dedup stats`: what the store saves, and what it could give back."""
+
+import click
+
+from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
+from tensor_dedup.loader.report_table import human
+
+
+@click.command(name="stats")
+@store_option
+@json_option
+def command(store: str | None, as_json: bool) -> None:
+    """Say how large the store is, what it saves, and what gc would give back."""
+    found = existing(store).stats()
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found.containers.items()))
+    say(
+        found.to_dict(),
+        as_json,
+        f"checkpoints   {found.checkpoints} with {found.tensors} tensors",
+        f"their size    {human(found.logical_bytes)}",
+        f"distinct      {human(found.unique_bytes)} ({found.dedup_ratio:.1%})",
+        f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
+        f"unused        {human(found.reclaimable_bytes)} that gc takes, "
+        f"{human(found.dead_bytes)} in containers that are still needed",
+        f"trash         {human(found.trash_bytes)}",
+        *([f"damaged       {found.damaged_files} files"] if found.damaged_files else []),
+    )

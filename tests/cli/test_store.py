@@ -1,0 +1,145 @@
+"""The verbs of the store as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stores import KIB, content, noise, safetensors, u8, write
+
+COMMAND = Path(sys.executable).with_name("tensor-dedup")
+
+
+class Shell:
+    """Runs verbs on one store."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.store = root / "store"
+
+    def run(self, verb: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [str(COMMAND), verb, *map(str, arguments), "--store", str(self.store)]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        )
+
+    def document(self, verb: str, *arguments: str | Path, status: int = 0) -> dict[str, Any]:
+        result = self.run(verb, *arguments, "--json")
+        assert (result.returncode, result.stderr) == (status, "")
+        loaded: dict[str, Any] = json.loads(result.stdout)
+        return loaded
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    tensors = u8(a=noise(1, 90 * KIB), b=noise(2, 50))
+    files = {"model.safetensors": safetensors(tensors), "config.json": b"{}"}
+    write(tmp_path / "m", files)
+    return Shell(tmp_path)
+
+
+def test_a_checkpoint_goes_in_and_out(shell: Shell) -> None:
+    first = shell.document("import", shell.root / "m")
+    assert (first["name"], first["new_tensors"], first["known_bytes"]) == ("m", 2, 0)
+    again = shell.document("import", shell.root / "m", "--name", "org/again")
+    assert (again["new_bytes"], again["stored_bytes"]) == (0, 0)
+    listed = shell.document("list")["checkpoints"]
+    assert [each["name"] for each in listed] == ["m", "org/again"]
+    shown = shell.document("show", "m")
+    assert [tensor["name"] for tensor in shown["tensors"]] == ["a", "b"]
+    assert shell.document("stats")["checkpoints"] == 2
+    exported = shell.document("export", "m", shell.root / "out")
+    assert len(exported["files"]) == 2
+    assert content(shell.root / "out") == content(shell.root / "m")
+
+
+def test_people_get_text(shell: Shell) -> None:
+    cases: list[tuple[str, list[str | Path], str]] = [
+        ("import", [shell.root / "m"], "new 90."),
+        ("list", [], "90."),
+        ("show", ["m"], "config.json"),
+        ("stats", [], "1 with 2 tensors"),
+        ("verify", ["--full"], "0 faults"),
+        ("gc", ["--dry-run"], "To the trash: 0 files"),
+        ("repair", [], "restored: 0 pieces"),
+        ("export", ["m", shell.root / "out"], "2 files"),
+    ]
+    for verb, arguments, expected in cases:
+        result = shell.run(verb, *arguments)
+        assert (result.returncode, result.stderr) == (0, ""), verb
+        assert expected in result.stdout
+
+
+def test_deleting_asks_first(shell: Shell) -> None:
+    shell.document("import", shell.root / "m")
+    refused = shell.run("delete", "m")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--yes" in refused.stderr
+    assert shell.document("delete", "m", "--yes") == {"deleted": "m"}
+    planned = shell.document("gc", "--dry-run", "--grace", "0")
+    assert (planned["done"], planned["freed_bytes"]) == (False, 0)
+    assert planned["trash_bytes"] > 90 * KIB
+    assert shell.run("gc", "--grace", "0").returncode == 2
+    assert shell.document("gc", "--grace", "0", "--yes")["freed_bytes"] == planned["trash_bytes"]
+
+
+def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
+    shell.document("import", shell.root / "m")
+    (path,) = shell.store.glob("containers/*/*.slab")
+    data = bytearray(path.read_bytes())
+    data[77] ^= 1
+    path.write_bytes(data)
+    assert shell.document("verify")["fine"]
+    found = shell.document("verify", "--full", status=1)
+    assert {fault["kind"] for fault in found["faults"]} == {"tensor", "lost"}
+    assert shell.run("export", "m", shell.root / "out").returncode == 1
+    assert shell.document("repair", status=1)["missing"]
+    assert shell.document("repair", "--from", shell.root / "m")["pieces"] == 1
+    assert shell.document("verify", "--full")["fine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["import", "m", "--compress", "auto"], "--compress is not available"),
+        (["import", "m", "--base", "x"], "--base is not available"),
+        (["import", "m", "--external"], "--external is not available"),
+        (["import", "--hub-cache"], "--hub-cache is not available"),
+        (["import"], "Missing argument 'PATH'"),
+        (["verify", "--full", "--sample", "5"], "exclude each other"),
+        (["verify", "--sample", "500"], "--sample"),
+        (["gc", "--grace", "-1"], "--grace"),
+    ],
+)
+def test_wrong_use_is_status_2(shell: Shell, arguments: list[str], said: str) -> None:
+    result = shell.run(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert not shell.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["list"], "there is no store"),
+        (["export", "m", "out"], "there is no store"),
+        (["import", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_is_not_there_is_status_1(shell: Shell, arguments: list[str], said: str) -> None:
+    result = shell.run(*arguments)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_damaged_marker_is_mended(shell: Shell) -> None:
+    shell.document("import", shell.root / "m")
+    marker = shell.store / "FORMAT"
+    marker.write_bytes(marker.read_bytes().replace(b"version 1", b"version 3"))
+    assert "repair" in shell.run("list").stderr
+    assert shell.document("repair")["whole"]
+    assert shell.document("list")["checkpoints"]
