@@ -114,7 +114,7 @@ class LayerProcessor:
         if assembly.sampled():
             self._materialise(parameters, made)
             original(layer)
-            _audit(layer, record)
+            _audit(layer, parameters, record)
             self._map(layer, parameters, record)
             return
         self._map(layer, parameters, record)
@@ -238,9 +238,11 @@ def _parameter_count(layer: nn.Module) -> int:
     return sum(p is not None for p in layer._parameters.values())
 
 
-def _audit(layer: nn.Module, record: LayerRecord) -> None:
+def _audit(layer: nn.Module, parameters: dict[str, DeferredParameter], record: LayerRecord) -> None:
     """Compare a layer that was just processed from its checkpoint with the shared one."""
     for name, (resident, _) in record.residents.items():
         rebuilt = layer._parameters.get(name)
         if rebuilt is None or not same_bytes(rebuilt.detach(), resident.map()):
-            raise_audit(f"{class_name(layer)}.{name}", "the resident", "the layer rebuilt")
+            # Processing may have made this one; then another of the layer says which layer it is.
+            each = parameters.get(name) or next(iter(parameters.values()))
+            raise_audit(f"{each.name} ({name})", "the resident", "the layer rebuilt")

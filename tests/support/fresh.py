@@ -25,8 +25,8 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`function(*args, **kwargs)` in a child; its result is pickled, its failure fails the caller.
 
     The function must stand at the top of its module, and what goes in and out must be of classes
-    that are importable here and there: built-in ones, not those of the test module. The child inherits the environment as it is
-    now, but no hints: what the parent loaded is unknown there.
+    that are importable here and there: built-in ones, not those of the test module. The child
+    inherits the environment as it is now, but no hints: what the parent loaded is unknown there.
     """
     with tempfile.TemporaryDirectory(prefix="tensor-dedup-fresh-") as folder:
         order, answer = Path(folder, "order"), Path(folder, "answer")

@@ -31,6 +31,17 @@ def slab_descriptors() -> int:
     return sum(link.startswith(SLAB) for link in links)
 
 
+def descriptors() -> set[str]:
+    """Every open descriptor of this process, with what it leads to."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{path.name} {path.readlink()}")
+        except FileNotFoundError:  # the descriptor of this listing
+            continue
+    return found
+
+
 def slabs() -> tuple[int, int]:
     """Mappings and descriptors of slabs."""
     return slab_mappings(), slab_descriptors()

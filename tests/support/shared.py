@@ -86,14 +86,3 @@ def quiet(*folders: Path) -> None:
     stats = [file.stat() for folder in folders for file in folder.iterdir()]
     newest = max(max(s.st_mtime, s.st_ctime) for s in stats)
     time.sleep(max(0.0, newest + _QUIET_SECONDS + 0.1 - time.time()))
-
-
-def descriptors() -> set[str]:
-    """What every open descriptor of this process points to; files of the system left out."""
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found.add(f"{entry.name} {entry.readlink()}")
-        except FileNotFoundError:  # the descriptor of this listing
-            continue
-    return found
