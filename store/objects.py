@@ -17,7 +17,13 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.files import Files
-from tensor_dedup.store.layout import BAD_SUFFIX, TABLE_SUFFIX, Layout
+from tensor_dedup.store.layout import (
+    BAD_SUFFIX,
+    READABLE_KINDS,
+    RESERVED_KINDS,
+    TABLE_SUFFIX,
+    Layout,
+)
 from tensor_dedup.store.manifests import Manifest, Piece
 from tensor_dedup.store.names import file_of, name_in
 from tensor_dedup.store.tables import Table
@@ -131,6 +137,10 @@ class Objects:
         `at` is where the file with its table lies now, when it is not in its place.
         """
         path = at or self.layout.table(container.name, container.kind)
+        if container.kind not in READABLE_KINDS:
+            # Not even its layout is known: it must not be taken for a damaged one.
+            what = "a" if container.kind in RESERVED_KINDS else "an unknown"
+            raise NewerFormatError.at(path, f"{what} container of the kind {container.kind!r}")
         blob = self.read(path) if container.kind == "raw" else self._trailer(path)
         return tables.decode(blob, container.name, container.kind, path)
 

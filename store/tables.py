@@ -15,7 +15,6 @@ from tensor_dedup.digest import combine, digest
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.store import frames
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
-from tensor_dedup.store.layout import READABLE_KINDS, RESERVED_KINDS
 
 KIND = b"tabl"
 PLAIN = "raw"  # the codec of bytes that are stored as they are
@@ -91,14 +90,11 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
 def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
     """The table of the container `name`, checked in every respect.
 
-    DamagedFileError: it is not that. NewerFormatError: a kind or a codec of a later version.
+    DamagedFileError: it is not that. NewerFormatError: a codec of a later version.
     """
     table = frames.decode(blob, KIND, Table, path)
     if digest(blob) != name or table.kind != kind:
         raise DamagedFileError.at(path, f"its table is that of another container ({table.kind})")
-    if kind not in READABLE_KINDS:
-        word = "a" if kind in RESERVED_KINDS else "an unknown"
-        raise NewerFormatError.at(path, f"{word} container of the kind {kind!r}", kind=kind)
     for record in table.records:
         _check_record(record, table, path)
     _check_places(table, path)

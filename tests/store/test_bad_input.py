@@ -18,7 +18,7 @@ from tensor_dedup.errors import (
     StoreError,
     UnsupportedError,
 )
-from tensor_dedup.store import Store, frames, manifests
+from tensor_dedup.store import Store, frames, manifests, tables
 from tensor_dedup.store.errors import (
     BadNameError,
     BadRangeError,
@@ -37,7 +37,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.manifests import FileEntry, Piece
-from tensor_dedup.store.tables import Table
+from tensor_dedup.store.tables import Record, Table
 
 
 @pytest.fixture
@@ -135,15 +135,28 @@ def test_a_later_version_is_said_to_be_one(store: Store) -> None:
 
 @pytest.mark.parametrize("kind", ["delta", "external", "hologram"])
 def test_a_container_of_a_later_version_is_left_alone(store: Store, kind: str) -> None:
-    blob = frames.encode(b"tabl", Table(kind, 0, [], None))
-    name = digest(blob)
-    path = store._objects.layout.container(name, kind)
+    path = store._objects.layout.container(digest(b"whatever"), kind)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(blob + len(b"").to_bytes(8, "little") + b"TDSTEND\x01")
+    path.write_bytes(b"laid out in a way that is not known yet")
     with store.checkpoint("m") as checkpoint:
         assert len(checkpoint.read("t")) == 100 * KIB
     with pytest.raises(UnfitForCollectionError, match=kind):
         store.gc(0)
+    assert [fault.path for fault in store.verify(full=True).faults] == [str(path)]
+    store.repair()
+    assert path.exists()
+
+
+def test_a_codec_of_a_later_version_is_left_alone(store: Store) -> None:
+    piece = noise(3, 70 * KIB)
+    record = Record(bytes.fromhex(digest(piece)), 0, 5, len(piece), "planes", None, b"")
+    name, blob = tables.encode(Table("slab", 5, [record], None))
+    path = store._objects.layout.container(name, "slab")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"12345" + blob + tables.tail(5))
+    with pytest.raises(UnfitForCollectionError, match="the codec 'planes'"):
+        store.gc(0)
+    assert [fault.kind for fault in store.verify(full=True).faults] == ["table"]
     assert path.exists()
 
 
