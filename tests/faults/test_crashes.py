@@ -242,6 +242,69 @@ def test_repair(world: World, folder: Path, every: bool) -> None:
         assert_clean(store, world.committed)
 
 
+ACTS: dict[str, Callable[[World, Store], object]] = {
+    "import": lambda world, store: store.import_(world.paths["new"]),
+    "replace": lambda world, store: store.import_(world.paths["new"], "tiny", replace=True),
+    "delete": lambda world, store: store.delete("tune"),
+    "gc": lambda world, store: store.gc(0),
+}
+
+
+@pytest.mark.parametrize("loss", ["bytes", "everything"])
+@pytest.mark.parametrize("verb", ACTS)
+def test_what_has_returned_survives_a_power_cut(
+    world: World, folder: Path, verb: str, loss: Loss
+) -> None:
+    states = {
+        "import": world.only("base", "tune", "tiny", "new"),
+        "replace": {**world.committed, "tiny": world.content["new"]},
+        "delete": world.only("base", "tiny"),
+        "gc": world.committed,
+    }
+    scene = Scene(world, folder, _nothing)
+    stage, files = scene.stage(Faults())
+    ACTS[verb](world, open_store(stage / "store", files))
+    files.lose(loss)
+    Scene.points += 1
+    assert_clean(scene.reopened(stage), states[verb])
+
+
+@pytest.mark.parametrize("loss", ["bytes", "everything"])
+def test_what_was_repaired_survives_a_power_cut(world: World, folder: Path, loss: Loss) -> None:
+    scene = Scene(world, folder, _damage)
+    stage, files = scene.stage(Faults())
+    store = open_store(stage / "store", files)
+    store.repair([world.paths[name] for name in ("base", "tune", "tiny")])
+    files.lose(loss)
+    Scene.points += 1
+    assert_clean(scene.reopened(stage), world.committed)
+
+
+@pytest.mark.parametrize("loss", ["bytes", "everything"])
+def test_a_new_store_survives_a_power_cut(folder: Path, loss: Loss) -> None:
+    (folder / "limbo").mkdir()
+    files = FaultyFiles(folder / "limbo")
+    open_store(folder / "a" / "b" / "store", files)
+    files.lose(loss)
+    assert Store.open(folder / "a" / "b" / "store", create=False).list() == []
+
+
+def test_dying_while_a_store_is_made(folder: Path) -> None:
+    for number in itertools.count():
+        stage = folder / str(number)
+        (stage / "limbo").mkdir(parents=True)
+        files = FaultyFiles(stage / "limbo", Faults(stop_at=number))
+        try:
+            open_store(stage / "store", files)
+        except Crash:
+            files.lose("everything" if number % 2 else "nothing")
+            Scene.points += 1
+            assert_clean(open_store(stage / "store"), {})
+        else:
+            break
+    assert number > 10
+
+
 def test_that_was_often_enough(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\ncrash points: {Scene.points}")  # noqa: T201 (the number is a result)
