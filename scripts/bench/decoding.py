@@ -8,7 +8,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from loading import engine, let_go, make_known, require_nothing_resident, say
-from memory import settle
+from process_memory import settle
 from results import Row
 from stats import estimate, verdict
 from tensor_dedup.errors import UnsupportedError

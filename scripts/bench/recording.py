@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fine_tunes import WEIGHTS
 from loading import configuration, in_pairs, make_known
-from memory import settle
+from process_memory import settle
 from results import Row
 from stats import Estimate, estimate, verdict
 from tensor_dedup.config import TensorDedupConfig

@@ -7,7 +7,7 @@ import psutil
 
 from fine_tunes import Content, contents, fine_tune
 from loading import load, require_nothing_resident, say, touch
-from memory import pss, settle
+from process_memory import pss, settle
 from results import MIB, Row
 from stats import slope
 from tensor_dedup.demo.models import LAYERS

@@ -16,7 +16,7 @@ from loading import (
     require_nothing_resident,
     touch,
 )
-from memory import allocated, drop_pages, pss, read_pages, settle
+from process_memory import allocated, drop_pages, pss, read_pages, settle
 from results import MIB, Row, extra_row, mib, ratio_row
 from stats import estimate, verdict
 from tensor_dedup.errors import UnsupportedError
