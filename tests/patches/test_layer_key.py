@@ -202,8 +202,10 @@ def test_what_a_layer_is_made_from_changes_its_key(change: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", ["prefix", "layer_name", "tp_rank", "ep_rank", "dp_rank"])
 def test_where_a_layer_stands_does_not(name: str) -> None:
     """Equal slices of two ranks meet; different slices have different content."""
-    one = {"has_bias": False, "size": 4, name: 0, "nested": {name: 0}}
-    two = {"has_bias": False, "size": 4, name: 1, "nested": {name: 1}}
+    # Deeper down only ranks are places: a "name" in a configuration says what it is.
+    depth = [0, 1] if name.endswith("_rank") else [0, 0]
+    one = {"has_bias": False, "size": 4, name: 0, "nested": {name: depth[0]}}
+    two = {"has_bias": False, "size": 4, name: 1, "nested": {name: depth[1]}}
     assert Inputs(attributes=one).key() == Inputs(attributes=two).key()
 
 
