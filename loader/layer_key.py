@@ -94,13 +94,17 @@ def class_name(thing: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def process_inputs() -> dict[str, Any]:
+    """What is common to the keys of all layers that this process makes now."""
+    return {"versions": _versions(), "environment": environment(), "runtime": runtime()}
+
+
 def process_state() -> str:
     """One name for everything outside a recipe that arithmetic in it may depend on.
 
     Sums and products change their last bits with threads, precision settings and libraries.
     """
-    state = {"versions": _versions(), "environment": environment(), "runtime": runtime()}
-    text = json.dumps(state, sort_keys=True, default=str)
+    text = json.dumps(process_inputs(), sort_keys=True, default=str)
     return blake3(text.encode(), derive_key_context=_CONTEXT).hexdigest()
 
 
@@ -112,13 +116,11 @@ class LayerKey:
     preimage: str
 
     @classmethod
-    def of(cls, **inputs: Any) -> LayerKey:
-        """The key of these inputs and of everything common to the layers of this process."""
-        everything = {
-            "versions": _versions(),
-            "environment": environment(),
-            "runtime": runtime(),
-            **inputs,
-        }
+    def of(cls, process: Mapping[str, Any] | None = None, **inputs: Any) -> LayerKey:
+        """The key of these inputs and of everything common to the layers of this process.
+
+        `process`: what `process_inputs` said at the beginning of the load, when one is under way.
+        """
+        everything = {**(process_inputs() if process is None else process), **inputs}
         preimage = json.dumps(everything, sort_keys=True, default=str)
         return cls(blake3(preimage.encode(), derive_key_context=_CONTEXT).hexdigest(), preimage)

@@ -118,6 +118,13 @@ class Tracer:
             for storage in self._storages.values()
         )
 
+    def close(self) -> None:
+        """Forget what was recorded, so that it goes now: storages and views refer to each other."""
+        for storage in self._storages.values():
+            storage.writes.clear()
+            storage.initial = storage.operation = None
+        self._storages.clear()
+
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Send `torch.zeros(..., device=param.device)` to the device the parameter stands for."""
         device = kwargs.get("device")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from torch import nn
 
-from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name
+from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, process_inputs
 from tensor_dedup.loader.records import LayerRecord, same_source_bytes
 from tensor_dedup.loader.structure import distinct_sources, structure_of
 from tensor_dedup.patches.vllm.kernels import dispatch
@@ -32,6 +32,7 @@ class LayerContext:
     deferred: dict[int, DeferredParameter]
     packed: bool
     model_dtype: torch.dtype
+    process: dict[str, Any] = field(default_factory=process_inputs)
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
         """The layer's own parameters that were deferred, by name in the layer."""
@@ -59,6 +60,7 @@ class LayerContext:
         With `content`, the digest of the only parameter's bytes, that stands for its recipe.
         """
         return LayerKey.of(
+            self.process,
             vllm=vllm.__version__,
             hash=self.assembly.config.hash_algorithm,
             layer=class_name(layer),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import threading
 import time
@@ -150,7 +149,6 @@ class TensorDedupLoader(DefaultModelLoader):
                 time.perf_counter() - began - report.seconds["read"] - report.seconds["hash"],
             )
         add(report)
-        gc.collect()
         return model.eval()
 
     def _trace(self, run: Run, model: nn.Module, model_config: ModelConfig) -> None:

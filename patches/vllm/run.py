@@ -72,6 +72,10 @@ class Run:
         for file in self._files:
             file.close()
         self.assembly.scratch.close()
+        # What is left in circles would need a collection of the whole process, which takes longer
+        # than loading a model that is resident.
+        self._deferred.clear()
+        self.tracer.close()
 
     def defer(self, model: nn.Module) -> None:
         """Make the parameters of `model` deferred tensors."""
