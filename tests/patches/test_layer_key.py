@@ -252,7 +252,9 @@ def variable(name: str, value: str = "1") -> AbstractContextManager[Any]:
 
 
 def _toggles(*names: str) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    return {name: functools.partial(variable, name) for name in names}
+    # vLLM and other tests have set some of them already.
+    other = {name: f"other than {os.environ.get(name)}" for name in names}
+    return {name: functools.partial(variable, name, value) for name, value in other.items()}
 
 
 PROCESS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
