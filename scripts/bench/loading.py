@@ -44,13 +44,14 @@ _ENGINE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Load:
-    """One load. `weights`: from the built module tree to the finished model, in seconds.
+    """One load, in seconds: all of it; without collecting; from the built module tree to the end.
 
-    Both times leave out nothing but, for `weights`, explicit calls of gc.collect: plain vLLM makes
-    two and we make one, they take as long as the process has objects, and neither is about weights.
+    Plain vLLM calls gc.collect twice in each load, we do not; a call takes as long as the process
+    has objects, whatever is loaded. The last two leave such calls out, for both sides.
     """
 
     seconds: float
+    net: float
     weights: float
     report: ModelReport | None
 
@@ -99,7 +100,8 @@ def load(path: Path, *, dedup: bool) -> tuple[nn.Module, Load]:
     mine = report().models[-1] if dedup else None
     if mine is not None and any(name == "<model>" for name, _ in mine.skipped):
         raise UnsupportedError(f"{path} was loaded plainly, nothing to measure: {mine.skipped}")
-    return model, Load(ended - began, ended - clock.created - clock.collecting, mine)
+    seconds, weights = ended - began, ended - clock.created
+    return model, Load(seconds, seconds - clock.collecting, weights - clock.collecting, mine)
 
 
 def load_and_drop(path: Path, *, dedup: bool) -> Load:
