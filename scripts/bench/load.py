@@ -31,8 +31,8 @@ _NOTES = """\
 - *Seconds* are of `load_model` of vLLM's model loader for one model, with the engine's process
   groups there already. Plain vLLM calls `gc.collect` twice in a load, whatever is loaded (0.4 s
   a call in this process when it was last looked at); we do not. Unknown loads are compared without
-  those calls, and then with them. *Weight phase*: from the moment the module tree is built, without them. *Whole load*:
-  with them.
+  those calls, and then with them. *Weight phase*: from the moment the module tree is
+  built, without them. *Whole load*: with them.
 - *Unknown*: no hints; every byte is read and hashed once. *Known*: the digests are remembered.
   *Cold*: the file's pages were dropped from this machine's page cache just before and `mincore`
   found none left; a host under a virtual machine may still have them. *Cached*: the file was read

@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from process_memory import settle
+from process_memory import settle, trim
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.hints import ENVIRONMENT
 from tensor_dedup.loader.registry import registry
@@ -91,7 +91,7 @@ def configuration(path: Path, *, dedup: bool) -> VllmConfig:
 def load(path: Path, *, dedup: bool) -> tuple[nn.Module, Load]:
     """Load one model, alone of what is timed."""
     config = configuration(path, dedup=dedup)
-    settle()
+    trim()
     loader = get_model_loader(config.load_config)
     with set_current_vllm_config(config), _clocked() as clock:
         began = time.perf_counter()

@@ -29,8 +29,13 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 def settle() -> None:
-    """Drop garbage, and give what the allocator keeps free back to the kernel."""
+    """Drop garbage, then trim."""
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """Give what the allocator keeps free back to the kernel."""
     _libc.malloc_trim(0)
 
 

@@ -14,7 +14,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from fine_tunes import WEIGHTS
 from loading import configuration, in_pairs, make_known
-from process_memory import settle
 from results import Row
 from stats import Estimate, estimate, verdict
 from tensor_dedup.config import TensorDedupConfig
@@ -76,7 +75,6 @@ def _microseconds(path: Path, count: int, work: Callable[[Run, Any, Any, Path], 
         run = stack.enter_context(Run(TensorDedupConfig(), model_config.dtype, trust_hints=True))
         stack.enter_context(set_default_torch_dtype(model_config.dtype))
         model = loader.create_model(vllm_config=config, model_config=model_config)
-        settle()
         load_weights = functools.partial(loader.load_weights, model, model_config)
         seconds = work(run, model, load_weights, path)
     return seconds / count * 1e6

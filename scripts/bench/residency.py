@@ -14,6 +14,8 @@ from tensor_dedup.demo.models import LAYERS
 
 SIZES = (1, 2, 4, 8)
 PLAIN_MOST = 4
+# Layers that each fine-tune changes, and no other does.
+CHANGED = LAYERS // max(SIZES)
 # What one more plain model needs, its checkpoint in memory while it is read included; and a rest
 # for others.
 _PLAIN_BYTES = 3 << 30
@@ -40,7 +42,7 @@ def several(base: Path, work: Path) -> tuple[list[Row], str]:
 
 
 def _grow(base: Path, work: Path, *, dedup: bool, most: int) -> Points:
-    """(unique bytes, PSS) with 1, 2, 4, ... fine-tunes resident, each with another layer changed.
+    """(unique bytes, PSS) with 1, 2, 4, ... fine-tunes resident, each with other layers changed.
 
     Each checkpoint is made, loaded and deleted: what is measured is memory.
     """
@@ -53,7 +55,7 @@ def _grow(base: Path, work: Path, *, dedup: bool, most: int) -> Points:
         if not dedup and psutil.virtual_memory().available < _PLAIN_BYTES + _SPARE_BYTES:
             break
         shutil.rmtree(path, ignore_errors=True)
-        fine_tune(base, path, [number * LAYERS // max(SIZES)])
+        fine_tune(base, path, range(number * CHANGED, (number + 1) * CHANGED))
         unique.update(contents(path))
         model, _ = load(path, dedup=dedup)
         touch(model)
