@@ -1,9 +1,11 @@
 """What is in a store, for people and programs that only want to know."""
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from tensor_dedup.store.collecting import needed
+from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.survey import survey
@@ -56,7 +58,11 @@ class Stats:
 
 def listed(objects: Objects) -> list[Listed]:
     """Every checkpoint, by name, in a session. What its reference and manifest raise."""
-    return [_listed(objects, name) for name in objects.names()]
+    found = []
+    for name in objects.names():
+        with contextlib.suppress(UnknownNameError):  # deleted since the names were read
+            found.append(_listed(objects, name))
+    return found
 
 
 def _listed(objects: Objects, name: str) -> Listed:

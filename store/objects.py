@@ -216,9 +216,14 @@ class Objects:
     def ref(self, name: str) -> str:
         """The manifest a name stands for. UnknownNameError, DamagedFileError."""
         path = self.layout.refs / file_of(name)
-        if self.files.status(path) is None:
-            raise UnknownNameError.at(self.layout.root, f"no checkpoint {name!r}", name=name)
-        blob = self.read(path, _REF_BYTES)
+        try:
+            blob = self.read(path, _REF_BYTES)
+        except (
+            MissingObjectError
+        ) as error:  # never there, or deleted just now: the same to a reader
+            raise UnknownNameError.at(
+                self.layout.root, f"no checkpoint {name!r}", name=name
+            ) from error
         lines = frames.decode_text(blob, path)
         manifest = lines[-1].rpartition(" ")[2] if lines else ""
         if lines[:1] == [_REF_TITLE] and not _is_digest(manifest):

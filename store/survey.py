@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.errors import DamagedFileError, UnknownNameError
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import Table
@@ -69,12 +69,15 @@ def survey(objects: Objects) -> Survey:
 
 def _checkpoint(objects: Objects, found: Survey, name: str) -> None:
     path = objects.layout.refs / file_of(name)
-    found.checkpoints.append(name)
     try:
         manifest_name = objects.ref(name)
+    except UnknownNameError:  # deleted since the names were read
+        return
     except StoreError as error:
+        found.checkpoints.append(name)
         found.problems.append(Problem("reference", path, error, name))
         return
+    found.checkpoints.append(name)
     found.objects.add(manifest_name)
     try:
         manifest = objects.manifest(manifest_name)

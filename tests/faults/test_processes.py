@@ -96,6 +96,9 @@ def reader(root: Path, expected: Mapping[str, Content], seed: int, until: float)
         name = dice.choice(list(expected))
         with contextlib.suppress(UnknownNameError):
             assert stored(store, name) == expected[name]
+        assert {listed.name for listed in store.list()} <= set(expected)
+        assert store.stats().damaged_files == 0
+        assert store.verify().faults == []
 
 
 def collector(root: Path, until: float) -> None:
