@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import noise, safetensors, u8
+from stores import noise, safetensors, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.objects import Objects
@@ -17,7 +17,7 @@ def deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store.open(tmp_path / "store")
     for name in ("stays", "goes"):
         blob = safetensors(u8(tensor=noise(len(name), 5000)))
-        store.import_(write_folder(tmp_path / name, {"a.safetensors": blob}), name)
+        store.import_(write(tmp_path / name, {"a.safetensors": blob}), name)
     names: Callable[[Objects], list[str]] = Objects.names
 
     def names_then_delete(objects: Objects) -> list[str]:
