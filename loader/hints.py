@@ -30,6 +30,7 @@ import platformdirs
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.file_systems import is_trusted
+from tensor_dedup.sqlite import transaction
 
 QUIET_NS = 2_000_000_000
 MAX_DIGESTS = 500_000
@@ -144,7 +145,7 @@ class HintIndex:
         name = _name(fd)
 
         def write(db: sqlite3.Connection) -> bool:
-            with _transaction(db):
+            with transaction(db):
                 merged = _lookup_row(db, before, algorithm) | dict(digests)
                 _store(db, before, algorithm, name, merged)
                 _prune(db, before, self._max_digests)
@@ -250,19 +251,6 @@ def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
             time.sleep(_RETRY_S)
         else:
             return
-
-
-@contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    # IMMEDIATE: a reader that turns writer may find the index changed and fail at once.
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
 
 
 def _lookup(db: sqlite3.Connection, identity: FileIdentity, algorithm: str) -> _Digests:

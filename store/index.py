@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from blake3 import blake3
 
+from tensor_dedup.sqlite import transaction
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import Table
@@ -85,7 +86,7 @@ class Index:
                 there.add(container)
                 if known.get(container) != state:
                     self._take(container, state)
-        with _transaction(self._db):
+        with transaction(self._db):
             for container in known.keys() - there:
                 self._delete(container)
 
@@ -162,7 +163,7 @@ class Index:
             bad = self._objects.bad_offsets(container.name)
         except (DamagedFileError, NewerFormatError, MissingObjectError):
             table = None  # verify names it; here it is a miss
-        with _transaction(self._db):
+        with transaction(self._db):
             # In one step with what follows: other processes refresh the same file.
             self._delete(container)
             if table is not None and self._objects.data_is_whole(container, table):
@@ -294,14 +295,3 @@ def _prepare(db: sqlite3.Connection) -> None:
     if version == 0:
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-
-
-@contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
