@@ -16,7 +16,7 @@ from tensor_dedup.store.checking import Fault, VerifyResult
 from tensor_dedup.store.collecting import GcPlan
 from tensor_dedup.store.describing import Listed, Stats
 from tensor_dedup.store.importing import ImportResult
-from tensor_dedup.store.reading import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces, StoredTensor
 from tensor_dedup.store.repairing import RepairResult
 from tensor_dedup.store.store import Store
 
@@ -30,6 +30,7 @@ __all__ = [
     "Store",
     "StoreError",
     "StoredCheckpoint",
+    "StoredPieces",
     "StoredTensor",
     "VerifyResult",
 ]

@@ -1,9 +1,10 @@
 """Reading a checkpoint back: every byte that is returned has been compared with its digest."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self, TypeVar
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.errors import (
@@ -19,7 +20,9 @@ from tensor_dedup.store.files import Handle
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import Piece, by_file
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.tables import Record
+from tensor_dedup.store.tables import DIGEST_BYTES, PLAIN, Record
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +54,26 @@ class _Spot:
     record: Record
 
 
-class StoredCheckpoint:
-    """A checkpoint, open for reading: all its containers are held open, so gc cannot take them.
+class StoredPieces:
+    """Pieces of a store, open for reading: all containers that hold them are held open.
 
-    `read` and `read_range` may be called from any thread. Close it, or use it as a context manager,
-    when no read is running any more. Not to be used in a forked child.
+    So gc cannot take them. Reading may be done from any thread. Close it, or use it as a context
+    manager, when no read is running any more. Not to be used in a forked child.
     """
 
-    def __init__(self, objects: Objects, index: Index, name: str) -> None:
-        """Open it, in a session. UnknownNameError, MissingObjectError, DamagedFileError."""
+    def __init__(self, objects: Objects, index: Index, wanted: set[bytes], name: str = "") -> None:
+        """Open what there is of the pieces with these digests, in a session.
+
+        `name` is the checkpoint's they belong to, for messages.
+        """
+        self.name = name or str(objects.layout.root)
         self._objects = objects
-        self.name = name
-        self.manifest = objects.ref(name)
-        content = objects.manifest(self.manifest)
-        pieces = objects.pieces(self.manifest, content)
-        held = list(by_file(content, pieces))
-        self.files = tuple(StoredFile(f.path, f.nbytes, tuple(part)) for f, part in held)
-        self._tensors = {
-            tensor.name: tensor
-            for file, part in held
-            for piece in part
-            if (tensor := _tensor(file.prefix, piece)) is not None
-        }
         self._open = True
         self._lock = threading.Lock()
         self._handles: dict[ContainerId, Handle] = {}
         self._spots: dict[bytes, list[_Spot]] = {}
         try:
-            self._open_containers(index, {piece.digest for piece in pieces if piece.nbytes})
+            self._open_containers(index, wanted)
         except BaseException:
             self.close()
             raise
@@ -103,7 +98,7 @@ class StoredCheckpoint:
                     spot = _Spot(container, handle, record)
                     self._spots.setdefault(record.digest, []).append(spot)
 
-    def __enter__(self) -> "StoredCheckpoint":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,6 +109,106 @@ class StoredCheckpoint:
         self._open = False
         for handle in self._handles.values():
             self._objects.files.close(handle)
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a container is open that should hold the piece with this digest."""
+        return bool(self._spots.get(digest))
+
+    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
+        """A range of the `nbytes` that have a digest, verified: the store's own way to read."""
+        if start == stop:
+            return bytearray()
+
+        def read(spot: _Spot) -> bytearray | None:
+            return read_verified(self._objects, spot.handle, spot.record, start, stop)
+
+        return self._from_any(digest, nbytes, read)
+
+    def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> None:
+        """Fill `view` with bytes from `start` of the `nbytes` that have a digest, verified.
+
+        Where whole leaves are asked for, no other memory is used. When it raises, `view` may hold
+        anything.
+        """
+        stop = start + view.nbytes
+        whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
+
+        def read(spot: _Spot) -> bool | None:
+            if whole_leaves and spot.record.codec == PLAIN:
+                return _fill_verified(self._objects, spot, start, view)
+            data = read_verified(self._objects, spot.handle, spot.record, start, stop)
+            if data is not None:
+                view[:] = data
+            return data is not None or None
+
+        if view.nbytes:
+            self._from_any(digest, nbytes, read)
+
+    def _from_any(self, digest: bytes, nbytes: int, read: Callable[[_Spot], _T | None]) -> _T:
+        """What `read` makes of the first place that is right."""
+        if not self._open:
+            raise ClosedCheckpointError.at(self.name, "it was closed", name=self.name)
+        with self._lock:
+            spots = list(self._spots.get(digest, ()))
+        if not spots:
+            raise MissingObjectError.at(
+                self._objects.layout.root,
+                f"no container holds {digest.hex()} of {self.name!r}",
+                digest=digest.hex(),
+                nbytes=nbytes,
+            )
+        for spot in spots:
+            for _ in range(2):  # the first may have been hit on its way, not on the disk
+                data = read(spot)
+                if data is not None:
+                    return data
+            self._give_up(spot)
+        raise self._corrupt(spots, digest)
+
+    def _give_up(self, spot: _Spot) -> None:
+        with self._lock:
+            self._spots[spot.record.digest] = [
+                other for other in self._spots[spot.record.digest] if other is not spot
+            ]
+        # A store that may only be read keeps no note of it, and is still not believed.
+        with suppress(OSError, StoreAccessError):
+            quarantine(self._objects, spot.container, spot.record)
+
+    def _corrupt(self, spots: Sequence[_Spot], digest: bytes) -> CorruptTensorError:
+        where, names = spots[0], self._names_of(digest)
+        return CorruptTensorError.at(
+            where.handle.path,
+            f"the {where.record.nbytes} bytes at {where.record.offset} "
+            f"({names[0] if names else 'a header or small file'} of {self.name!r}) "
+            f"do not have the digest {digest.hex()}",
+            digest=digest.hex(),
+            offset=where.record.offset,
+            nbytes=where.record.nbytes,
+            tensors=names,
+        )
+
+    def _names_of(self, digest: bytes) -> list[str]:
+        """The tensors with a digest, as far as they are known here."""
+        return [digest.hex()]
+
+
+class StoredCheckpoint(StoredPieces):
+    """A checkpoint, open for reading. All said of StoredPieces holds."""
+
+    def __init__(self, objects: Objects, index: Index, name: str) -> None:
+        """Open it, in a session. UnknownNameError, MissingObjectError, DamagedFileError."""
+        self.manifest = objects.ref(name)
+        content = objects.manifest(self.manifest)
+        pieces = objects.pieces(self.manifest, content)
+        held = list(by_file(content, pieces))
+        self.files = tuple(StoredFile(f.path, f.nbytes, tuple(part)) for f, part in held)
+        self._tensors = {
+            tensor.name: tensor
+            for file, part in held
+            for piece in part
+            if (tensor := _tensor(file.prefix, piece)) is not None
+        }
+        super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
 
     def __iter__(self) -> Iterator[StoredTensor]:
         return iter(self._tensors.values())
@@ -157,54 +252,17 @@ class StoredCheckpoint:
             )
         return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
 
-    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        """A range of the `nbytes` that have a digest, verified: the store's own way to read."""
-        if not self._open:
-            raise ClosedCheckpointError.at(self.name, "it was closed", name=self.name)
-        if start == stop:
-            return bytearray()
-        with self._lock:
-            spots = list(self._spots.get(digest, ()))
-        if not spots:
-            raise MissingObjectError.at(
-                self._objects.layout.root,
-                f"no container holds {digest.hex()} of {self.name!r}",
-                digest=digest.hex(),
-                nbytes=nbytes,
-            )
-        for spot in spots:
-            data = self._verified(spot, start, stop)
-            if data is not None:
-                return data
-        raise self._corrupt(spots, digest)
+    def _names_of(self, digest: bytes) -> list[str]:
+        return [t.name for t in self._tensors.values() if t.digest == digest.hex()]
 
-    def _verified(self, spot: _Spot, start: int, stop: int) -> bytearray | None:
-        for _ in range(2):  # once more: the first may have been hit on its way, not on the disk
-            data = read_verified(self._objects, spot.handle, spot.record, start, stop)
-            if data is not None:
-                return data
-        with self._lock:
-            self._spots[spot.record.digest] = [
-                other for other in self._spots[spot.record.digest] if other is not spot
-            ]
-        # A store that may only be read keeps no note of it, and is still not believed.
-        with suppress(OSError, StoreAccessError):
-            quarantine(self._objects, spot.container, spot.record)
+
+def _fill_verified(objects: Objects, spot: _Spot, start: int, view: memoryview) -> bool | None:
+    """Whole leaves of a record that is stored as it is, into `view`; None when they are wrong."""
+    record = spot.record
+    if objects.files.pread(spot.handle, view, record.offset + start) != view.nbytes:
         return None
-
-    def _corrupt(self, spots: Sequence[_Spot], digest: bytes) -> CorruptTensorError:
-        where = spots[0]
-        names = [t.name for t in self._tensors.values() if t.digest == digest.hex()]
-        return CorruptTensorError.at(
-            where.handle.path,
-            f"the {where.record.nbytes} bytes at {where.record.offset} "
-            f"({names[0] if names else 'a header or small file'} of {self.name!r}) "
-            f"do not have the digest {digest.hex()}",
-            digest=digest.hex(),
-            offset=where.record.offset,
-            nbytes=where.record.nbytes,
-            tensors=names,
-        )
+    found, first = b"".join(leaf_digests(view)), start // LEAF_BYTES * DIGEST_BYTES
+    return found == record.leaves[first : first + len(found)] or None
 
 
 def read_verified(

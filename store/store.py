@@ -1,6 +1,6 @@
 """The store: whole checkpoints in, every distinct tensor once on disk, the same bytes out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,7 @@ from tensor_dedup.store.layout import Layout
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
 from tensor_dedup.store.names import check_name, name_of
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.reading import StoredCheckpoint
+from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.repairing import Repair, RepairResult
 from tensor_dedup.store.sources import read_source
 from tensor_dedup.store.translating import translated
@@ -108,6 +108,11 @@ class Store:
         """
         with self._session() as (index, _):
             return StoredCheckpoint(self._objects, index, check_name(name))
+
+    def pieces(self, digests: Iterable[str]) -> StoredPieces:
+        """Open what the store has of the pieces with these digests, whosever they are; close it."""
+        with self._session() as (index, _):
+            return StoredPieces(self._objects, index, {bytes.fromhex(text) for text in digests})
 
     def export(
         self, name: str, directory: StrPath, *, progress: Progress | None = None
