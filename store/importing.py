@@ -18,6 +18,7 @@ from tensor_dedup.store.hashing import Hashed, Hasher, Progress, changed
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import FileEntry, Piece
 from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.observing import Remembers
 from tensor_dedup.store.sources import Segment, Source, SourceFile, segments_of
 
 # A file stays whole when at most this part of it is in the store already: bytes that are stored
@@ -57,11 +58,19 @@ class ImportResult:
 class Import:
     """One import under a session's lock. Leaving it removes what was not finished."""
 
-    def __init__(self, objects: Objects, index: Index, hasher: Hasher, progress: Progress) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        index: Index,
+        hasher: Hasher,
+        progress: Progress,
+        hints: Remembers,
+    ) -> None:
         self._objects = objects
         self._index = index
         self._hasher = hasher
         self._progress = progress
+        self._hints = hints
         self._fresh: set[bytes] = set()
         self._containers: list[ContainerId] = []
         self._undo = ExitStack()
@@ -84,11 +93,12 @@ class Import:
         files = self._objects.files
         handle = files.open(file.path, "read")
         try:
-            before = files.status_of(handle)
+            before, began_s = files.status_of(handle), files.now()
             self._check_unchanged(handle, file, before)
             hashed = self._store(handle, file)
             if files.status_of(handle) != before:
                 raise changed(handle, "it was written while it was read")
+            self._remember(handle, file, before, began_s, hashed)
         finally:
             files.close(handle)
         self.files.append(FileEntry(file.stored_as, file.nbytes, len(hashed), file.prefix))
@@ -96,6 +106,22 @@ class Import:
             Piece(found.digest, part.nbytes, part.name, part.dtype, part.shape)
             for part, found in zip(file.segments, hashed, strict=True)
         ]
+
+    def _remember(
+        self,
+        handle: Handle,
+        file: SourceFile,
+        before: Status,
+        began_s: int,
+        hashed: Sequence[Hashed],
+    ) -> None:
+        digests = {
+            (part.start, part.nbytes): found.digest.hex()
+            for part, found in zip(file.segments, hashed, strict=True)
+            if part.name is not None
+        }
+        if digests:
+            self._hints.imported(handle.fd, before, began_s * 10**9, digests)
 
     def _check_unchanged(self, handle: Handle, file: SourceFile, now: Status) -> None:
         if now.kind != "file" or now.size != file.nbytes:
@@ -189,10 +215,11 @@ def import_source(
     *,
     replace: bool,
     progress: Progress,
+    hints: Remembers,
 ) -> ImportResult:
     """Store a checkpoint and commit it under a name. In a session; all or nothing by that name."""
     progress.start(source.nbytes)
-    with Import(objects, index, hasher, progress) as work:
+    with Import(objects, index, hasher, progress, hints) as work:
         for file in source.files:
             work.take(file)
         containers = work.finish()

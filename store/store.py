@@ -1,7 +1,7 @@
 """The store: whole checkpoints in, every distinct tensor once on disk, the same bytes out."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Self
@@ -10,7 +10,7 @@ from tensor_dedup.store.checking import Level, VerifyResult, verify
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
 from tensor_dedup.store.creation import default_path, prepare, workers
 from tensor_dedup.store.describing import Listed, Stats, listed, stats
-from tensor_dedup.store.errors import BadRangeError, NameTakenError
+from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError
 from tensor_dedup.store.exporting import export
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.hashing import Hasher, Progress, Silent
@@ -18,8 +18,10 @@ from tensor_dedup.store.importing import ImportResult, import_source
 from tensor_dedup.store.index import Index, open_index
 from tensor_dedup.store.layout import Layout
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
+from tensor_dedup.store.matching import Known, manifest_of
 from tensor_dedup.store.names import check_name, name_of
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.observing import Nobody, Remembers
 from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.repairing import Repair, RepairResult
 from tensor_dedup.store.sources import read_source
@@ -78,11 +80,13 @@ class Store:
         replace: bool = False,
         *,
         progress: Progress | None = None,
+        hints: Remembers | None = None,
     ) -> ImportResult:
         """Take in a checkpoint: a safetensors file, an index, or a folder with what belongs to it.
 
         `name` is by default that of the folder or file. When this returns it is committed; when it
         raises, nothing is, but a failing disk may have left it undecided whether the name is there.
+        Every byte is read and hashed, whatever is remembered of the files; `hints` is told.
         NameTakenError without `replace`; ChangedFileError: a file was written meanwhile.
         """
         source_path = Path(path)
@@ -99,7 +103,23 @@ class Store:
                 wanted,
                 replace=replace,
                 progress=progress or Silent(),
+                hints=hints or Nobody(),
             )
+
+    def manifest_of(self, path: StrPath, known: Known) -> str:
+        """The name of the manifest that importing a checkpoint would make; writes nothing.
+
+        `known(path, fd)` gives the digests that are known of an open file, by (start, nbytes); the
+        rest is hashed. Errors: those of import_ about the path.
+        """
+        with self._session() as (_, hasher):
+            return manifest_of(self._files, hasher, read_source(self._files, Path(path)), known)
+
+    def manifest(self, name: str) -> str | None:
+        """The name of the manifest that a checkpoint's name stands for; None: of no checkpoint."""
+        with self._locked(), suppress(UnknownNameError):
+            return self._objects.ref(check_name(name))
+        return None
 
     def checkpoint(self, name: str) -> StoredCheckpoint:
         """Open a checkpoint for reading; close it, or use it as a context manager.
