@@ -66,8 +66,8 @@ def test_every_error_class_has_a_liar() -> None:
         if isinstance(value, type) and issubclass(value, lies.SafetensorsError | lies.JsonTextError)
     ]
     unused = {cls.__name__ for cls in classes} - {lie.__name__ for _, _, lie in LIARS}
-    # The bases, and what only a path can be.
-    assert unused == {"SafetensorsError", "JsonTextError", "NotAFileError"}
+    # The bases.
+    assert unused == {"SafetensorsError", "JsonTextError"}
 
 
 def test_an_error_names_tensor_and_numbers_and_survives_pickling() -> None:

@@ -1,11 +1,12 @@
 """The ways in which a checkpoint file can lie, one class each.
 
 FormatError
+  - NotAFileError         a directory, a pipe or a device, not a regular file
   - JsonTextError         the JSON of a header or an index: BadEncodingError, BadJsonError,
                           JsonConstantError, JsonNumberError, JsonNestingError, JsonBombError,
                           NotAnObjectError, DuplicateKeyError
   - SafetensorsError
-      - of the file:      NotAFileError, EmptyFileError, FileTooShortError
+      - of the file:      EmptyFileError, FileTooShortError
       - of the header:    HeaderTooLargeError, HeaderTruncatedError, HeaderStartError, MetadataError
       - of one tensor:    TensorEntryError, UnknownDtypeError, BadShapeError, ShapeOverflowError,
                           BadOffsetsError, OffsetsReversedError, OffsetsBeyondFileError,
@@ -14,6 +15,8 @@ FormatError
   - IndexFileError        a *.index.json is not a mapping from tensors to shards
       - IndexPathError, MissingShardError, IndexTensorError
   - RepeatedTensorError   two files of one checkpoint hold a tensor of the same name
+  - GgufError             gguf_errors.py
+  - PytorchError          pytorch/errors.py
 
 Each carries the path, the tensor's name where there is one, and the numbers, in its message and in
 `facts`. Names are cut to MAX_NAME characters there: a hostile name can be 100 MB long.
@@ -26,7 +29,9 @@ from tensor_dedup.errors import FormatError
 MAX_NAME = 200
 
 
-class _LocatedError(FormatError):
+class LocatedError(FormatError):
+    """An error of one file, and perhaps of one tensor in it."""
+
     advice: ClassVar[str] = "download or save this file again"
 
     @classmethod
@@ -44,7 +49,13 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 
-class JsonTextError(_LocatedError):
+class NotAFileError(LocatedError):
+    """It is a directory, a pipe or a device, not a regular file."""
+
+    advice = "name a regular file"
+
+
+class JsonTextError(LocatedError):
     """The JSON of a header or an index is broken, or a trap."""
 
 
@@ -80,14 +91,8 @@ class DuplicateKeyError(JsonTextError):
     """An object of the text has a key twice, so readers disagree about its value."""
 
 
-class SafetensorsError(_LocatedError):
+class SafetensorsError(LocatedError):
     """A safetensors file lies about itself."""
-
-
-class NotAFileError(SafetensorsError):
-    """It is a directory, a pipe or a device, not a regular file."""
-
-    advice = "name a regular file"
 
 
 class EmptyFileError(SafetensorsError):
@@ -162,7 +167,7 @@ class TrailingBytesError(SafetensorsError):
     """Bytes after the last tensor that belong to none."""
 
 
-class IndexFileError(_LocatedError):
+class IndexFileError(LocatedError):
     """An index of shards that is not JSON, or not a mapping from tensors to files."""
 
     advice = "download or save this checkpoint again"
@@ -180,7 +185,7 @@ class IndexTensorError(IndexFileError):
     """An index and its shards disagree about where a tensor is."""
 
 
-class RepeatedTensorError(_LocatedError):
+class RepeatedTensorError(LocatedError):
     """Two files of one checkpoint hold a tensor of the same name."""
 
     advice = "keep one of the files, or name it alone"

@@ -18,12 +18,10 @@ Nothing is allocated from a number that has not been compared with the file's si
 
 import os
 import reprlib
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import (
     BadOffsetsError,
     BadShapeError,
@@ -35,7 +33,6 @@ from tensor_dedup.formats.errors import (
     HoleError,
     JsonNestingError,
     MetadataError,
-    NotAFileError,
     OffsetsBeyondFileError,
     OffsetsReversedError,
     OverlapError,
@@ -47,6 +44,7 @@ from tensor_dedup.formats.errors import (
     UnknownDtypeError,
     shorten,
 )
+from tensor_dedup.formats.files import opened
 from tensor_dedup.formats.strict_json import MAX_DEPTH, decode_object, depth_of
 from tensor_dedup.types import TensorSpec
 
@@ -103,20 +101,10 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Safet
     only named in errors. CheckpointNotFoundError: it cannot be opened. FormatError: it lies.
     ChangedFileError: it shrank meanwhile.
     """
-    name = os.fspath(path)
-    if fd is not None:
-        return _read_open(name, fd)
-    try:
-        # Non-blocking: opening a pipe nobody writes to would wait for ever.
-        opened = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointNotFoundError(
-            f"{name}: {error.strerror}; check the path and its permissions", path=name
-        ) from error
-    try:
-        return _read_open(name, opened)
-    finally:
-        os.close(opened)
+    with opened(path, fd) as file:
+        prefix = file.read(0, _LENGTH_BYTES) if file.size >= _LENGTH_BYTES else b""
+        length = _header_length(prefix, file.size, file.path)
+        return parse_header(prefix + file.read(_LENGTH_BYTES, length), file.size, file.path)
 
 
 def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> SafetensorsHeader:
@@ -140,29 +128,6 @@ def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> Safetenso
     specs.sort(key=lambda spec: (spec.start, spec.nbytes))
     _check_cover(specs, start, file_size, path)
     return SafetensorsHeader(path, file_size, start, metadata, tuple(specs))
-
-
-def _read_open(path: str, fd: int) -> SafetensorsHeader:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise NotAFileError.at(path, "not a regular file", mode=status.st_mode)
-    prefix = _pread(fd, _LENGTH_BYTES, 0, path) if status.st_size >= _LENGTH_BYTES else b""
-    length = _header_length(prefix, status.st_size, path)
-    blob = prefix + _pread(fd, length, _LENGTH_BYTES, path)
-    return parse_header(blob, status.st_size, path)
-
-
-def _pread(fd: int, nbytes: int, offset: int, path: str) -> bytes:
-    data = os.pread(fd, nbytes, offset)
-    if len(data) != nbytes:
-        raise ChangedFileError(
-            f"{path}: {len(data)} of {nbytes} bytes at {offset} could be read, the file shrank; "
-            "load it again when nobody writes it",
-            path=path,
-            expected=nbytes,
-            got=len(data),
-        )
-    return data
 
 
 def _header_length(prefix: bytes, file_size: int, path: str) -> int:

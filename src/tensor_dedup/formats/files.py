@@ -1,0 +1,68 @@
+"""Reading ranges of a file that may be hostile, or shrink while it is read."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
+from tensor_dedup.formats.errors import NotAFileError
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """An open regular file and the size it had when it was looked at."""
+
+    path: str
+    fd: int
+    size: int
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Exactly these bytes; ChangedFileError when the file has become shorter.
+
+        The caller has compared the range with `size`: nothing larger is ever allocated.
+        """
+        data = os.pread(self.fd, nbytes, start)
+        while 0 < len(data) < nbytes:
+            more = os.pread(self.fd, nbytes - len(data), start + len(data))
+            if not more:
+                break
+            data += more
+        if len(data) != nbytes:
+            raise ChangedFileError(
+                f"{self.path}: {len(data)} of {nbytes} bytes at {start} could be read, the file "
+                "shrank; load it again when nobody writes it",
+                path=self.path,
+                expected=nbytes,
+                got=len(data),
+            )
+        return data
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[OpenFile]:
+    """Open a regular file for a moment, or use `fd`, its position left alone and left open.
+
+    CheckpointNotFoundError: it cannot be opened. NotAFileError: a folder, a pipe, a device.
+    """
+    name = os.fspath(path)
+    number = _open(name) if fd is None else fd
+    try:
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotAFileError.at(name, "not a regular file", mode=status.st_mode)
+        yield OpenFile(name, number, status.st_size)
+    finally:
+        if fd is None:
+            os.close(number)
+
+
+def _open(name: str) -> int:
+    try:
+        # Non-blocking: opening a pipe nobody writes to would wait for ever.
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointNotFoundError(
+            f"{name}: {error.strerror}; check the path and its permissions", path=name
+        ) from error

@@ -1,0 +1,357 @@
+"""The header of a GGUF file (version 2 or 3, little-endian), read as if an enemy had written it.
+
+File := `GGUF`, u32 version, u64 number of tensors, u64 number of metadata entries, the entries
+(key, type, value), the tensors (name, dimensions, type, offset), padding, data. Offsets count from
+the start of the data, which is aligned, as every tensor is, to `general.alignment` (else 32).
+
+A tensor's dimensions are turned round, so that a shape reads as in every other format, the last
+dimension being the one whose elements are neighbours. Types that are plain numbers are called as in
+safetensors (`F32`, `BF16`, `I8`): their bytes are the same, so a tensor that both formats hold is
+found to be one. All others are `gguf:Q4_K` and so on.
+
+Stricter than common readers: tensors and padding must cover the data exactly, in any order; a key
+or a name may appear once; a truth value is 0 or 1; lists nest at most MAX_NESTING deep. Nothing is
+allocated from a number that has not been compared with the file's size first.
+"""
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tensor_dedup.formats import gguf_errors as lies
+from tensor_dedup.formats.errors import shorten
+from tensor_dedup.formats.files import opened
+from tensor_dedup.formats.gguf_cursor import Cursor, Fetch
+from tensor_dedup.formats.gguf_types import DTYPES, REMOVED, Layout
+from tensor_dedup.types import TensorSpec
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMENSIONS = 4
+MAX_NAME_BYTES = 1024
+MAX_NESTING = 4
+DEFAULT_ALIGNMENT = 32
+
+_ALIGNMENT = "general.alignment"
+_LIMIT = 1 << 63
+# The least a metadata entry and a tensor take: empty names, a value of one byte, no dimensions.
+_LEAST_ENTRY = 8 + 4 + 1
+_LEAST_TENSOR = 8 + 4 + 4 + 8
+_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+_SCALARS: Mapping[int, str] = MappingProxyType(
+    {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+)
+
+Value = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says about itself, checked.
+
+    `header_bytes` is the offset of the data. `metadata` has the entries that are one number or one
+    text, no lists. `tensors` are ordered by where they start; between them is nothing but padding.
+    """
+
+    path: str
+    file_size: int
+    header_bytes: int
+    version: int
+    alignment: int
+    metadata: Mapping[str, Value]
+    tensors: tuple[TensorSpec, ...]
+
+
+def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufHeader:
+    """Read and check the header of a file, and nothing behind it but the end of its last chunk.
+
+    With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
+    named in errors. CheckpointNotFoundError: it cannot be opened. FormatError: it lies.
+    ChangedFileError: it shrank meanwhile.
+    """
+    with opened(path, fd) as file:
+        return _parse(file.read, file.size, file.path)
+
+
+def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
+    """Check a header that has been read; `blob` is the beginning of the file, or all of it. No I/O.
+
+    `file_size` in bytes is that of the whole file, `path` is only named in errors: FormatError, and
+    nothing else when `blob` holds the header whole.
+    """
+    return _parse(lambda start, nbytes: blob[start : start + nbytes], file_size, path)
+
+
+def _parse(fetch: Fetch, file_size: int, path: str) -> GgufHeader:
+    cursor = Cursor(fetch, file_size, path)
+    version = _version(cursor)
+    tensor_count, entry_count = struct.unpack("<QQ", cursor.take(16))
+    cursor.check_count(tensor_count, _LEAST_TENSOR, "tensors")
+    cursor.check_count(entry_count, _LEAST_ENTRY, "metadata entries")
+    metadata = _metadata(cursor, entry_count)
+    alignment = int(metadata.get(_ALIGNMENT, DEFAULT_ALIGNMENT))
+    cursor.check_count(tensor_count, _LEAST_TENSOR, "tensors")
+    entries = _tensors(cursor, tensor_count)
+    start = _padded(cursor.at, alignment)
+    specs = _placed(entries, start, alignment, path)
+    _check_cover(specs, start, alignment, file_size, path)
+    header_bytes = min(start, file_size)
+    return GgufHeader(
+        path, file_size, header_bytes, version, alignment, MappingProxyType(metadata), specs
+    )
+
+
+def _version(cursor: Cursor) -> int:
+    if cursor.size < 8 or (head := cursor.take(8))[:4] != MAGIC:
+        raise lies.GgufMagicError.at(
+            cursor.path, "it does not begin as a GGUF file", file_size=cursor.size
+        )
+    version = int.from_bytes(head[4:], "little")
+    if version not in VERSIONS:
+        if version and version & 0xFFFF == 0:
+            raise lies.GgufBigEndianError.at(cursor.path, "the file is big-endian")
+        raise lies.GgufVersionError.at(
+            cursor.path,
+            f"version {version} of the format, this version reads 2 and 3",
+            version=version,
+        )
+    return version
+
+
+def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    seen: set[str] = set()
+    for _ in range(count):
+        key = cursor.text("a key")
+        if key in seen:
+            raise lies.GgufDuplicateKeyError.at(
+                cursor.path, f"the key {shorten(key)!r} appears twice", key=shorten(key)
+            )
+        seen.add(key)
+        kind = cursor.number("I")
+        if key == _ALIGNMENT:
+            found[key] = _alignment(cursor, kind)
+        elif (value := _value(cursor, key, kind)) is not None:
+            found[key] = value
+    return found
+
+
+def _alignment(cursor: Cursor, kind: int) -> int:
+    if kind != _UINT32:
+        raise lies.GgufAlignmentError.at(
+            cursor.path, f"{_ALIGNMENT} has the type {kind}, not {_UINT32} (uint32)", kind=kind
+        )
+    alignment = cursor.number("I")
+    if alignment.bit_count() != 1:
+        raise lies.GgufAlignmentError.at(
+            cursor.path, f"{_ALIGNMENT} is {alignment}, no power of two", alignment=alignment
+        )
+    return alignment
+
+
+def _value(cursor: Cursor, key: str, kind: int) -> Value | None:
+    """The value of a metadata entry, None for a list."""
+    if kind == _STRING:
+        raw = cursor.take(cursor.length(f"the value of {shorten(key)!r}"))
+        return raw.decode("utf-8", "replace")
+    if kind == _ARRAY:
+        _skip_list(cursor, key, 1)
+        return None
+    start = cursor.at
+    value = cursor.number(_scalar(cursor, key, kind))
+    if kind == _BOOL:
+        _check_bools(cursor, key, start)
+    return value
+
+
+def _scalar(cursor: Cursor, key: str, kind: int) -> str:
+    if kind not in _SCALARS:
+        raise lies.GgufValueTypeError.at(
+            cursor.path,
+            f"the key {shorten(key)!r} has the unknown type {kind}",
+            key=shorten(key),
+            kind=kind,
+        )
+    return _SCALARS[kind]
+
+
+def _skip_list(cursor: Cursor, key: str, depth: int) -> None:
+    if depth > MAX_NESTING:
+        raise lies.GgufNestingError.at(
+            cursor.path,
+            f"the key {shorten(key)!r} nests lists deeper than {MAX_NESTING}",
+            key=shorten(key),
+        )
+    kind, count = cursor.number("I"), cursor.number("Q")
+    if kind == _STRING:
+        _check_list(cursor, key, count, 8)
+        cursor.skip_texts(count)
+    elif kind == _ARRAY:
+        _check_list(cursor, key, count, 4 + 8)
+        for _ in range(count):
+            _skip_list(cursor, key, depth + 1)
+    else:
+        size = struct.calcsize(_scalar(cursor, key, kind))
+        _check_list(cursor, key, count, size)
+        start = cursor.skip(count * size)
+        if kind == _BOOL:
+            _check_bools(cursor, key, start)
+
+
+def _check_list(cursor: Cursor, key: str, count: int, least: int) -> None:
+    if count * least > cursor.size - cursor.at:
+        raise lies.GgufLengthError.at(
+            cursor.path,
+            f"the key {shorten(key)!r} lists {count} values at {cursor.at}, the file ends at "
+            f"{cursor.size}",
+            key=shorten(key),
+            length=count,
+            offset=cursor.at,
+        )
+
+
+def _check_bools(cursor: Cursor, key: str, start: int) -> None:
+    cursor.at, end = start, cursor.at
+    if cursor.take(end - start).strip(b"\0\1"):
+        raise lies.GgufBoolError.at(
+            cursor.path,
+            f"the key {shorten(key)!r} has a truth value that is neither 0 nor 1",
+            key=shorten(key),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor as the header has it: its offset is that from the start of the data."""
+
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def _tensors(cursor: Cursor, count: int) -> list[_Entry]:
+    entries: dict[str, _Entry] = {}
+    for _ in range(count):
+        entry = _tensor(cursor)
+        if entry.name in entries:
+            raise lies.GgufDuplicateTensorError.at(
+                cursor.path, "two tensors have this name", entry.name
+            )
+        entries[entry.name] = entry
+    return list(entries.values())
+
+
+def _tensor(cursor: Cursor) -> _Entry:
+    name = cursor.text("a tensor's name")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise lies.GgufNameError.at(
+            cursor.path, f"a name of more than {MAX_NAME_BYTES} bytes", name, limit=MAX_NAME_BYTES
+        )
+    dimensions = cursor.number("I")
+    if dimensions > MAX_DIMENSIONS:
+        raise lies.GgufDimensionsError.at(
+            cursor.path,
+            f"{dimensions} dimensions, the format has at most {MAX_DIMENSIONS}",
+            name,
+            dimensions=dimensions,
+        )
+    sizes = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions))
+    layout = _layout(cursor, name, cursor.number("I"))
+    offset = cursor.number("Q")
+    nbytes = _nbytes(name, layout, sizes, cursor.path)
+    return _Entry(name, layout, tuple(reversed(sizes)), offset, nbytes)
+
+
+def _layout(cursor: Cursor, name: str, kind: int) -> Layout:
+    if kind in DTYPES:
+        return DTYPES[kind]
+    what = (
+        f"its type {kind} ({REMOVED[kind]}) is not used any more"
+        if kind in REMOVED
+        else f"its type {kind} is unknown"
+    )
+    raise lies.GgufTensorTypeError.at(cursor.path, what, name, type=kind)
+
+
+def _nbytes(name: str, layout: Layout, sizes: tuple[int, ...], path: str) -> int:
+    elements = 1
+    for size in sizes:
+        elements *= size
+        # Each one, so that a late 0 does not undo an overflow.
+        if elements >= _LIMIT or size >= _LIMIT:
+            raise lies.GgufOverflowError.at(
+                path, f"the dimensions {sizes} do not fit 63 bits", name, sizes=sizes
+            )
+    row = sizes[0] if sizes else 1
+    if row % layout.block_elements:
+        raise lies.GgufBlockError.at(
+            path,
+            f"rows of {row}, but {layout.dtype} has blocks of {layout.block_elements}",
+            name,
+            row=row,
+            block=layout.block_elements,
+        )
+    nbytes = elements // layout.block_elements * layout.block_bytes
+    if nbytes >= _LIMIT:
+        raise lies.GgufOverflowError.at(path, f"{nbytes} bytes do not fit 63 bits", name)
+    return nbytes
+
+
+def _padded(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def _placed(entries: list[_Entry], start: int, alignment: int, path: str) -> tuple[TensorSpec, ...]:
+    for entry in entries:
+        if entry.offset % alignment:
+            raise lies.GgufMisalignedError.at(
+                path,
+                f"its offset {entry.offset} is no multiple of {alignment}",
+                entry.name,
+                offset=entry.offset,
+                alignment=alignment,
+            )
+    ordered = sorted(entries, key=lambda entry: (entry.offset, entry.nbytes))
+    return tuple(
+        TensorSpec(e.name, e.layout.dtype, e.shape, start + e.offset, e.nbytes) for e in ordered
+    )
+
+
+def _check_cover(
+    specs: tuple[TensorSpec, ...], start: int, alignment: int, file_size: int, path: str
+) -> None:
+    """Sorted, the tensors and their padding must cover the data: no second format hides there."""
+    expected, before = start, "the header"
+    for spec in specs:
+        if spec.start != expected:
+            lie = lies.GgufOverlapError if spec.start < expected else lies.GgufHoleError
+            word = "goes" if spec.start < expected else "ends"
+            raise lie.at(
+                path,
+                f"begins at {spec.start - start}, but {before} {word} with its padding "
+                f"to {expected - start}",
+                spec.name,
+                begins=spec.start - start,
+                expected=expected - start,
+            )
+        end = spec.start + spec.nbytes
+        if end > file_size:
+            raise lies.GgufBeyondFileError.at(
+                path,
+                f"ends at {end}, the file at {file_size}",
+                spec.name,
+                ends=end,
+                file_size=file_size,
+            )
+        expected, before = _padded(end, alignment), repr(shorten(spec.name))
+    # The padding behind the last one, or behind a header without tensors, may be missing.
+    if file_size > expected:
+        raise lies.GgufTrailingBytesError.at(
+            path,
+            f"{file_size - expected} bytes after the last tensor belong to none",
+            trailing=file_size - expected,
+        )
