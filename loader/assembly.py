@@ -10,13 +10,13 @@ from weakref import WeakSet
 
 import torch
 
-from tensor_dedup.digest import digest
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
 from tensor_dedup.loader.layer_key import process_state
 from tensor_dedup.loader.ledger import Ledger
 from tensor_dedup.loader.memory import SharedMemoryError
+from tensor_dedup.loader.parts import content_name
 from tensor_dedup.loader.recipe import (
     RecipeBook,
     needs_base,
@@ -130,15 +130,16 @@ class Assembly:
 
     def digest_of(self, tensor: torch.Tensor) -> str:
         """Hash the bytes of a dense tensor."""
-        self.reader.counters.bytes_hashed += tensor.nbytes
-        return digest(tensor_bytes(tensor), self.config.hash_algorithm)
+        return self.reader.digest(tensor_bytes(tensor))
 
-    def digest_of_installed(self, each: DeferredParameter) -> str:
-        """The digest of a parameter that is in the model; not computed where it is the source's."""
-        source = None if each.view is None else whole_source(each.view)
-        if source is not None and source.digest is not None:
+    def content_name(
+        self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
+    ) -> str:
+        """Name the bytes of a parameter, which are those of `tensor`, as `parts` does."""
+        view = _view(each)
+        if trusted and (source := whole_source(view)) is not None and source.digest is not None:
             return source.digest
-        return self.digest_of(each.parameter.detach())
+        return content_name(view, tensor_bytes(tensor), self.reader.digest, trusted=trusted)
 
     def resident_for(self, name: str, tensor: torch.Tensor) -> tuple[Resident | None, bool]:
         """The resident with the bytes of this sharable tensor; was it made for it just now?

@@ -68,9 +68,9 @@ def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
 
 def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
     """Buffers, and tensors that are attributes of modules."""
-    yield from model.buffers()
     for module in model.modules():
-        for value in list(vars(module).values()):
+        yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+        for _, value in _own_attributes(module):
             tensors = (value,) if isinstance(value, torch.Tensor) else _inside(value)
             yield from (each for each in tensors if not isinstance(each, nn.Parameter))
 
@@ -101,10 +101,11 @@ def settle_strays(
     one inside a container: it could be anywhere else too.
     """
     for name, module in model.named_modules():
-        for held in (module._buffers, vars(module)):
-            for key, value in list(held.items()):
-                if key in ("_parameters", "_buffers", "_modules"):
-                    continue
+        for held, items in (
+            (module._buffers, list(module._buffers.items())),
+            (vars(module), _own_attributes(module)),
+        ):
+            for key, value in items:
                 if isinstance(value, torch.Tensor):
                     view = tracer.view(value)
                     if view is not None:
@@ -113,13 +114,27 @@ def settle_strays(
                     raise UntraceableError(f"{name}.{key} keeps checkpoint tensors in a container")
 
 
-def _inside(value: object) -> Iterator[torch.Tensor]:
+# What every module has: parameters, buffers and modules, looked at by themselves, flags and hooks.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
+
+
+def _own_attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """The attributes that may hold a tensor, apart from parameters and buffers."""
+    return [
+        (key, value)
+        for key, value in vars(module).items()
+        if key not in _OF_EVERY_MODULE and type(value) not in _PLAIN
+    ]
+
+
+def _inside(value: object) -> Iterable[torch.Tensor]:
     held: Iterable[object] = ()
     if isinstance(value, dict):
         held = value.values()
     elif isinstance(value, (list, tuple, set)):
         held = value
-    return (each for each in held if isinstance(each, torch.Tensor))
+    return [each for each in held if isinstance(each, torch.Tensor)] if held else ()
 
 
 def replace_data(parameter: nn.Parameter, tensor: torch.Tensor) -> None:

@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensor_dedup.loader.recipe import live_writes, needs_base, references, sources_of, whole_source
+from tensor_dedup.loader.recipe import (
+    COPY,
+    live_writes,
+    needs_base,
+    references,
+    sources_of,
+    whole_source,
+)
 from tensor_dedup.loader.virtual import (
     Const,
+    Operation,
     Target,
     View,
     VirtualStorage,
@@ -19,8 +27,6 @@ from tensor_dedup.loader.virtual import (
 if TYPE_CHECKING:
     from tensor_dedup.loader.scratch import Scratch
     from tensor_dedup.loader.sources import SourceReader, SourceTensor
-
-_COPY = torch.ops.aten.copy_.default
 
 
 class Evaluator:
@@ -73,7 +79,7 @@ class Evaluator:
         """Make the digest of every source of `view` known, reading those that are not."""
         for source in sources_of(view):
             if source.digest is None:
-                self._read_kept(source)
+                self._begin(source)
         self._reader.settle()
 
     def _flat(self, storage: VirtualStorage, version: int) -> torch.Tensor:
@@ -88,13 +94,16 @@ class Evaluator:
         return self._nodes[key]
 
     def _read_kept(self, source: SourceTensor) -> torch.Tensor:
-        key = id(source)
-        if key not in self._kept:
+        self._begin(source)
+        self._reader.settle()
+        return self._kept[id(source)][: source.spec.nbytes]
+
+    def _begin(self, source: SourceTensor) -> None:
+        """Start reading a source that is kept, unless it is here or on its way."""
+        if id(source) not in self._kept:
             block = self._scratch.take(source.spec.nbytes)
-            self._kept[key] = block
+            self._kept[id(source)] = block
             self._read(source, block[: source.spec.nbytes])
-            self._reader.settle()
-        return self._kept[key][: source.spec.nbytes]
 
     def _read(self, source: SourceTensor, memory: torch.Tensor) -> None:
         self._reader.fill(source, memory, hashed=id(source) not in self.unhashed)
@@ -103,26 +112,37 @@ class Evaluator:
         out = out[: storage.nbytes]
         if needs_base(storage, version):
             self._base(storage, out)
-        being_hashed: list[tuple[int, int]] = []
-        for write in live_writes(storage, version):
-            span = self._direct_span(write)
-            if span is None or any(
-                span[0] < end and start < span[1] for start, end in being_hashed
-            ):
-                self._reader.settle()  # hashing must not see the memory change
-                being_hashed.clear()
+        writes = live_writes(storage, version)
+        spans = [self._direct_span(write) for write in writes]
+        for write, span in zip(writes, spans, strict=True):
+            if span is None:
+                self._begin_all(write)  # so that several are on their way at once
+        being_read: list[tuple[int, int]] = []
+        for write, span in zip(writes, spans, strict=True):
+            if span is None or any(span[0] < end and start < span[1] for start, end in being_read):
+                self._reader.settle()  # what is read and hashed there must not change meanwhile
+                being_read.clear()
             if span is None:
                 self._replay(write, out)
             else:
                 source = whole_source(write.args[1])
                 assert source is not None
                 self._read(source, out[span[0] : span[1]])
-                being_hashed.append(span)
+                being_read.append(span)
+
+    def _begin_all(self, call: Write | Operation) -> None:
+        """Start reading the sources this uses as they are, at once or through casts and slices."""
+        for value in (*call.args, *call.kwargs.values()):
+            if isinstance(value, View) and not live_writes(value.storage, value.version):
+                if value.storage.source is not None:
+                    self._begin(value.storage.source)
+                elif value.storage.operation is not None:
+                    self._begin_all(value.storage.operation)
 
     def _direct_span(self, write: Write) -> tuple[int, int] | None:
         """The bytes of the target that a source can be read into as they are, or None."""
         value, target = (write.args[1] if len(write.args) > 1 else None), write.target
-        if write.func is not _COPY or not isinstance(value, View) or not target.is_contiguous():
+        if write.func is not COPY or not isinstance(value, View) or not target.is_contiguous():
             return None
         if value.dtype is not target.dtype or not value.is_contiguous():
             return None
@@ -130,7 +150,8 @@ class Evaluator:
         if source is None or id(source) in self._kept or not self._used_once(source, value):
             return None
         start = target.offset * target.dtype.itemsize
-        return start, start + source.spec.nbytes
+        stop = start + source.spec.nbytes
+        return (start, stop) if value.shape == target.shape else None
 
     def _used_once(self, source: SourceTensor, view: View) -> bool:
         """Is nothing between `view` and its whole source mentioned anywhere else?"""

@@ -104,8 +104,12 @@ def process_state() -> str:
 
     Sums and products change their last bits with threads, precision settings and libraries.
     """
-    text = json.dumps(process_inputs(), sort_keys=True, default=str)
-    return blake3(text.encode(), derive_key_context=_CONTEXT).hexdigest()
+    return blake3(process_text().encode(), derive_key_context=_CONTEXT).hexdigest()
+
+
+def process_text() -> str:
+    """`process_inputs` as JSON: the first part of every preimage."""
+    return json.dumps(process_inputs(), sort_keys=True, default=str)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,11 +120,12 @@ class LayerKey:
     preimage: str
 
     @classmethod
-    def of(cls, process: Mapping[str, Any] | None = None, **inputs: Any) -> LayerKey:
+    def of(cls, process: str | None = None, **inputs: Any) -> LayerKey:
         """The key of these inputs and of everything common to the layers of this process.
 
-        `process`: what `process_inputs` said at the beginning of the load, when one is under way.
+        `process`: what `process_text` said at the beginning of the load, when one is under way.
         """
-        everything = {**(process_inputs() if process is None else process), **inputs}
-        preimage = json.dumps(everything, sort_keys=True, default=str)
+        own = json.dumps(inputs, sort_keys=True, default=str)
+        common = process_text() if process is None else process
+        preimage = f"{common[:-1]}, {own[1:]}" if inputs else common  # one object of both
         return cls(blake3(preimage.encode(), derive_key_context=_CONTEXT).hexdigest(), preimage)

@@ -20,7 +20,7 @@ from tensor_dedup.loader.sources import SourceTensor
 from tensor_dedup.loader.virtual import Const, Kind, View, VirtualStorage, Write
 
 _CONTEXT = "tensor-dedup recipe v1"
-_COPY = torch.ops.aten.copy_.default
+COPY = torch.ops.aten.copy_.default
 
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
@@ -71,7 +71,7 @@ def whole_source(view: View) -> SourceTensor | None:
     writes = live_writes(storage, view.version)
     if storage.kind is Kind.SOURCE and not writes:
         return storage.source
-    if len(writes) != 1 or writes[0].func is not _COPY:
+    if len(writes) != 1 or writes[0].func is not COPY:
         return None
     target, value = writes[0].target, writes[0].args[1]
     if not isinstance(value, View) or value.dtype is not target.dtype or not target.is_whole():
@@ -172,6 +172,15 @@ def references(view: View) -> Iterator[View]:
 
 def _reach(view: View) -> list[tuple[VirtualStorage, int]]:
     """Every storage the recipe mentions, at its version, once, in the order of the recipe."""
+    storage, version = view.storage, view.version
+    if storage.reached is None:
+        storage.reached = {}
+    if version not in storage.reached:
+        storage.reached[version] = _walk(view)
+    return storage.reached[version]
+
+
+def _walk(view: View) -> list[tuple[VirtualStorage, int]]:
     found: dict[tuple[int, int], tuple[VirtualStorage, int]] = {}
     waiting = [view]
     while waiting:

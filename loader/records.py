@@ -42,7 +42,7 @@ class LayerRecord:
     `residents`: by parameter name, with the class of the parameter. `opaque`: what cannot be
     mapped or written (a packed handler), shared as the object it is and held weakly, because it
     holds the record: both go when the last layer drops it, be it that a reload packed anew.
-    `opaque_bytes` is the size of the plain weight it was packed from and `plain_digest` that
+    `opaque_bytes` is the size of the plain weight it was packed from and `plain_name` that
     weight's digest just before. `aliases`: records of equal bytes made by other recipes, with
     origins of their own; they last as long as this one.
     """
@@ -53,7 +53,7 @@ class LayerRecord:
     attributes: dict[str, Any] = field(default_factory=dict)
     opaque: weakref.ref[Any] | None = None
     opaque_bytes: int = 0
-    plain_digest: str | None = None
+    plain_name: str | None = None
     structure: str = ""  # the recipes with their sources numbered instead of named
     origins: tuple[Origin, ...] = ()
     aliases: list[LayerRecord] = field(default_factory=list)

@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from tensor_dedup.digest import submit
+from tensor_dedup.digest import digest, submit
 from tensor_dedup.errors import ChangedFileError, FormatError, IntegrityError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from typing_extensions import Buffer
 
     from tensor_dedup.formats.safetensors import SafetensorsHeader
     from tensor_dedup.types import TensorSpec
 
-# One preadv asks for at most this much: the kernel cuts it at 2 GiB anyway, and a hash of what has
-# arrived can start while the rest is on its way.
+# One preadv asks for at most this much: the kernel cuts it at 2 GiB anyway.
 _PIECE_BYTES = 64 << 20
 
 
@@ -85,20 +86,28 @@ class SourceFile:
         digest = known.get((spec.start, spec.nbytes))
         return SourceTensor(self, spec, digest, digest is not None)
 
-    def read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
-        """Fill `buffer` (nbytes, writable) with the tensor's bytes. FormatError when truncated."""
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> None:
+        """Fill `piece` (writable) with the tensor's bytes from `offset` on. Any thread.
+
+        FormatError when the file was truncated.
+        """
         done = 0
-        while done < spec.nbytes:
-            piece = buffer[done : done + _PIECE_BYTES]
-            count = os.preadv(self._fd, [piece], spec.start + done)
+        while done < piece.nbytes:
+            with piece[done : done + _PIECE_BYTES] as part:
+                count = os.preadv(self._fd, [part], spec.start + offset + done)
             if count == 0:
                 raise FormatError(
-                    f"{self.path}: tensor {spec.name!r} ends after {done} of {spec.nbytes} bytes; "
-                    "the file was truncated while it was open, fetch it again",
+                    f"{self.path}: tensor {spec.name!r} ends after {offset + done} of "
+                    f"{spec.nbytes} bytes; the file was truncated while it was open, fetch it "
+                    "again",
                     path=str(self.path),
                     tensor=spec.name,
                 )
             done += count
+
+    def read_ahead(self, start: int, nbytes: int) -> None:
+        """Tell the kernel that these bytes will be read soon. It reads them meanwhile."""
+        os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_range(self, start: int, nbytes: int) -> bytes:
         """Up to `nbytes` bytes from offset `start` of the file."""
@@ -133,7 +142,11 @@ class SourceFile:
 
 @dataclass(slots=True)
 class ReadCounters:
-    """What one load fetched, in bytes, and how long it waited for it, in seconds."""
+    """What one load fetched, in bytes, and how long it waited, in seconds of the wall clock.
+
+    `read_seconds`: for source tensors, which are hashed as they arrive. `hash_seconds`: for
+    digests of what was computed from them.
+    """
 
     bytes_read: int = 0
     bytes_hashed: int = 0
@@ -143,38 +156,60 @@ class ReadCounters:
 
 @dataclass(slots=True)
 class SourceReader:
-    """Reads source tensors into memory of the caller's and hashes them there. One thread."""
+    """Reads source tensors into memory of the caller's and hashes them there. One thread.
+
+    The pool that hashes also reads: each leaf is hashed while a cache still holds it, and several
+    reads are under way at once.
+    """
 
     algorithm: str
     counters: ReadCounters = field(default_factory=ReadCounters)
     _pending: list[tuple[SourceTensor, Future[str]]] = field(default_factory=list)
 
     def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
-        """Read `source` into `memory` (flat uint8, exactly its size, CPU).
+        """Start reading `source` into `memory` (flat uint8, exactly its size, CPU).
 
-        With `hashed`, hashing starts on the pool; `settle` must be called before the digest is
-        used and before `memory` is written again.
+        `settle` must be called before the bytes or the digest are used and before `memory` is
+        written again.
         """
         began = time.perf_counter()
-        view = memory.numpy().data
-        source.file.read_into(source.spec, view)
-        self.counters.bytes_read += source.spec.nbytes
-        self.counters.read_seconds += time.perf_counter() - began
+        view, spec, file = memory.numpy().data, source.spec, source.file
+        self.counters.bytes_read += spec.nbytes
         if hashed:
-            self.counters.bytes_hashed += source.spec.nbytes
-            self._pending.append((source, submit(view, self.algorithm)))
+            self.counters.bytes_hashed += spec.nbytes
+            future = submit(view, self.algorithm, partial(file.read_into, spec))
+            self._pending.append((source, future))
+        else:
+            file.read_into(spec, view)
+        self.counters.read_seconds += time.perf_counter() - began
 
     def settle(self) -> None:
-        """Wait for every hash under way and enter it. StaleHintError when a hint said otherwise."""
+        """Wait for all that is under way and enter the digests.
+
+        StaleHintError when a hint said otherwise; what reading raised.
+        """
+        if not self._pending:
+            return
         began = time.perf_counter()
         pending, self._pending = self._pending, []
-        found = [(source, future.result()) for source, future in pending]
+        # All of them, whatever happened to one: until then the pool writes into the memory.
+        errors = [error for _, future in pending if (error := future.exception()) is not None]
+        self.counters.read_seconds += time.perf_counter() - began
+        if errors:
+            raise errors[0]
+        for source, future in pending:
+            _enter(source, future.result())
+
+    def digest(self, data: Buffer) -> str:
+        """The digest of bytes that were computed here."""
+        began = time.perf_counter()
+        value = digest(data, self.algorithm)
+        self.counters.bytes_hashed += memoryview(data).nbytes
         self.counters.hash_seconds += time.perf_counter() - began
-        for source, value in found:
-            _enter(source, value)
+        return value
 
     def abandon(self) -> None:
-        """Wait for every hash under way without using it: the memory may be freed then."""
+        """Wait for every read under way without using it: the memory may be freed then."""
         pending, self._pending = self._pending, []
         for _, future in pending:
             future.exception()

@@ -122,7 +122,7 @@ class Tracer:
         """Forget what was recorded, so that it goes now: storages and views refer to each other."""
         for storage in self._storages.values():
             storage.writes.clear()
-            storage.initial = storage.operation = None
+            storage.initial = storage.operation = storage.reached = None
         self._storages.clear()
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,7 @@ class VirtualStorage:
     # What recipe.py found out about the first so many writes: they never change.
     starts: list[int] | None = None
     based: dict[int, bool] | None = None
+    reached: dict[int, list[tuple[VirtualStorage, int]]] | None = None
 
     def view(self, tensor: torch.Tensor) -> View:
         """Snapshot `tensor`, a meta tensor over this storage, as it is now."""

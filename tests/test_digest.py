@@ -279,3 +279,28 @@ def fork_quietly() -> int:
         # Python 3.12 warns of forks with threads, which is what is tested here.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "xxh3_128"])
+@pytest.mark.parametrize("nbytes", [0, 1, 100_000, 5 * MIB + 3])
+def test_bytes_can_be_fetched_as_they_are_hashed(nbytes: int, algorithm: str) -> None:
+    data, memory = pattern(nbytes), bytearray(nbytes)
+    fetched = []
+
+    def fill(piece: memoryview, offset: int) -> None:
+        fetched.append((offset, piece.nbytes))
+        piece[:] = data[offset : offset + piece.nbytes]
+
+    assert submit(memory, algorithm, fill).result() == digest(data, algorithm)
+    assert memory == data
+    ends = [offset + size for offset, size in sorted(fetched)]
+    assert [offset for offset, _ in sorted(fetched)] == [0, *ends[:-1]][: len(fetched)]
+
+
+def test_what_fetching_raises_the_future_raises() -> None:
+    def fill(piece: memoryview, offset: int) -> None:
+        if offset:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        submit(bytearray(5 * MIB), "blake3", fill).result()

@@ -10,7 +10,7 @@ import torch
 import vllm
 from torch import nn
 
-from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, process_inputs
+from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, process_text
 from tensor_dedup.loader.records import LayerRecord, same_source_bytes
 from tensor_dedup.loader.structure import distinct_sources, structure_of
 from tensor_dedup.patches.vllm.kernels import dispatch
@@ -32,7 +32,7 @@ class LayerContext:
     deferred: dict[int, DeferredParameter]
     packed: bool
     model_dtype: torch.dtype
-    process: dict[str, Any] = field(default_factory=process_inputs)
+    process: str = field(default_factory=process_text)
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
         """The layer's own parameters that were deferred, by name in the layer."""

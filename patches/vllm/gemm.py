@@ -84,7 +84,8 @@ class PackedGemm:
     def _audit(self, record: LayerRecord, made: Made | None) -> None:
         assembly = self.context.assembly
         here = made or assembly.make(self.weight)
-        if assembly.digest_of(here.tensor) != record.plain_digest:
+        rebuilt = assembly.content_name(self.weight, here.tensor, trusted=False)
+        if rebuilt != record.plain_name:
             raise_audit(self.weight.name, "the packed weight's digest", "its checkpoint's")
         if here is not made:
             assembly.give_back(here)
@@ -98,10 +99,10 @@ class PackedGemm:
         here = None
         if self.keeps_weight or weight.installed:
             assembly.share([weight], made)
-            plain = assembly.digest_of_installed(weight)
+            plain = assembly.content_name(weight, weight.parameter.detach())
         else:
             here = made or assembly.make(weight)
-            plain = assembly.content_digest(weight, here)
+            plain = assembly.content_name(weight, here.tensor)
         content = self.context.key(self.layer, {"weight": weight}, plain)
         if not self._reuse_equal(key, content, here):
             if here is None:
@@ -124,7 +125,7 @@ class PackedGemm:
         self._use(first, linear, made)
         alias = LayerRecord(key.digest, key.preimage, attributes=first.attributes)
         alias.opaque, alias.opaque_bytes = first.opaque, first.opaque_bytes
-        alias.plain_digest = first.plain_digest
+        alias.plain_name = first.plain_name
         alias.structure, alias.origins = structure_of([self.weight])
         first.aliases.append(alias)
         registry.publish_record(key.digest, alias)
@@ -143,7 +144,7 @@ class PackedGemm:
             assembly.ledger.skip(weight.name, "its kernel does not pack into a handler we know")
             return
         record = LayerRecord(key.digest, key.preimage)
-        record.opaque, record.plain_digest = weakref.ref(linear), plain
+        record.opaque, record.plain_name = weakref.ref(linear), plain
         record.opaque_bytes = weight.nbytes if packed else 0
         bias = getattr(layer, "bias", None)
         record.attributes = {

@@ -27,6 +27,7 @@ from tensor_dedup.errors import ConfigError, IntegrityError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+Fill = Callable[[memoryview, int], None]
 LEAF_BYTES = 2 << 20
 CONTEXT = "tensor-dedup digest v1"
 ALGORITHMS = ("blake3", "blake2b", "xxh3_128", "xxhash64")
@@ -52,8 +53,12 @@ def digest(data: "Buffer", algorithm: str = "blake3") -> str:
     return submit(data, algorithm).result()
 
 
-def submit(data: "Buffer", algorithm: str = "blake3") -> "Future[str]":
+def submit(data: "Buffer", algorithm: str = "blake3", fill: Fill | None = None) -> "Future[str]":
     """Start digest(data, algorithm) on the pool; the result is its text form.
+
+    `fill(piece, offset)` puts the bytes from `offset` of the whole into `piece`, just before they
+    are hashed, while they are warm in a cache: leaf by leaf, from several threads at once, in no
+    order, each once. What it raises, the future raises.
 
     The buffer is held until the work is done and let go before the result can be seen, so an mmap
     may be closed as soon as result() returned. Small buffers, and whatever a thread of the pool
@@ -62,8 +67,8 @@ def submit(data: "Buffer", algorithm: str = "blake3") -> "Future[str]":
     """
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
-        return _done(data, algorithm)
-    return _Job(_bytes_of(data), algorithm, _POOL.executor()).future
+        return _done(data, algorithm, fill)
+    return _Job(_bytes_of(data), algorithm, _POOL.executor(), fill).future
 
 
 def leaf_digests(data: "Buffer") -> list[bytes]:
@@ -152,19 +157,22 @@ class _Hasher(Protocol):
 class _Job:
     """One digest on the pool. Chunks hash; whichever ends last combines and sets the future."""
 
-    def __init__(self, view: memoryview, algorithm: str, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, view: memoryview, algorithm: str, pool: ThreadPoolExecutor, fill: Fill | None
+    ) -> None:
         self.future: Future[str] = Future()
         # Running from the start: a cancelled future would refuse the result that is on its way.
         self.future.set_running_or_notify_cancel()
         self._view = view
         self._nbytes = view.nbytes
+        self._fill = fill
         self._lock = threading.Lock()
         self._chunks: list[Future[list[bytes]]] = []
         work: list[Callable[[], list[bytes]]]
         if _splits(view.nbytes, algorithm):
             work = [self._hasher(start, stop) for start, stop in _chunks(view.nbytes)]
         else:
-            work = [lambda: [_serial(view, algorithm).encode()]]
+            work = [lambda: [_serial(view, algorithm, fill).encode()]]
         self._combine = len(work) > 1
         self._pending = len(work)
         self._chunks = [pool.submit(task) for task in work]
@@ -174,7 +182,7 @@ class _Job:
     def _hasher(self, start: int, stop: int) -> Callable[[], list[bytes]]:
         def task() -> list[bytes]:
             with self._view[start:stop] as piece:
-                return _leaves(piece)
+                return _leaves(piece, self._fill, start)
 
         return task
 
@@ -229,10 +237,10 @@ def _in_pool() -> bool:
     return _POOL.inside()
 
 
-def _done(data: "Buffer", algorithm: str) -> "Future[str]":
+def _done(data: "Buffer", algorithm: str, fill: Fill | None) -> "Future[str]":
     future: Future[str] = Future()
     with _bytes_of(data) as view:
-        future.set_result(_serial(view, algorithm))
+        future.set_result(_serial(view, algorithm, fill))
     return future
 
 
@@ -263,17 +271,21 @@ def _chunks(nbytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, nbytes)
 
 
-def _leaves(view: memoryview) -> list[bytes]:
+def _leaves(view: memoryview, fill: Fill | None = None, offset: int = 0) -> list[bytes]:
     found = []
     for start in range(0, view.nbytes, LEAF_BYTES):
         with view[start : start + LEAF_BYTES] as piece:
+            if fill is not None:
+                fill(piece, offset + start)
             found.append(blake3(piece).digest())
     return found
 
 
-def _serial(view: memoryview, algorithm: str) -> str:
+def _serial(view: memoryview, algorithm: str, fill: Fill | None = None) -> str:
     if algorithm == "blake3":
-        return combine(view.nbytes, _leaves(view))
+        return combine(view.nbytes, _leaves(view, fill))
+    if fill is not None:
+        fill(view, 0)
     hasher = _flat(algorithm, view.nbytes)
     hasher.update(view)
     return f"{algorithm}:{hasher.hexdigest()}"

@@ -162,7 +162,7 @@ def test_a_wrong_digest_of_a_packed_weight_is_caught(tmp_path: Path) -> None:
     assert shared.everything(donor, again)
     records = [r for r in registry.records().values() if isinstance(r, LayerRecord)]
     assert records
-    records[-1].plain_digest = "0" * 64
+    records[-1].plain_name = "0" * 64
 
     with pytest.raises(AuditError, match="packed weight"):
         shared.engine(base, audit=1.0)

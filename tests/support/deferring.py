@@ -63,9 +63,9 @@ class CountedFile(SourceFile):
         self.reads: Counter[str] = Counter()
         super().__init__(path, hints, "blake3")
 
-    def read_into(self, spec: TensorSpec, buffer: memoryview) -> None:
-        self.reads[spec.name] += 1
-        super().read_into(spec, buffer)
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> None:
+        self.reads[spec.name] += offset == 0
+        super().read_into(spec, piece, offset)
 
 
 @dataclass
