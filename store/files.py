@@ -142,6 +142,10 @@ class Files(ABC):
         """Make a folder whose parent exists; False when it was there."""
 
     @abstractmethod
+    def rmdir(self, path: Path) -> None:
+        """Remove a folder that is empty; FileNotFoundError when there is none."""
+
+    @abstractmethod
     def listdir(self, path: Path) -> list[str]:
         """The names in a folder, sorted; none when there is no such folder."""
 
@@ -257,6 +261,9 @@ class RealFiles(Files):
         except FileExistsError:
             return False
         return True
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)  # noqa: PTH106
 
     def listdir(self, path: Path) -> list[str]:
         try:

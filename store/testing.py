@@ -21,7 +21,7 @@ from tensor_dedup.store.files import Files, Handle, Mode, RealFiles, Status
 Loss: TypeAlias = Literal["nothing", "bytes", "everything"]
 
 WRITES = frozenset({"pwrite", "truncate", "copy_range", "clone"})
-CHANGES = WRITES | {"create", "fsync", "sync_folder", "rename", "unlink", "mkdir"}
+CHANGES = WRITES | {"create", "fsync", "sync_folder", "rename", "unlink", "mkdir", "rmdir"}
 NEEDS_SPACE = WRITES | {"create", "mkdir", "rename"}
 
 
@@ -228,6 +228,11 @@ class FaultyFiles(Files):
             # A folder whose name was lost is lost with all that is in it.
             self._note(path.parent, lambda: shutil.rmtree(path, ignore_errors=True))
         return made
+
+    def rmdir(self, path: Path) -> None:
+        self._step("rmdir")
+        self._inner.rmdir(path)
+        self._note(path.parent, path.mkdir)
 
     def listdir(self, path: Path) -> list[str]:
         self._step("listdir")

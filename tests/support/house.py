@@ -21,7 +21,13 @@ LAYERS: tuple[frozenset[str], ...] = (
 TOP = frozenset({"", "analyze", "cli", "demo"})
 # Which part of the package may import a framework, be it inside a function.
 FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
-    "torch": ("tensor_dedup.loader", "tensor_dedup.patches", "tensor_dedup.demo"),
+    "torch": (
+        "tensor_dedup.loader",
+        "tensor_dedup.patches",
+        "tensor_dedup.demo",
+        "tensor_dedup.store.interchange",
+        "tensor_dedup.store.tensors",
+    ),
     "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.demo"),
     "diffusers": ("tensor_dedup.patches.diffusers",),
     "transformers": ("tensor_dedup.patches", "tensor_dedup.demo"),

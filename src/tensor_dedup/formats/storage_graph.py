@@ -1,0 +1,191 @@
+"""Which storages a state dict has, and which tensors are views of them. No I/O, no torch.
+
+From this alone the index follows, byte for byte: names in order, each storage where its first
+tensor comes, at the next multiple of 8 bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensor_dedup.formats.tensor_index import (
+    ALIGNMENT,
+    Fields,
+    IndexEntry,
+    TensorIndex,
+    encode_index,
+    parse_index,
+)
+from tensor_dedup.formats.tensor_index_errors import DescriptorError
+
+
+@dataclass(frozen=True, slots=True)
+class StorageEntry:
+    """One storage: the id its tensors name, the device it was on, its bytes."""
+
+    storage_id: str
+    device: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAlias:
+    """One tensor: a view of a storage. `storage_offset`, shape and stride are in elements.
+
+    `logical_length` is the bytes of its elements.
+    """
+
+    name: str
+    storage_id: str
+    storage_offset: int
+    logical_length: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageGraph:
+    """The storages of a state dict, each once, and its tensors. An artifact is laid out by it."""
+
+    storage_entries: tuple[StorageEntry, ...]
+    tensor_aliases: tuple[TensorAlias, ...]
+
+    def offsets(self) -> dict[str, int]:
+        """Where in the data each storage begins, in the order in which they lie there."""
+        sizes = {entry.storage_id: entry.nbytes for entry in self.storage_entries}
+        found: dict[str, int] = {}
+        end = 0
+        for alias in sorted(self.tensor_aliases, key=lambda alias: alias.name):
+            if alias.storage_id not in found:
+                found[alias.storage_id] = end
+                end += -(-sizes[alias.storage_id] // ALIGNMENT) * ALIGNMENT
+        return found
+
+    def index_entries(self) -> list[IndexEntry]:
+        """The index. A tensor of a storage without bytes may share its offset with the next."""
+        offsets = self.offsets()
+        sizes: dict[int, int] = {}
+        for entry in self.storage_entries:
+            if entry.storage_id in offsets:
+                at = offsets[entry.storage_id]
+                sizes[at] = max(entry.nbytes, sizes.get(at, 0))
+        return [
+            IndexEntry(
+                alias.name,
+                offsets[alias.storage_id],
+                sizes[offsets[alias.storage_id]],
+                alias.shape,
+                alias.stride,
+                alias.dtype,
+                alias.storage_offset,
+            )
+            for alias in self.tensor_aliases
+        ]
+
+    def select(self, names: Sequence[str]) -> "StorageGraph":
+        """The graph of some of its tensors, with the storages they need."""
+        wanted = set(names)
+        aliases = tuple(alias for alias in self.tensor_aliases if alias.name in wanted)
+        used = {alias.storage_id for alias in aliases}
+        entries = (entry for entry in self.storage_entries if entry.storage_id in used)
+        return StorageGraph(tuple(entries), aliases)
+
+    def to_json(self) -> dict[str, list[dict[str, object]]]:
+        """As a descriptor holds it."""
+        return {
+            "storage_entries": [_fields(entry) for entry in self.storage_entries],
+            "tensor_aliases": [_fields(alias) for alias in self.tensor_aliases],
+        }
+
+
+def rebuild_index(
+    storage_entries: Sequence[Mapping[str, Any]],
+    tensor_aliases: Sequence[Mapping[str, Any]],
+    *,
+    fields: Fields = 6,
+    path: str = "artifact_descriptor.json",
+) -> bytes:
+    """`tensor_index.json`, byte for byte, from what a descriptor holds. TensorIndexError."""
+    graph = parse_graph(storage_entries, tensor_aliases, path)
+    return encode_index(graph.index_entries(), fields)
+
+
+def graph_of(index: TensorIndex) -> StorageGraph:
+    """The graph of an index that was read. The devices are not in it: "cpu"."""
+    ids = {storage.offset: f"s{number}" for number, storage in enumerate(index.storages)}
+    entries = (StorageEntry(ids[s.offset], "cpu", s.nbytes) for s in index.storages)
+    aliases = (
+        TensorAlias(
+            entry.name,
+            ids[entry.offset],
+            entry.storage_offset,
+            entry.nbytes,
+            entry.shape,
+            entry.stride,
+            entry.dtype,
+        )
+        for entry in index.entries
+    )
+    return StorageGraph(tuple(entries), tuple(aliases))
+
+
+def parse_graph(storage_entries: object, tensor_aliases: object, path: str) -> StorageGraph:
+    """The graph in a descriptor, checked as an index is. DescriptorError, TensorIndexError."""
+    entries = [_make(StorageEntry, row, path) for row in _list(storage_entries, path)]
+    aliases = [_make(TensorAlias, row, path) for row in _list(tensor_aliases, path)]
+    ids = {entry.storage_id for entry in entries}
+    if len(ids) != len(entries) or len({alias.name for alias in aliases}) != len(aliases):
+        raise DescriptorError.at(path, "a storage or a tensor is listed twice")
+    for alias in aliases:
+        if alias.storage_id not in ids:
+            raise DescriptorError.at(path, "its storage is not listed", alias.name)
+    graph = StorageGraph(tuple(entries), tuple(aliases))
+    # An index of these is checked as one that was read: dtypes, views, sizes.
+    checked = {entry.name: entry for entry in parse_index(_encoded(graph), path).entries}
+    for alias in aliases:
+        if alias.logical_length != checked[alias.name].nbytes:
+            raise DescriptorError.at(path, "its logical_length is wrong", alias.name)
+    return graph
+
+
+def _encoded(graph: StorageGraph) -> bytes:
+    return encode_index(graph.index_entries())
+
+
+def _list(value: object, path: str) -> list[object]:
+    if not isinstance(value, list | tuple):
+        raise DescriptorError.at(path, "it has no lists storage_entries and tensor_aliases")
+    return list(value)
+
+
+_KINDS: dict[str, type] = {
+    "storage_id": str,
+    "device": str,
+    "nbytes": int,
+    "name": str,
+    "storage_offset": int,
+    "logical_length": int,
+    "shape": list,
+    "stride": list,
+    "dtype": str,
+}
+
+
+def _make(kind: Any, row: object, path: str) -> Any:
+    names = list(kind.__dataclass_fields__)
+    if not isinstance(row, dict) or set(row) != set(names):
+        raise DescriptorError.at(path, f"an entry is no object with {', '.join(names)}")
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in row.items()}
+    for name, value in values.items():
+        sizes = value if _KINDS[name] is list and isinstance(value, list) else [value]
+        numeric = _KINDS[name] is not str
+        wrong = numeric and not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes)
+        if type(value) is not _KINDS[name] or wrong:
+            raise DescriptorError.at(path, f"an entry's {name} is not what it has to be")
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+
+
+def _fields(row: StorageEntry | TensorAlias) -> dict[str, object]:
+    values = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}

@@ -1,0 +1,317 @@
+"""The index of a folder of `tensor.data_N` files, as ServerlessLLM and tensorcast write them.
+
+A tensor is `[offset, size, shape, stride, dtype]` and, in tensorcast's, `storage_offset`: a view,
+in elements, of the storage of `size` bytes that begins at `offset` of all data files, one behind
+the other. Tensors of one storage have one offset. Nothing is trusted: numbers are bounded, views
+stay inside their storages, storages do not overlap, and all of them lie in the data that is there.
+The encoders give the bytes that tensorcast writes. No I/O and no torch here.
+"""
+
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import cbor2
+
+from tensor_dedup.formats.errors import NotAnObjectError
+from tensor_dedup.formats.strict_json import decode_object
+from tensor_dedup.formats.tensor_index_errors import (
+    IndexCborError,
+    IndexDtypeError,
+    IndexesDifferError,
+    IndexFieldsError,
+    IndexNumberError,
+    IndexShapeError,
+    IndexStrideError,
+    MisalignedError,
+    StorageBeyondDataError,
+    StorageHoleError,
+    StorageOverlapError,
+    TrailingDataError,
+    ViewBeyondStorageError,
+)
+
+ALIGNMENT: Final = 8
+# O_DIRECT writers fill up to a page at the end of a file.
+MAX_PADDING: Final = 4096
+Fields = Literal[5, 6]
+
+# torch's name: the name in safetensors, where it has one, and bytes an element.
+DTYPES: Final[Mapping[str, tuple[str | None, int]]] = {
+    "torch.bool": ("BOOL", 1),
+    "torch.uint8": ("U8", 1),
+    "torch.int8": ("I8", 1),
+    "torch.uint16": ("U16", 2),
+    "torch.int16": ("I16", 2),
+    "torch.uint32": ("U32", 4),
+    "torch.int32": ("I32", 4),
+    "torch.uint64": ("U64", 8),
+    "torch.int64": ("I64", 8),
+    "torch.float16": ("F16", 2),
+    "torch.bfloat16": ("BF16", 2),
+    "torch.float32": ("F32", 4),
+    "torch.float64": ("F64", 8),
+    "torch.float8_e4m3fn": ("F8_E4M3", 1),
+    "torch.float8_e5m2": ("F8_E5M2", 1),
+    "torch.float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "torch.float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "torch.float8_e8m0fnu": ("F8_E8M0", 1),
+    "torch.float4_e2m1fn_x2": (None, 1),
+    "torch.complex32": (None, 4),
+    "torch.complex64": ("C64", 8),
+    "torch.complex128": (None, 16),
+}
+
+_LIMIT = 1 << 63
+_MAX_DIMENSIONS = 64
+_CBOR_DEPTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One tensor: `shape`, `stride` and `storage_offset` in elements of its storage.
+
+    The storage begins at byte `offset` of the data and has `size` bytes.
+    """
+
+    name: str
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    storage_offset: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype][1]
+
+    @property
+    def elements(self) -> int:
+        """How many elements the shape has."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, each counted once."""
+        return self.elements * self.itemsize
+
+    @property
+    def start(self) -> int:
+        """Where in the data its first element is."""
+        return self.offset + self.storage_offset * self.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements lie one behind the other, in order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class StorageExtent:
+    """The bytes of one storage in the data, at the largest size any of its tensors gives it."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Where it ends."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorIndex:
+    """Everything an index says, checked. `entries` by name, `storages` by offset."""
+
+    path: str
+    fields: Fields
+    entries: tuple[IndexEntry, ...]
+    storages: tuple[StorageExtent, ...]
+
+    @property
+    def total_size(self) -> int:
+        """Bytes from the beginning of the data to the end of the last storage."""
+        return max((storage.end for storage in self.storages), default=0)
+
+
+def parse_index(blob: bytes, path: str) -> TensorIndex:
+    """The index in `tensor_index.json`. JsonTextError, TensorIndexError."""
+    return _index(decode_object(blob, path), path)
+
+
+def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
+    """The index in `tensor_index.cbor`. IndexCborError, TensorIndexError."""
+    try:
+        value = cbor2.loads(
+            blob,
+            max_depth=_CBOR_DEPTH,
+            allow_indefinite=False,
+            allow_duplicate_keys=False,
+            strict_hashable_types=True,
+        )
+        # One encoding for one index: no tag, no second way to write a number, nothing behind it.
+        canonical = cbor2.dumps(value) == blob
+    except (cbor2.CBORError, RecursionError, MemoryError, OverflowError) as error:
+        raise IndexCborError.at(path, f"not the CBOR of an index: {error}") from error
+    if not isinstance(value, dict):
+        raise NotAnObjectError.at(path, f"it is a CBOR {type(value).__name__}, not a map")
+    if not canonical:
+        raise IndexCborError.at(path, "it is not in the shortest form, or not an index's only")
+    return _index(value, path)
+
+
+def check_same(index: TensorIndex, other: TensorIndex) -> None:
+    """IndexesDifferError unless both say the same."""
+    if index.entries != other.entries:
+        names = {entry.name for entry in set(index.entries) ^ set(other.entries)}
+        raise IndexesDifferError.at(other.path, f"it differs from {index.path}", min(names))
+
+
+def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
+    """Compare with the size of the data files. StorageBeyondDataError, TrailingDataError."""
+    total = index.total_size
+    if total > data_bytes:
+        raise StorageBeyondDataError.at(
+            path,
+            f"its storages end at {total}, the data files at {data_bytes}",
+            expected=total,
+            got=data_bytes,
+        )
+    if data_bytes - total > MAX_PADDING:
+        raise TrailingDataError.at(
+            path,
+            f"{data_bytes - total} bytes after the last storage belong to none",
+            trailing=data_bytes - total,
+        )
+
+
+def encode_index(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
+    """`tensor_index.json`, its names in order."""
+    rows = _rows(entries, fields)
+    return json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def encode_index_cbor(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
+    """`tensor_index.cbor`, its names in order."""
+    return cbor2.dumps(_rows(entries, fields))
+
+
+def _rows(entries: Iterable[IndexEntry], fields: Fields) -> dict[str, list[object]]:
+    ordered = sorted(entries, key=lambda entry: entry.name)
+    return {entry.name: _row(entry)[:fields] for entry in ordered}
+
+
+def _row(entry: IndexEntry) -> list[object]:
+    shape, stride = list(entry.shape), list(entry.stride)
+    return [entry.offset, entry.size, shape, stride, entry.dtype, entry.storage_offset]
+
+
+def _index(rows: Mapping[str, object], path: str) -> TensorIndex:
+    lengths = {len(row) if isinstance(row, list) else 0 for row in rows.values()}
+    fields: Fields = 5 if lengths == {5} else 6
+    entries = [_entry(name, row, fields, path) for name, row in rows.items()]
+    entries.sort(key=lambda entry: entry.name)
+    return TensorIndex(path, fields, tuple(entries), _storages(entries, path))
+
+
+def _entry(name: object, row: object, fields: Fields, path: str) -> IndexEntry:
+    if not isinstance(name, str):
+        raise IndexFieldsError.at(path, f"a name is a {type(name).__name__}, not text")
+    if not isinstance(row, list) or len(row) != fields:
+        what = f"a list of {len(row)}" if isinstance(row, list) else f"a {type(row).__name__}"
+        raise IndexFieldsError.at(path, f"its entry is {what}, not a list of {fields}", name)
+    offset, size, shape, stride, dtype = row[:5]
+    for what, number in zip(
+        ("offset", "size", "storage offset"), (*row[:2], *row[5:]), strict=False
+    ):
+        if not _is_number(number):
+            raise IndexNumberError.at(path, f"bad {what} {reprlib.repr(number)}", name)
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise IndexDtypeError.at(path, f"unknown dtype {reprlib.repr(dtype)}", name)
+    _check_numbers(name, shape, IndexShapeError, path)
+    _check_numbers(name, stride, IndexStrideError, path)
+    if len(stride) != len(shape):
+        what = f"{len(stride)} strides for {len(shape)} dimensions"
+        raise IndexStrideError.at(path, what, name)
+    entry = IndexEntry(name, offset, size, tuple(shape), tuple(stride), dtype, *row[5:])
+    _check_view(entry, path)
+    return entry
+
+
+def _is_number(value: object) -> bool:
+    # type() and not isinstance: True is an int.
+    return type(value) is int and 0 <= value < _LIMIT
+
+
+def _check_numbers(
+    name: str, value: Any, error: type[IndexShapeError | IndexStrideError], path: str
+) -> None:
+    if (
+        not isinstance(value, list)
+        or len(value) > _MAX_DIMENSIONS
+        or not all(map(_is_number, value))
+    ):
+        raise error.at(path, f"not a list of numbers: {reprlib.repr(value)}", name)
+
+
+def _check_view(entry: IndexEntry, path: str) -> None:
+    if entry.offset % ALIGNMENT:
+        raise MisalignedError.at(
+            path, f"its storage begins at {entry.offset}", entry.name, offset=entry.offset
+        )
+    if entry.elements >= _LIMIT:
+        raise IndexShapeError.at(path, f"too large: {reprlib.repr(entry.shape)}", entry.name)
+    if entry.elements == 0:
+        reach = entry.storage_offset
+    else:
+        steps = zip(entry.shape, entry.stride, strict=True)
+        reach = entry.storage_offset + sum((n - 1) * step for n, step in steps) + 1
+    if reach * entry.itemsize > entry.size:
+        raise ViewBeyondStorageError.at(
+            path,
+            f"it needs {reach * entry.itemsize} bytes of a storage of {entry.size}",
+            entry.name,
+            expected=reach * entry.itemsize,
+            got=entry.size,
+        )
+
+
+def _storages(entries: Sequence[IndexEntry], path: str) -> tuple[StorageExtent, ...]:
+    sizes: dict[int, int] = {}
+    owners: dict[int, str] = {}
+    for entry in entries:
+        sizes[entry.offset] = max(entry.size, sizes.get(entry.offset, 0))
+        owners.setdefault(entry.offset, entry.name)
+    found = tuple(StorageExtent(*item) for item in sorted(sizes.items()))
+    end = 0
+    for storage in found:
+        lie = _lie(end, storage)
+        if lie is not None:
+            raise lie.at(
+                path,
+                f"its storage begins at {storage.offset}, the one before it ends at {end}",
+                owners[storage.offset],
+                begins=storage.offset,
+                expected=end,
+            )
+        end = max(end, storage.end)
+    return found
+
+
+def _lie(end: int, storage: StorageExtent) -> type[StorageOverlapError | StorageHoleError] | None:
+    # One without bytes may stand anywhere: it claims none.
+    if storage.nbytes and storage.offset < end:
+        return StorageOverlapError
+    return StorageHoleError if storage.offset - end > MAX_PADDING else None

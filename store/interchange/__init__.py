@@ -1,0 +1,36 @@
+"""State dicts in the folders that ServerlessLLM and tensorcast read and write. Needs torch.
+
+    from tensor_dedup.store.interchange import load_dict, save_dict
+
+    descriptor = save_dict(model.state_dict(), "folder")
+    state_dict = load_dict("folder")
+
+A folder holds `tensor.data_0`, `tensor.data_1`, ..., the index (`tensor_index.json` and `.cbor`),
+`artifact_descriptor.json` and `verification.json`. Each storage is there once, however many tensors
+are views of it. `tensor_dedup.formats.tensor_index` says what is checked when one is read.
+
+Importing this package loads torch; `tensor_dedup` and `tensor_dedup.store` do not.
+"""
+
+from tensor_dedup.formats.storage_graph import (
+    StorageEntry,
+    StorageGraph,
+    TensorAlias,
+    rebuild_index,
+)
+from tensor_dedup.store.interchange.loading import load_dict
+from tensor_dedup.store.interchange.saving import MAX_FILE_BYTES, save_dict
+from tensor_dedup.store.interchange.storages import storage_graph
+from tensor_dedup.store.interchange.streaming import StreamingConfig
+
+__all__ = [
+    "MAX_FILE_BYTES",
+    "StorageEntry",
+    "StorageGraph",
+    "StreamingConfig",
+    "TensorAlias",
+    "load_dict",
+    "rebuild_index",
+    "save_dict",
+    "storage_graph",
+]

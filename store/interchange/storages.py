@@ -1,0 +1,94 @@
+"""The storages behind the tensors of a state dict, found and put together again. Needs torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.formats.storage_graph import StorageEntry, StorageGraph, TensorAlias
+from tensor_dedup.formats.tensor_index import DTYPES
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    name: dtype
+    for name in DTYPES
+    if isinstance(dtype := getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A state dict's graph, and the storages it speaks of, as flat bytes where they are."""
+
+    graph: StorageGraph
+    storages: Mapping[str, torch.Tensor]
+
+
+def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
+    """Which storages the tensors have, each once, and which views of them they are.
+
+    UnsupportedError: a tensor without plain memory of its own (sparse, quantised, meta).
+    """
+    return hold(state_dict).graph
+
+
+def hold(state_dict: Mapping[str, torch.Tensor]) -> Held:
+    """The graph, with the storages. Lazily conjugated or negated tensors are made real.
+
+    Storages are told apart by where their memory begins: two that begin at one place are one, at
+    the larger size. That is safe here, and only here, since all of them are held meanwhile.
+    """
+    plain = {name: _plain(name, state_dict[name]) for name in sorted(state_dict)}
+    largest: dict[tuple[str, int], torch.Tensor] = {}
+    for tensor in plain.values():
+        found = _bytes_of(tensor)
+        other = largest.get(_key(tensor))
+        if other is None or other.nbytes < found.nbytes:
+            largest[_key(tensor)] = found
+    ids = {key: f"s{number}" for number, key in enumerate(largest)}
+    entries = (
+        StorageEntry(ids[key], str(found.device), found.nbytes) for key, found in largest.items()
+    )
+    aliases = (_alias(name, tensor, ids[_key(tensor)]) for name, tensor in plain.items())
+    graph = StorageGraph(tuple(entries), tuple(aliases))
+    return Held(graph, {ids[key]: found for key, found in largest.items()})
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(
+            f"{name!r} is a {type(tensor).__name__}, not a tensor; leave it out", tensor=name
+        )
+    if tensor.layout != torch.strided or tensor.is_meta or str(tensor.dtype) not in DTYPES:
+        raise UnsupportedError(
+            f"{name!r} is {tensor.dtype}, {tensor.layout}, on {tensor.device}: not plain memory; "
+            "make it dense first",
+            tensor=name,
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _key(tensor: torch.Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _alias(name: str, tensor: torch.Tensor, storage_id: str) -> TensorAlias:
+    return TensorAlias(
+        name,
+        storage_id,
+        int(tensor.storage_offset()),
+        tensor.numel() * tensor.element_size(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        str(tensor.dtype),
+    )
+
+
+def pieces(storage: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+    """The bytes of a storage in order, at most `nbytes` at a time."""
+    for start in range(0, storage.nbytes, nbytes):
+        yield storage[start : start + nbytes]
