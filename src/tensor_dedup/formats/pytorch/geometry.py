@@ -1,0 +1,179 @@
+"""Which bytes of a file each tensor is.
+
+A tensor whose elements lie in its storage in order and without gaps is a range of bytes, and ranges
+that overlap no other are tensors in their own right; several names of one range are aliases. Where
+tensors of a storage lie across one another, or in another order (a transposed view), the storage is
+described whole, once: as one dimension, under the name of its first tensor.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from tensor_dedup.formats.pytorch import errors as lies
+from tensor_dedup.formats.pytorch.archive import Entry
+from tensor_dedup.formats.pytorch.values import Storage, Tensor
+from tensor_dedup.formats.safetensors import DTYPE_BITS
+from tensor_dedup.types import TensorSpec
+
+_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class PickledTensor:
+    """A tensor as the pickle describes it, in elements of `dtype`.
+
+    `nbytes` is what its elements take; the first is at `start` of the file. `plain`: they lie there
+    in order and without gaps, as they are. `held_by` names the spec among whose bytes they are.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    nbytes: int
+    plain: bool
+    held_by: str
+
+
+def place(
+    tensors: Sequence[tuple[str, Tensor]], entries: Mapping[str, Entry], root: str, path: str
+) -> tuple[list[TensorSpec], list[PickledTensor]]:
+    """The ranges of bytes that tensors are made of, in order, and all tensors. PytorchError."""
+    known: dict[str, Storage] = {}
+    members: dict[str, list[tuple[str, Tensor, Entry]]] = {}
+    for name, tensor in tensors:
+        entry = _entry(name, tensor.storage, entries, root, path)
+        _check_same(name, tensor.storage, known, path)
+        _check_inside(name, tensor, entry, path)
+        members.setdefault(entry.name, []).append((name, tensor, entry))
+    specs: list[TensorSpec] = []
+    placed: list[PickledTensor] = []
+    for group in members.values():
+        found = [_pickled(*member) for member in group]
+        ranges = _ranges(found) or _whole(found, group[0][2])
+        specs += ranges.values()
+        placed += [_held(tensor, ranges) for tensor in found]
+    return sorted(specs, key=lambda spec: (spec.start, spec.nbytes)), placed
+
+
+def _entry(
+    name: str, storage: Storage, entries: Mapping[str, Entry], root: str, path: str
+) -> Entry:
+    entry = entries.get(f"{root}/data/{storage.key}")
+    if entry is None:
+        raise lies.StorageMissingError.at(
+            path, f"its storage {storage.key[:80]!r} is not in the archive", name
+        )
+    bits = 8 if storage.type.dtype is None else storage.type.dtype.bits
+    if storage.count * bits != entry.nbytes * 8:
+        raise lies.StorageSizeError.at(
+            path,
+            f"its storage {storage.key!r} has {storage.count * bits // 8} bytes, its entry "
+            f"{entry.nbytes}",
+            name,
+            expected=storage.count * bits // 8,
+            got=entry.nbytes,
+        )
+    return entry
+
+
+def _check_same(name: str, storage: Storage, known: dict[str, Storage], path: str) -> None:
+    other = known.setdefault(storage.key, storage)
+    if other != storage:
+        raise lies.StorageTypeError.at(
+            path,
+            f"its storage {storage.key!r} is {storage.count} of {_called(storage)} here and "
+            f"{other.count} of {_called(other)} elsewhere",
+            name,
+        )
+
+
+def _called(storage: Storage) -> str:
+    return "bytes" if storage.type.dtype is None else storage.type.dtype.name
+
+
+def _check_inside(name: str, tensor: Tensor, entry: Entry, path: str) -> None:
+    elements = 1
+    for size in tensor.shape:
+        # Each one that is not 0, so that a 0 does not hide an overflow.
+        elements *= size or 1
+        if elements >= _LIMIT:
+            raise lies.GeometryError.at(
+                path, f"the shape {tensor.shape} does not fit 63 bits", name, shape=tensor.shape
+            )
+    last = tensor.offset + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True) if size
+    )
+    ends = (last + (0 not in tensor.shape)) * tensor.dtype.bits // 8
+    if 0 not in tensor.shape and ends > entry.nbytes:
+        raise lies.BeyondStorageError.at(
+            path,
+            f"ends at {ends} of its storage of {entry.nbytes} bytes",
+            name,
+            ends=ends,
+            nbytes=entry.nbytes,
+        )
+
+
+def _pickled(name: str, tensor: Tensor, entry: Entry) -> PickledTensor:
+    empty = 0 in tensor.shape
+    # Nobody's bytes: at the beginning it stands in no other's way.
+    start = entry.start if empty else entry.start + tensor.offset * tensor.dtype.bits // 8
+    shape, stride = tensor.shape, tensor.stride
+    plain = empty or (not tensor.lazy and _is_dense(shape, stride))
+    if tensor.dtype.name == "F4":
+        # As safetensors counts: two numbers to a byte, which is one element to torch.
+        shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
+    nbytes = math.prod(tensor.shape) * tensor.dtype.bits // 8
+    return PickledTensor(name, tensor.dtype.name, shape, stride, start, nbytes, plain, name)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _ranges(tensors: Sequence[PickledTensor]) -> dict[object, TensorSpec] | None:
+    """Each range once, under its first name; None when they are no ranges, or lie across."""
+    if not all(tensor.plain for tensor in tensors):
+        return None
+    found: dict[object, TensorSpec] = {}
+    for tensor in tensors:
+        found.setdefault(_range(tensor), _spec(tensor))
+    ordered = sorted(found.values(), key=lambda spec: (spec.start, spec.nbytes))
+    if any(a.start + a.nbytes > b.start for a, b in pairwise(ordered)):
+        return None
+    return found
+
+
+def _range(tensor: PickledTensor) -> object:
+    """What two names of one range have in common; tensors without bytes have nothing."""
+    return (tensor.start, tensor.nbytes) if tensor.nbytes else tensor.name
+
+
+def _spec(tensor: PickledTensor) -> TensorSpec:
+    return TensorSpec(tensor.name, tensor.dtype, tensor.shape, tensor.start, tensor.nbytes)
+
+
+def _whole(tensors: Sequence[PickledTensor], entry: Entry) -> dict[object, TensorSpec]:
+    """The storage under the name of the first tensor that has bytes, and those that have none."""
+    first = next(tensor for tensor in tensors if tensor.nbytes)
+    bits = DTYPE_BITS.get(first.dtype, 0) or 8 * first.nbytes // math.prod(first.shape)
+    dtype, count = first.dtype, entry.nbytes * 8 // bits
+    if count * bits != entry.nbytes * 8:
+        dtype, count = "U8", entry.nbytes
+    empty = {_range(tensor): _spec(tensor) for tensor in tensors if not tensor.nbytes}
+    whole = TensorSpec(first.name, dtype, (count,), entry.start, entry.nbytes)
+    return {**empty, None: whole}
+
+
+def _held(tensor: PickledTensor, ranges: Mapping[object, TensorSpec]) -> PickledTensor:
+    held = ranges[None] if None in ranges and tensor.nbytes else ranges[_range(tensor)]
+    return tensor if held.name == tensor.name else replace(tensor, held_by=held.name)

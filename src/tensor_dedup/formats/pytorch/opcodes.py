@@ -1,0 +1,173 @@
+"""The instructions of a pickle that torch.save writes, one after the other. Nothing is evaluated.
+
+Of the instructions of Python's pickle those are known that its protocols 2 to 5 write for plain
+values, tensors and dicts. The textual ones of protocol 0, PERSID, INST, OBJ, extensions and buffers
+outside the pickle are not. No length is believed before it has been compared with the pickle's.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import NoReturn
+
+from tensor_dedup.formats.errors import shorten
+from tensor_dedup.formats.pytorch import errors as lies
+
+# Numbers of random generators have some hundred bits.
+MAX_NUMBER_BYTES = 256
+# As long as a module and a name in it ever are.
+_MAX_LINE = 500
+
+Instruction = tuple[str, object, int]
+
+# Instruction -> its name and how its argument is written.
+_CODES: Mapping[int, tuple[str, str]] = MappingProxyType(
+    {
+        code[0]: (name, argument)
+        for name, code, argument in (
+            ("PROTO", b"\x80", "B"),
+            ("FRAME", b"\x95", "Q"),
+            ("STOP", b".", ""),
+            ("MARK", b"(", ""),
+            ("POP", b"0", ""),
+            ("POP_MARK", b"1", ""),
+            ("DUP", b"2", ""),
+            ("NONE", b"N", ""),
+            ("NEWTRUE", b"\x88", ""),
+            ("NEWFALSE", b"\x89", ""),
+            ("BININT", b"J", "i"),
+            ("BININT1", b"K", "B"),
+            ("BININT2", b"M", "H"),
+            ("LONG1", b"\x8a", "long B"),
+            ("LONG4", b"\x8b", "long i"),
+            ("BINFLOAT", b"G", ">d"),
+            ("SHORT_BINSTRING", b"U", "bytes B"),
+            ("BINSTRING", b"T", "bytes i"),
+            ("SHORT_BINUNICODE", b"\x8c", "text B"),
+            ("BINUNICODE", b"X", "text I"),
+            ("BINUNICODE8", b"\x8d", "text Q"),
+            ("SHORT_BINBYTES", b"C", "bytes B"),
+            ("BINBYTES", b"B", "bytes I"),
+            ("BINBYTES8", b"\x8e", "bytes Q"),
+            ("BYTEARRAY8", b"\x96", "bytes Q"),
+            ("EMPTY_LIST", b"]", ""),
+            ("APPEND", b"a", ""),
+            ("APPENDS", b"e", ""),
+            ("LIST", b"l", ""),
+            ("EMPTY_TUPLE", b")", ""),
+            ("TUPLE", b"t", ""),
+            ("TUPLE1", b"\x85", ""),
+            ("TUPLE2", b"\x86", ""),
+            ("TUPLE3", b"\x87", ""),
+            ("EMPTY_DICT", b"}", ""),
+            ("DICT", b"d", ""),
+            ("SETITEM", b"s", ""),
+            ("SETITEMS", b"u", ""),
+            ("EMPTY_SET", b"\x8f", ""),
+            ("ADDITEMS", b"\x90", ""),
+            ("FROZENSET", b"\x91", ""),
+            ("GLOBAL", b"c", "lines"),
+            ("STACK_GLOBAL", b"\x93", ""),
+            ("REDUCE", b"R", ""),
+            ("NEWOBJ", b"\x81", ""),
+            ("BUILD", b"b", ""),
+            ("BINPERSID", b"Q", ""),
+            ("BINPUT", b"q", "B"),
+            ("LONG_BINPUT", b"r", "I"),
+            ("MEMOIZE", b"\x94", ""),
+            ("BINGET", b"h", "B"),
+            ("LONG_BINGET", b"j", "I"),
+        )
+    }
+)
+
+
+def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
+    """Each instruction's name, argument and place, STOP last. PytorchError: the pickle lies.
+
+    Texts are str, bytes and old byte strings bytes, globals (module, name); others int or float.
+    """
+    at = 0
+    while at < len(blob):
+        known = _CODES.get(blob[at])
+        if known is None:
+            raise lies.PickleOpcodeError.at(
+                path,
+                f"the instruction {blob[at : at + 1]!r} at {at} of its pickle is not known",
+                offset=at,
+            )
+        name, code = known
+        argument, end = (None, at + 1) if not code else _argument(blob, at, code, path)
+        yield name, argument, at
+        at = end
+        if name == "STOP":
+            if at != len(blob):
+                raise lies.PickleTrailingError.at(
+                    path, f"its pickle ends at {at} of {len(blob)}", ends=at, nbytes=len(blob)
+                )
+            return
+    _truncated(at, at, len(blob), path)
+
+
+def _argument(blob: bytes, at: int, code: str, path: str) -> tuple[object, int]:
+    kind, space, number = code.rpartition(" ")
+    if code == "lines":
+        return _lines(blob, at, path)
+    format_ = number if number.startswith(">") else f"<{number}"
+    end = at + 1 + struct.calcsize(format_)
+    if end > len(blob):
+        _truncated(at, end, len(blob), path)
+    value = struct.unpack_from(format_, blob, at + 1)[0]
+    if not space:
+        return value, end
+    start, end = end, end + value
+    if value < 0 or end > len(blob):
+        _truncated(at, end, len(blob), path)
+    return _READERS[kind](blob[start:end], at, path), end
+
+
+def _truncated(at: int, end: int, nbytes: int, path: str) -> NoReturn:
+    raise lies.PickleTruncatedError.at(
+        path,
+        f"the instruction at {at} of its pickle goes on to {end}, the pickle ends at {nbytes}",
+        offset=at,
+        ends=end,
+        nbytes=nbytes,
+    )
+
+
+def _lines(blob: bytes, at: int, path: str) -> tuple[tuple[str, str], int]:
+    middle = blob.find(b"\n", at + 1, at + 1 + _MAX_LINE)
+    end = blob.find(b"\n", middle + 1, middle + 1 + _MAX_LINE) if middle >= 0 else -1
+    if end < 0:
+        _truncated(at, len(blob), len(blob), path)
+    module = _text(blob[at + 1 : middle], at, path)
+    return (module, _text(blob[middle + 1 : end], at, path)), end + 1
+
+
+def _text(raw: bytes, at: int, path: str) -> str:
+    try:
+        # Python's pickle writes halves of surrogate pairs, which are no text to anybody else.
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        shown = shorten(repr(raw[:80]))
+        raise lies.PickleTextError.at(
+            path, f"the text {shown} at {at} of its pickle is not UTF-8", offset=at
+        ) from error
+
+
+def _long(raw: bytes, at: int, path: str) -> int:
+    if len(raw) > MAX_NUMBER_BYTES:
+        raise lies.PickleNumberError.at(
+            path, f"a number of {len(raw)} bytes at {at} of its pickle", offset=at, nbytes=len(raw)
+        )
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _bytes(raw: bytes, _at: int, _path: str) -> bytes:
+    return raw
+
+
+_READERS: Mapping[str, Callable[[bytes, int, str], object]] = MappingProxyType(
+    {"text": _text, "long": _long, "bytes": _bytes}
+)

@@ -1,0 +1,110 @@
+"""What a file of torch.save holds: named tensors, and where their bytes are. Nothing is run."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tensor_dedup.formats.errors import shorten
+from tensor_dedup.formats.files import OpenFile, opened
+from tensor_dedup.formats.pytorch import errors as lies
+from tensor_dedup.formats.pytorch.archive import Entry, read_archive
+from tensor_dedup.formats.pytorch.geometry import PickledTensor, place
+from tensor_dedup.formats.pytorch.machine import evaluate
+from tensor_dedup.formats.pytorch.naming import named_tensors
+from tensor_dedup.types import TensorSpec
+
+MAX_PICKLE_BYTES = 100_000_000
+ZIP_MAGIC = b"PK\x03\x04"
+
+_PICKLE = "data.pkl"
+_BYTE_ORDER = "byteorder"
+_PROGRAM = ("constants.pkl", "code")
+# The first bytes of what was written before torch.save made archives.
+_LEGACY = (b"\x80\x01", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_TAR_AT, _TAR = 257, b"ustar"
+
+
+@dataclass(frozen=True, slots=True)
+class PytorchHeader:
+    """What a file says about itself, checked.
+
+    `tensors` are ranges of bytes that do not overlap, ordered by where they start; `members` all
+    tensors by all their names, storage by storage, each held by one of those ranges.
+    `header_bytes` counts everything that is no tensor's.
+    """
+
+    path: str
+    file_size: int
+    header_bytes: int
+    tensors: tuple[TensorSpec, ...]
+    members: tuple[PickledTensor, ...]
+
+
+def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> PytorchHeader:
+    """Read and check all of a file but its storages; no pickled code runs, no torch is needed.
+
+    With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
+    named in errors. CheckpointNotFoundError: it cannot be opened. FormatError: it lies, is of
+    PyTorch before 1.6 (LegacyPytorchError), or names more than tensors (ForbiddenGlobalError).
+    ChangedFileError: it shrank meanwhile.
+    """
+    with opened(path, fd) as file:
+        _check_kind(file)
+        entries = read_archive(file)
+        root = _root(entries, file.path)
+        _check_byte_order(file, entries.get(f"{root}/{_BYTE_ORDER}"))
+        value = evaluate(_pickle(file, entries[f"{root}/{_PICKLE}"]), file.path)
+        specs, members = place(named_tensors(value, file.path), entries, root, file.path)
+        rest = file.size - sum(spec.nbytes for spec in specs)
+        return PytorchHeader(file.path, file.size, rest, tuple(specs), tuple(members))
+
+
+def _check_kind(file: OpenFile) -> None:
+    head = file.read(0, min(file.size, _TAR_AT + len(_TAR)))
+    if head.startswith(ZIP_MAGIC):
+        return
+    if head.startswith(_LEGACY) or head[_TAR_AT:] == _TAR:
+        raise lies.LegacyPytorchError.at(file.path, "written by PyTorch before 1.6, or as if")
+    raise lies.NotPytorchError.at(
+        file.path, f"it begins with {head[:4]!r}, which no file of torch.save does"
+    )
+
+
+def _root(entries: Mapping[str, Entry], path: str) -> str:
+    """The one folder of the archive."""
+    roots = [name.removesuffix(f"/{_PICKLE}") for name in entries if name.endswith(f"/{_PICKLE}")]
+    if len(roots) != 1 or "/" in roots[0]:
+        raise lies.MissingEntryError.at(
+            path, f"{len(roots)} entries are called FOLDER/{_PICKLE}, not one", found=len(roots)
+        )
+    root = roots[0]
+    for name in entries:
+        if not name.startswith(f"{root}/"):
+            raise lies.StrayEntryError.at(
+                path, f"the entry {shorten(name)!r} is not in {root!r}", entry=shorten(name)
+            )
+        if name.removeprefix(f"{root}/").split("/")[0] in _PROGRAM:
+            raise lies.TorchScriptError.at(
+                path, f"the entry {shorten(name)!r} is part of a program", entry=shorten(name)
+            )
+    return root
+
+
+def _check_byte_order(file: OpenFile, entry: Entry | None) -> None:
+    # Without the entry the writer was older than big-endian machines were thought of.
+    if entry is None:
+        return
+    order = file.read(entry.start, min(entry.nbytes, len(b"little") + 1))
+    if order != b"little":
+        raise lies.ByteOrderError.at(file.path, f"its byte order is {order!r}", order=order)
+
+
+def _pickle(file: OpenFile, entry: Entry) -> bytes:
+    if entry.nbytes > MAX_PICKLE_BYTES:
+        raise lies.PickleTooLargeError.at(
+            file.path,
+            f"a pickle of {entry.nbytes} bytes, the limit is {MAX_PICKLE_BYTES}",
+            nbytes=entry.nbytes,
+            limit=MAX_PICKLE_BYTES,
+        )
+    return file.read(entry.start, entry.nbytes)
