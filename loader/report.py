@@ -34,10 +34,11 @@ class ModelReport:
     """One load of one model by one process. Sizes in bytes.
 
     `total_bytes` is what the final tensors take, packed copies included; `shared_bytes` of it
-    were resident already, `private_bytes` is the rest. `bytes_read` is all tensor data fetched
-    from files, for hashing too; `header_bytes` the headers. `known`: were the digests remembered.
-    `skipped` holds (name, reason) of what could not be shared. `collisions` counts hits that
-    a comparison of bytes refused; `tokens_equal_plain` is for whoever compared outputs.
+    were resident already, `private_bytes` is the rest. `bytes_read` is all tensor data fetched,
+    for hashing too: from files, or, as `bytes_from_store`, from a store; `header_bytes` the
+    headers. `known`: were the digests remembered. `skipped` holds (name, reason) of what could not
+    be shared. `collisions` counts hits that a comparison of bytes refused; `tokens_equal_plain` is
+    for whoever compared outputs; `stored_as` the name under which the store has the checkpoint.
     """
 
     name: str = ""
@@ -50,6 +51,7 @@ class ModelReport:
     checkpoint_bytes: int = 0
     header_bytes: int = 0
     bytes_read: int = 0
+    bytes_from_store: int = 0
     bytes_hashed: int = 0
     bytes_materialised: int = 0
     tensors_total: int = 0
@@ -59,6 +61,7 @@ class ModelReport:
     source_bytes_shared: int = 0
     collisions: int = 0
     tokens_equal_plain: bool | None = None
+    stored_as: str | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
     components: list[Any] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)

@@ -5,6 +5,7 @@ it happens under the session's lock, and before the reference is written everyth
 looked up once more.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,12 +94,12 @@ class Import:
         files = self._objects.files
         handle = files.open(file.path, "read")
         try:
-            before, began_s = files.status_of(handle), files.now()
+            before, began_ns = files.status_of(handle), time.time_ns()
             self._check_unchanged(handle, file, before)
             hashed = self._store(handle, file)
             if files.status_of(handle) != before:
                 raise changed(handle, "it was written while it was read")
-            self._remember(handle, file, before, began_s, hashed)
+            self._remember(handle, file, before, began_ns, hashed)
         finally:
             files.close(handle)
         self.files.append(FileEntry(file.stored_as, file.nbytes, len(hashed), file.prefix))
@@ -112,7 +113,7 @@ class Import:
         handle: Handle,
         file: SourceFile,
         before: Status,
-        began_s: int,
+        began_ns: int,
         hashed: Sequence[Hashed],
     ) -> None:
         digests = {
@@ -121,7 +122,7 @@ class Import:
             if part.name is not None
         }
         if digests:
-            self._hints.imported(handle.fd, before, began_s * 10**9, digests)
+            self._hints.imported(handle.fd, before, began_ns, digests)
 
     def _check_unchanged(self, handle: Handle, file: SourceFile, now: Status) -> None:
         if now.kind != "file" or now.size != file.nbytes:

@@ -122,6 +122,8 @@ WRONG: list[tuple[str, object]] = [
     *(("min_tensor_bytes", value) for value in (-1, True, 1.0, "1", None)),
     *(("cpu_weights", value) for value in ("raw", True, "")),
     *(("verify", value) for value in (None, True, "never")),
+    *(("store", value) for value in (False, "", 1, b"x", ["x"])),
+    *(("store_writes", value) for value in (None, 1, "yes", True)),
     *(("audit", value) for value in (-0.1, 1.1, float("nan"), float("inf"), True, "1", None)),
 ]
 
@@ -144,16 +146,27 @@ def test_a_wrong_choice_names_the_nearest() -> None:
     [
         ("memory_manager", "auto"),
         ("memory_manager", Path("/run/user/socket")),
-        ("store", True),
-        ("store", False),
-        ("store", "somewhere"),
-        ("store_writes", True),
-        ("store_writes", None),
     ],
 )
 def test_what_comes_later_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is .* not available in this version"):
         TensorDedupConfig.from_any({field: value})
+
+
+@pytest.mark.parametrize("store", [True, "somewhere", Path("/srv/store")])
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_store_travels_as_text(store: bool | str | Path, writes: bool) -> None:
+    config = TensorDedupConfig(store=store, store_writes=writes)
+    again = TensorDedupConfig.from_any(json.dumps(config.to_dict()))
+    assert again == config
+    assert again.store == (str(store) if isinstance(store, Path) else store)
+    assert again.store_writes is writes
+
+
+@pytest.mark.parametrize("algorithm", [name for name in HASH_ALGORITHMS if name != "blake3"])
+def test_a_store_knows_blake3_only(algorithm: HashAlgorithm) -> None:
+    with pytest.raises(ConfigError, match=f"^hash_algorithm is '{algorithm}'; a store .* blake3"):
+        TensorDedupConfig(store=True, hash_algorithm=algorithm)
 
 
 @pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)

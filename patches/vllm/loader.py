@@ -7,32 +7,40 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tensor_dedup.errors import TensorDedupError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.loader.checkout import Checkout, stored_in
+from tensor_dedup.loader.hints import HintIndex
+from tensor_dedup.loader.keeping import keep
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
+from tensor_dedup.loader.stored import FromDisk, FromStore, Opening, store_behind
 from tensor_dedup.loader.trace import UntraceableError
-from tensor_dedup.patches.vllm import weight_iterators, writers
+from tensor_dedup.patches.vllm import stored_weights, weight_iterators, writers
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.run import Run
 from tensor_dedup.patches.vllm.seams import usable
+from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, LoadConfig, ModelConfig, VllmConfig
 
+_Loaded: TypeAlias = tuple[nn.Module, ModelReport]
 _log = logging.getLogger(__name__)
 # Tracing replaces process-wide state (the default dtype among it), and two loads of one model at
 # once would each build what one could share.
@@ -53,7 +61,10 @@ class TensorDedupLoader(DefaultModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
-        self.dedup, inner = split(extra.pop(KEY, None))
+        mine = extra.pop(KEY, None)
+        self.dedup, inner = split(mine)
+        self.checkout = stored_in(mine)
+        self._folders: dict[str, str] = {}  # where vLLM found a model's weights
         super().__init__(
             dataclasses.replace(load_config, load_format=inner, model_loader_extra_config=extra)
         )
@@ -65,16 +76,77 @@ class TensorDedupLoader(DefaultModelLoader):
     ) -> nn.Module:
         """Build the model and give it its weights."""
         with _load_lock:
-            refusal = self._refusal(vllm_config)
-            if refusal is not None:
-                return self._load_plainly(refusal, vllm_config, model_config, prefix)
-            try:
-                return self._load_trusting_hints(vllm_config, model_config, prefix)
-            except (UnsupportedError, SharedMemoryError) as error:
-                _log.debug("sharing was given up here", exc_info=True)
-                refusal = str(error)
-            # Outside the handler: the error's frames hold the model that was begun.
+            model, report = self._load(vllm_config, model_config, prefix)
+        self._keep(model_config, report)
+        add(report)
+        return model
+
+    def _load(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> _Loaded:
+        refusal = self._refusal(vllm_config)
+        if refusal is not None:
             return self._load_plainly(refusal, vllm_config, model_config, prefix)
+        try:
+            return self._load_trusting_hints(vllm_config, model_config, prefix)
+        except (UnsupportedError, SharedMemoryError) as error:
+            _log.debug("sharing was given up here", exc_info=True)
+            refusal = str(error)
+        # Outside the handler: the error's frames hold the model that was begun.
+        return self._load_plainly(refusal, vllm_config, model_config, prefix)
+
+    # --- where the weights are
+
+    def _stored(self, model: str) -> Checkout | None:
+        """What `model` stands for when it is a stored checkpoint."""
+        checkout = self.checkout
+        return checkout if checkout is not None and checkout.folder == model else None
+
+    def _opening(self, model: str, *, trust: bool) -> Opening:
+        checkout = self._stored(model)
+        if checkout is not None:
+            return FromStore(Store.open(checkout.store, create=False), checkout, trust=trust)
+        store = store_behind(self.dedup)
+        return FromDisk(HintIndex(), self.dedup.hash_algorithm, trust=trust, store=store)
+
+    def _prepare_weights(
+        self,
+        model_name_or_path: str,
+        subfolder: str | None,
+        revision: str | None,
+        fall_back_to_pt: bool,
+        allow_patterns_overrides: list[str] | None,
+    ) -> tuple[str, list[str], bool, str]:
+        """As vLLM does; notes the folder, which for a hub model nobody knew before."""
+        found: tuple[str, list[str], bool, str] = super()._prepare_weights(
+            model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides
+        )
+        if subfolder is None:
+            self._folders[model_name_or_path] = found[0]
+        return found
+
+    def _get_weights_iterator(
+        self, source: DefaultModelLoader.Source
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """As vLLM does; the tensors of a stored checkpoint come from its store."""
+        checkout = self._stored(source.model_or_path)
+        if checkout is None:
+            return super()._get_weights_iterator(source)
+        if self.counter_before_loading_weights == 0.0:
+            self.counter_before_loading_weights = time.perf_counter()
+        found = stored_weights.tensors(
+            checkout,
+            lambda: self._opening(source.model_or_path, trust=True),
+            lambda name: not should_skip_weight(name, self.local_expert_ids),
+            subfolder=source.subfolder,
+            patterns=source.allow_patterns_overrides,
+        )
+        return ((source.prefix + name, tensor) for name, tensor in found)
+
+    def _keep(self, model_config: ModelConfig, report: ModelReport) -> None:
+        """Write what was loaded into the store, if asked to: once, not once a rank."""
+        folder = self._folders.get(model_config.model)
+        if not self.dedup.store_writes or report.rank != 0 or folder is None:
+            return
+        keep(self.dedup.store_folder, Path(folder), report)
 
     def _refusal(self, vllm_config: VllmConfig) -> str | None:
         """Why this model is loaded plainly from the start, or None."""
@@ -93,22 +165,27 @@ class TensorDedupLoader(DefaultModelLoader):
 
     def _load_plainly(
         self, reason: str, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
-    ) -> nn.Module:
+    ) -> _Loaded:
         _log.warning("%s: loading without sharing: %s", model_config.model, reason)
         model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        report = ModelReport(name=model_config.model, rank=vllm_config.parallel_config.rank)
+        name = self._name(model_config)
+        report = ModelReport(name=name, rank=vllm_config.parallel_config.rank)
         report.tensors_total = sum(1 for _ in model.parameters())
         dtype = cast("torch.dtype", model_config.dtype)
         report.total_bytes = report.private_bytes = final_bytes(model, dtype)
         report.bytes_materialised = report.total_bytes
         _describe_checkpoint(report, model_config.model)
         report.skipped = [("<model>", reason)]
-        add(report)
-        return model
+        return model, report
+
+    def _name(self, model_config: ModelConfig) -> str:
+        """What the user called this model."""
+        checkout = self._stored(model_config.model)
+        return checkout.url if checkout is not None else str(model_config.model)
 
     def _load_trusting_hints(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
-    ) -> nn.Module:
+    ) -> _Loaded:
         """Load; once more without hints when one of them turned out to be wrong."""
         trust = self.dedup.verify == "hint"
         try:
@@ -124,12 +201,12 @@ class TensorDedupLoader(DefaultModelLoader):
         prefix: str,
         *,
         trust_hints: bool,
-    ) -> nn.Module:
+    ) -> _Loaded:
         device = self._device(vllm_config)
         dtype = cast("torch.dtype", model_config.dtype)  # vLLM has resolved "auto" by now
         with (
             _taken_back(vllm_config),
-            Run(self.dedup, dtype, trust_hints=trust_hints) as run,
+            Run(self.dedup, dtype, self._opening(model_config.model, trust=trust_hints)) as run,
             set_default_torch_dtype(dtype),
         ):
             with device:
@@ -143,13 +220,12 @@ class TensorDedupLoader(DefaultModelLoader):
                 loader_utils.process_weights_after_loading(model, model_config, device)
             run.share_left_over(model)
             run.finish()
-            report = run.report(model_config.model, vllm_config.parallel_config.rank)
+            report = run.report(self._name(model_config), vllm_config.parallel_config.rank)
             report.seconds["process"] = max(
                 0.0,
                 time.perf_counter() - began - report.seconds["read"] - report.seconds["hash"],
             )
-        add(report)
-        return model.eval()
+        return model.eval(), report
 
     def _trace(self, run: Run, model: nn.Module, model_config: ModelConfig) -> None:
         for module in model.modules():

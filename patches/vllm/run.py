@@ -18,11 +18,10 @@ from tensor_dedup.loader.assembly import Assembly
 from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer, settle_strays
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.evaluate import Evaluator
-from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.recipe import whole_source
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.scratch import Scratch
-from tensor_dedup.loader.sources import SourceFile, SourceReader, SourceTensor
+from tensor_dedup.loader.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.trace import Tracer, UntraceableError
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.layers import LayerProcessor
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.sources import SourceFile
+    from tensor_dedup.loader.stored import Opening
     from tensor_dedup.loader.virtual import View
 
 
@@ -40,7 +41,7 @@ class Run:
     """Owns what one load opens and borrows; a context manager. One thread, under the load lock."""
 
     def __init__(
-        self, config: TensorDedupConfig, model_dtype: torch.dtype, *, trust_hints: bool
+        self, config: TensorDedupConfig, model_dtype: torch.dtype, opening: Opening
     ) -> None:
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
@@ -50,8 +51,7 @@ class Run:
         self.plan_seconds = 0.0
         self._config = config
         self._model_dtype = model_dtype
-        self._hints = HintIndex()
-        self._trust_hints = trust_hints
+        self._opening = opening
         self._files: list[SourceFile] = []
         self._sources: list[SourceTensor] = []
         self._deferred: dict[int, DeferredParameter] = {}
@@ -71,6 +71,7 @@ class Run:
         self.assembly.reader.abandon()
         for file in self._files:
             file.close()
+        self._opening.close()
         self.assembly.scratch.close()
         # What is left in circles would need a collection of the whole process, which takes longer
         # than loading a model that is resident.
@@ -87,9 +88,7 @@ class Run:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every wanted tensor of these files, deferred, in the order of their names."""
         for path in paths:
-            file = SourceFile(
-                Path(path), self._hints, self._config.hash_algorithm, trust=self._trust_hints
-            )
+            file = self._opening.open(Path(path))
             self._files.append(file)
             for name in sorted(file.tensors):
                 if wanted(name):
@@ -207,6 +206,7 @@ class Run:
         report.header_bytes = sum(file.header.header_bytes for file in self._files)
         report.source_tensors_total = len(self._sources)
         report.bytes_read = counters.bytes_read
+        report.bytes_from_store = self._opening.bytes_from_store
         report.bytes_hashed = counters.bytes_hashed
         report.seconds["plan"] = self.plan_seconds
         report.seconds["read"] = counters.read_seconds

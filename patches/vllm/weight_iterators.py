@@ -45,6 +45,11 @@ def deferring(open_files: OpenFiles) -> Iterator[None]:
         _active.reset(token)
 
 
+def active() -> OpenFiles | None:
+    """What yields deferred tensors here and now, if anything does."""
+    return _active.get()
+
+
 def _safetensors(
     original: Callable[..., Any],
     hf_weights_files: list[str],
@@ -65,7 +70,7 @@ def _safetensors(
     if safetensors_load_strategy == "torchao":
         raise UntraceableError("torchao tensors are rebuilt from several tensors while reading")
     return open_files(
-        _in_order(hf_weights_files), lambda name: not should_skip_weight(name, local_expert_ids)
+        in_order(hf_weights_files), lambda name: not should_skip_weight(name, local_expert_ids)
     )
 
 
@@ -75,7 +80,7 @@ def _threaded(
     open_files = _active.get()
     if open_files is None:
         return original(hf_weights_files, *args, **kwargs)
-    return open_files(_in_order(hf_weights_files), lambda _name: True)
+    return open_files(in_order(hf_weights_files), lambda _name: True)
 
 
 def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +89,8 @@ def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return original(*args, **kwargs)
 
 
-def _in_order(files: Iterable[str]) -> list[str]:
+def in_order(files: Iterable[str]) -> list[str]:
+    """The order in which vLLM reads a checkpoint's files."""
     return sorted(files, key=_natural_sort_key)
 
 

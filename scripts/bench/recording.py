@@ -19,7 +19,9 @@ from stats import Estimate, estimate, verdict
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.dtypes import torch_dtype
+from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.sources import SourceFile
+from tensor_dedup.loader.stored import FromDisk
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.run import Run
 
@@ -72,7 +74,8 @@ def _microseconds(path: Path, count: int, work: Callable[[Run, Any, Any, Path], 
     loader: Any = get_model_loader(config.load_config)
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
-        run = stack.enter_context(Run(TensorDedupConfig(), model_config.dtype, trust_hints=True))
+        opening = FromDisk(HintIndex(), "blake3", trust=True)
+        run = stack.enter_context(Run(TensorDedupConfig(), model_config.dtype, opening))
         stack.enter_context(set_default_torch_dtype(model_config.dtype))
         model = loader.create_model(vllm_config=config, model_config=model_config)
         load_weights = functools.partial(loader.load_weights, model, model_config)

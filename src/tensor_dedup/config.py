@@ -17,7 +17,7 @@ Verify = Literal["hint", "always"]
 HASH_ALGORITHMS: tuple[str, ...] = get_args(HashAlgorithm)
 # Without a cryptographic hash somebody can make two tensors of one digest; equal bytes cannot lie.
 _FORGEABLE = frozenset({"xxh3_128", "xxhash64"})
-_NOT_YET: Mapping[str, object] = {"memory_manager": None, "store": None, "store_writes": False}
+_NOT_YET: Mapping[str, object] = {"memory_manager": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,23 @@ class TensorDedupConfig:
             _check_choice("cpu_weights", self.cpu_weights, get_args(CpuWeights))
         _check_choice("verify", self.verify, get_args(Verify))
         _check_share("audit", self.audit)
+        self._check_store()
         for name, default in _NOT_YET.items():
             _refuse_unavailable(name, getattr(self, name), default)
+
+    def _check_store(self) -> None:
+        if isinstance(self.store, PathLike):
+            # As text, so that what JSON gives back in a worker equals what was set here.
+            object.__setattr__(self, "store", fspath(self.store))
+        named = isinstance(self.store, str) and self.store
+        if self.store is not None and self.store is not True and not named:
+            raise _wrong("store", self.store, "give True (your own store), a folder, or None")
+        _check_type("store_writes", self.store_writes, bool)
+        if self.store_writes and self.store is None:
+            raise _wrong("store_writes", True, "say where to: set store to True or to a folder")
+        if self.store is not None and self.hash_algorithm != "blake3":
+            advice = "a store names bytes by blake3: leave hash_algorithm 'blake3', or drop store"
+            raise _wrong("hash_algorithm", self.hash_algorithm, advice)
 
     @property
     def verifies_bytes(self) -> bool:
@@ -64,6 +79,11 @@ class TensorDedupConfig:
         if self.verify_bytes is None:
             return self.hash_algorithm in _FORGEABLE
         return self.verify_bytes
+
+    @property
+    def store_folder(self) -> str | None:
+        """The folder of the store that was named; None is the user's own."""
+        return self.store if isinstance(self.store, str) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as JSON can hold it; `from_any` of the result equals this config."""

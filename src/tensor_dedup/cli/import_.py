@@ -6,6 +6,7 @@ import click
 
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.store_verbs import ByteBar, json_option, say, store_option
+from tensor_dedup.loader.hinting import StoreHints
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import ImportResult, Store
 
@@ -48,7 +49,9 @@ def command(
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a safetensors file or a folder")
     with ByteBar("importing") as progress:
-        result = Store.open(store).import_(path, name, replace, progress=progress)
+        result = Store.open(store).import_(
+            path, name, replace, progress=progress, hints=StoreHints()
+        )
     say(result.to_dict(), as_json, *_lines(result))
 
 
