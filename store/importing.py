@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from tensor_dedup.formats.safetensors import read_header
+from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store import manifests
 from tensor_dedup.store.containers import ContainerWriter, Copied, New, hash_copy, kind_for
 from tensor_dedup.store.errors import LostHitError
