@@ -7,10 +7,11 @@ from pathlib import Path
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
 from tensor_dedup.formats.naming import is_index
-from tensor_dedup.formats.safetensors import SafetensorsHeader
+from tensor_dedup.formats.weights import Header
 from tensor_dedup.store.files import Files
 
-# Weights in other formats, or second copies of the same: they would be stored as blind bytes.
+# Unless open_checkpoint chose them: second copies, states of a training run, and formats that are
+# not read; they would be stored as blind bytes.
 _WEIGHTS = (
     ".safetensors",
     ".bin",
@@ -120,13 +121,21 @@ def _weights(file: CheckpointFile, root: Path) -> SourceFile:
     return SourceFile(file.path, stored_as, file.prefix, segments_of(file.header), True)
 
 
-def segments_of(header: SafetensorsHeader) -> tuple[Segment, ...]:
-    """The header's own bytes, then the tensors as they lie in the file: together all of it."""
-    tensors = [
-        Segment(spec.start, spec.nbytes, spec.name, spec.dtype, spec.shape)
-        for spec in header.tensors
-    ]
-    return Segment(0, header.header_bytes), *tensors
+def segments_of(header: Header) -> tuple[Segment, ...]:
+    """The tensors as they lie in the file, and without a name what is before, between and behind.
+
+    Together they are all of the file.
+    """
+    found: list[Segment] = []
+    at = 0
+    for spec in header.tensors:
+        if spec.start > at:
+            found.append(Segment(at, spec.start - at))
+        found.append(Segment(spec.start, spec.nbytes, spec.name, spec.dtype, spec.shape))
+        at = spec.start + spec.nbytes
+    if at < header.file_size:
+        found.append(Segment(at, header.file_size - at))
+    return tuple(found)
 
 
 def _verbatim(files: Files, path: Path, name: str) -> SourceFile:

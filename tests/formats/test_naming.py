@@ -91,5 +91,6 @@ def test_a_gap_in_shards_without_an_index_is_seen(names: list[str], missing: str
 
 def test_indexes_of_other_formats_are_none() -> None:
     assert is_index(INDEX)
-    assert not is_index("pytorch_model.bin.index.json")
+    assert is_index("pytorch_model.bin.index.json")
+    assert not is_index("tf_model.h5.index.json")
     assert not is_index("model_index.json")

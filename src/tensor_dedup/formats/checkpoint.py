@@ -1,5 +1,8 @@
-"""A checkpoint: one file, or a folder with its sub-folders, as named tensors in safetensors files.
+"""A checkpoint: one file, or a folder with its sub-folders, as named tensors.
 
+Files may be safetensors, those of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`) or GGUF. In each
+folder safetensors come first, then files of torch.save that are called as libraries call weights.
+Others of torch.save, and then GGUF, count where a tree, or a component of a pipeline, has neither.
 Tensors of a sub-folder carry its path: "unet/conv_in.weight". In a Diffusers pipeline (a folder
 with a model_index.json) the weights are those of the components it names; single-file versions of
 the whole pipeline beside them are left out. Which of several copies in one folder is taken:
@@ -11,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 from tensor_dedup.errors import CheckpointNotFoundError, UnsupportedError
 from tensor_dedup.formats.errors import (
@@ -21,24 +25,42 @@ from tensor_dedup.formats.errors import (
     RepeatedTensorError,
     shorten,
 )
-from tensor_dedup.formats.naming import choose, is_index
-from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from tensor_dedup.formats.naming import (
+    GGUF,
+    PYTORCH,
+    SAFETENSORS,
+    Choice,
+    called_weights,
+    choose,
+    is_index,
+    perhaps_weights,
+)
+from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
 from tensor_dedup.formats.strict_json import decode_object
+from tensor_dedup.formats.weights import (
+    GGUF_SUFFIX,
+    PYTORCH_SUFFIXES,
+    SAFETENSORS_SUFFIX,
+    Header,
+    names_in,
+    read_header,
+)
 from tensor_dedup.types import TensorSpec
 
 _PIPELINE = "model_index.json"
 _SECOND_COPY = "original"
-_FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+_UNREAD = (".h5", ".msgpack", ".onnx", ".npz", ".tflite")
+_FOREIGN = (*PYTORCH_SUFFIXES, GGUF_SUFFIX, *_UNREAD)
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """One safetensors file; `prefix` is its sub-folder ("unet/") or "" at the top."""
+    """One file of weights; `prefix` is its sub-folder ("unet/") or "" at the top."""
 
     path: Path
     prefix: str
-    header: SafetensorsHeader
+    header: Header
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +88,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the headers of a checkpoint: a safetensors file, an index, or a folder.
+    """Read the headers of a checkpoint: a file, an index, or a folder.
 
     Reads no tensor data. CheckpointNotFoundError: nothing there. UnsupportedError: weights, but in
     formats that this version does not read. FormatError: a file, or an index, lies.
@@ -82,7 +104,7 @@ def _open_file(path: Path) -> list[CheckpointFile]:
         raise CheckpointNotFoundError(
             f"{path}: no such file or folder; give the path of a local checkpoint", path=str(path)
         )
-    if path.suffix in _FOREIGN:
+    if path.suffix in _UNREAD:
         raise _unsupported(path, [path.name])
     if is_index(path.name):
         return _open_index(path, "")
@@ -91,26 +113,30 @@ def _open_file(path: Path) -> list[CheckpointFile]:
 
 def _open_tree(root: Path) -> list[CheckpointFile]:
     components = _components(root)
+    found = _walk(root, components, bool(components))
+    return found or _walk(root, components, True) or _nothing(root, components)
+
+
+def _walk(root: Path, components: frozenset[str], whatever: bool) -> list[CheckpointFile]:
+    """The files of a tree; with `whatever`, also those that are not called as weights are."""
     files: list[CheckpointFile] = []
-    foreign: list[str] = []
     for prefix, folder in _folders(root):
         top = prefix.partition("/")[0]
         if (components and top not in components) or (top == _SECOND_COPY and files):
             continue
-        names = [entry.name for entry in _entries(folder) if not entry.is_dir()]
-        found = _open_folder(folder, prefix, names)
+        names = _names(folder)
+        found = _open_folder(folder, prefix, names, whatever)
         others = [prefix + name for name in names if name.endswith(_FOREIGN)]
         if components and others and not found:
             raise _unsupported(root, others)
         files += found
-        foreign += others
-    if not files:
-        raise _nothing(root, foreign)
     return files
 
 
-def _open_folder(folder: Path, prefix: str, names: list[str]) -> list[CheckpointFile]:
-    choice = choose(names)
+def _open_folder(
+    folder: Path, prefix: str, names: list[str], whatever: bool
+) -> list[CheckpointFile]:
+    choice = _choose(names, whatever)
     if choice.missing is not None:
         raise MissingShardError.at(
             str(folder), f"the shard {choice.missing} is not there", shard=choice.missing
@@ -120,6 +146,21 @@ def _open_folder(folder: Path, prefix: str, names: list[str]) -> list[Checkpoint
         CheckpointFile(folder / name, prefix, read_header(folder / name)) for name in choice.files
     ]
     return files
+
+
+def _choose(names: list[str], whatever: bool) -> Choice:
+    found = choose(names, SAFETENSORS)
+    if found == Choice():
+        found = choose(called_weights(names), PYTORCH)
+    if found == Choice() and whatever:
+        found = choose(perhaps_weights(names), PYTORCH)
+    if found == Choice() and whatever:
+        found = choose(names, GGUF)
+    return found
+
+
+def _names(folder: Path) -> list[str]:
+    return [entry.name for entry in _entries(folder) if not entry.is_dir()]
 
 
 def _folders(root: Path) -> Iterator[tuple[str, Path]]:
@@ -179,7 +220,7 @@ def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> Ch
         )
     header = read_header(path)
     # A shard may hold more than the index says: every reader loads what the shard holds.
-    held = {spec.name for spec in header.tensors}
+    held = names_in(header)
     for tensor in expected:
         if tensor not in held:
             raise IndexTensorError.at(
@@ -240,16 +281,25 @@ def _refuse_repeated(files: list[CheckpointFile]) -> None:
 def _unsupported(path: Path, names: list[str]) -> UnsupportedError:
     shown = ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
     return UnsupportedError(
-        f"{path}: only {shown}; this version reads safetensors: convert the weights first",
+        f"{path}: only {shown}; this version reads safetensors, GGUF and files of torch.save: "
+        "convert the weights first",
         path=str(path),
         files=names,
     )
 
 
-def _nothing(root: Path, foreign: list[str]) -> UnsupportedError | CheckpointNotFoundError:
+def _nothing(root: Path, components: frozenset[str]) -> NoReturn:
+    folders = (part for part in _folders(root) if not components or part[0] in components)
+    foreign = [
+        prefix + name
+        for prefix, folder in folders
+        for name in _names(folder)
+        if name.endswith(_FOREIGN)
+    ]
     if foreign:
-        return _unsupported(root, foreign)
-    return CheckpointNotFoundError(
-        f"{root}: no *.safetensors in this folder or below; give the folder that holds the weights",
+        raise _unsupported(root, foreign)
+    raise CheckpointNotFoundError(
+        f"{root}: no *{SAFETENSORS_SUFFIX}, *.bin, *.pt or *{GGUF_SUFFIX} in this folder or below; "
+        "give the folder that holds the weights",
         path=str(root),
     )

@@ -1,4 +1,4 @@
-"""Which of a folder's safetensors files are its weights, decided by their names alone. No I/O.
+"""Which of a folder's files are its weights, decided by their names alone. No I/O.
 
 A folder often holds the same weights several times. One copy is chosen, the one that the libraries
 load when they are not asked for another:
@@ -11,21 +11,44 @@ load when they are not asked for another:
 - `consolidated*` (a publisher's own layout of the same weights) only where there is nothing else.
 
 Files whose names have nothing to do with each other all belong to the checkpoint.
+
+The same holds for files of torch.save (`pytorch_model.bin`, `pytorch_model.bin.index.json`), and
+for GGUF, where a dot begins no variant: `model.Q4_K_M.gguf` and `model.Q8_0.gguf` are two models in
+one folder, of which nobody can say which is meant. Of files of torch.save in a folder, those with
+the names that libraries give to weights come first; what a training run writes beside its weights
+(`optimizer.pt`, `training_args.bin`) is none.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+SAFETENSORS = "safetensors"
+PYTORCH = "bin|pt|pth|ckpt"
+GGUF = "gguf"
+
 _VARIANT = r"\.[A-Za-z]\w*"
-_FILE = re.compile(
-    rf"(?P<stem>.+?)(?P<before>{_VARIANT})?"
-    rf"(-(?P<shard>\d+)-of-(?P<count>\d+)(?P<after>{_VARIANT})?)?\.safetensors"
-)
 _INDEX = re.compile(
-    rf"(?P<stem>.+?)(?P<before>{_VARIANT})?\.safetensors\.index(?P<after>{_VARIANT})?\.json"
+    rf"(?P<stem>.+?)(?P<before>{_VARIANT})?"
+    rf"\.(?P<suffix>safetensors|bin)\.index(?P<after>{_VARIANT})?\.json"
 )
 _SECOND_LAYOUT = "consolidated"
+_WEIGHTS = re.compile(
+    r"(pytorch_model|diffusion_pytorch_model|adapter_model|pytorch_lora_weights|model|weights"
+    r"|open_clip_pytorch_model)\b.*"
+)
+_NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)\b.*")
+
+
+def _files_of(suffix: str) -> re.Pattern[str]:
+    variant = "(?!)" if suffix == GGUF else _VARIANT
+    return re.compile(
+        rf"(?P<stem>.+?)(?P<before>{variant})?"
+        rf"(-(?P<shard>\d+)-of-(?P<count>\d+)(?P<after>{variant})?)?\.({suffix})"
+    )
+
+
+_FILES = {suffix: _files_of(suffix) for suffix in (SAFETENSORS, PYTORCH, GGUF)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +77,15 @@ class _Copy:
 
 
 def is_index(name: str) -> bool:
-    """Whether a file of this name is an index of safetensors shards."""
+    """Whether a file of this name is an index of shards."""
     return _INDEX.fullmatch(name) is not None
 
 
-def choose(names: Iterable[str]) -> Choice:
-    """One copy of the weights among the files of one folder; other names are ignored."""
+def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> Choice:
+    """One copy of the weights of one format among the files of a folder; others are ignored."""
     stems: dict[str, dict[str, _Copy]] = {}
     for name in sorted(names):
-        _sort_in(name, stems)
+        _sort_in(name, suffix, stems)
     if len(stems) > 1:
         stems = {stem: copies for stem, copies in stems.items() if not _is_second(stem)} or stems
     copies = [variants[min(variants)] for _, variants in sorted(stems.items())]
@@ -78,8 +101,25 @@ def _is_second(stem: str) -> bool:
     return stem.split(".")[0] == _SECOND_LAYOUT
 
 
-def _sort_in(name: str, stems: dict[str, dict[str, _Copy]]) -> None:
-    match = _INDEX.fullmatch(name) or _FILE.fullmatch(name)
+def called_weights(names: Iterable[str]) -> list[str]:
+    """Those files of torch.save, and their indexes, that libraries load as a model's weights."""
+    return [name for name in names if _WEIGHTS.fullmatch(name)]
+
+
+def perhaps_weights(names: Iterable[str]) -> list[str]:
+    """All names but those that a training run gives to what is not a model's weights."""
+    return [name for name in names if not _NO_WEIGHTS.fullmatch(name)]
+
+
+def _match(name: str, suffix: str) -> re.Match[str] | None:
+    index = _INDEX.fullmatch(name)
+    if index is not None:
+        return index if index["suffix"] in suffix.split("|") else None
+    return _FILES[suffix].fullmatch(name)
+
+
+def _sort_in(name: str, suffix: str, stems: dict[str, dict[str, _Copy]]) -> None:
+    match = _match(name, suffix)
     if match is None:
         return
     # "" is the plain copy and sorts before every variant.
@@ -88,7 +128,7 @@ def _sort_in(name: str, stems: dict[str, dict[str, _Copy]]) -> None:
     if name.endswith(".json"):
         copy.index = name
     elif match["shard"] is None:
-        copy.single = name
+        copy.single = copy.single or name
     else:
         copy.names.append(name)
         head, tail = name[: match.start("shard")], name[match.end("count") :]

@@ -1,0 +1,81 @@
+"""The header of a file of weights, whatever its format."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Protocol
+
+from tensor_dedup.formats import gguf, safetensors
+from tensor_dedup.formats.files import OpenFile, opened
+from tensor_dedup.formats.pytorch import reader as pytorch
+from tensor_dedup.types import TensorSpec
+
+PYTORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+GGUF_SUFFIX = ".gguf"
+SAFETENSORS_SUFFIX = ".safetensors"
+
+_HEAD = 9
+
+
+class Header(Protocol):
+    """What the headers of all formats have: sizes in bytes, tensors ordered by their start.
+
+    `header_bytes` counts what is no tensor's. Tensors do not overlap and lie inside the file;
+    between them may be bytes that are nobody's.
+    """
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def file_size(self) -> int: ...
+    @property
+    def header_bytes(self) -> int: ...
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]: ...
+
+
+class _Read(Protocol):
+    def __call__(self, path: str | os.PathLike[str], *, fd: int | None = None) -> Header: ...
+
+
+_READERS: Mapping[str, _Read] = MappingProxyType(
+    {
+        SAFETENSORS_SUFFIX: safetensors.read_header,
+        GGUF_SUFFIX: gguf.read_header,
+        **dict.fromkeys(PYTORCH_SUFFIXES, pytorch.read_header),
+    }
+)
+
+
+def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Header:
+    """Read and check the header of a safetensors, GGUF or torch.save file.
+
+    The format is that of the suffix; of a file without a known one (a blob of a hub cache), and of
+    `.bin`, which several programs use, that of its first bytes. With `fd`, an open descriptor of
+    that file is used, its position left alone; `path` is then only named in errors.
+    CheckpointNotFoundError: it cannot be opened. FormatError: it lies. ChangedFileError: it shrank.
+    """
+    suffix = PurePath(path).suffix
+    if suffix in (SAFETENSORS_SUFFIX, GGUF_SUFFIX):
+        return _READERS[suffix](path, fd=fd)
+    with opened(path, fd) as file:
+        read = _by_content(file) or _READERS.get(suffix, safetensors.read_header)
+        return read(path, fd=file.fd)
+
+
+def names_in(header: Header) -> set[str]:
+    """Every name a tensor of the file has; a file of torch.save may give one several."""
+    members = header.members if isinstance(header, pytorch.PytorchHeader) else ()
+    return {spec.name for spec in header.tensors} | {member.name for member in members}
+
+
+def _by_content(file: OpenFile) -> Callable[..., Header] | None:
+    head = file.read(0, min(file.size, _HEAD))
+    if head.startswith(gguf.MAGIC):
+        return gguf.read_header
+    # A header of safetensors begins with its length, which these four bytes could be part of, and
+    # then `{`; a local header of a zip has there how the entry is compressed.
+    if head.startswith(pytorch.ZIP_MAGIC) and head[8:] != b"{":
+        return pytorch.read_header
+    return None
