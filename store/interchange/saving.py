@@ -17,15 +17,13 @@ from tensor_dedup.formats.artifact import (
     index_multihash,
     verification_name,
 )
-from tensor_dedup.formats.storage_graph import StorageGraph, graph_of
+from tensor_dedup.formats.storage_graph import StorageGraph
 from tensor_dedup.formats.tensor_index import (
     ALIGNMENT,
     Fields,
     IndexEntry,
-    TensorIndex,
     encode_index,
     encode_index_cbor,
-    parse_index,
 )
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.interchange.folder import new_folder, write_file
@@ -78,9 +76,8 @@ def save_dict(
             "artifact_descriptor.json": json.dumps(descriptor, indent=2).encode(),
             verification_name(CANONICAL): hashes.verifier.result().encode(),
         }
-        seen = parse_index(index, str(target))
         for view, names in (views or {}).items():
-            blobs[verification_name(view)] = _verify_view(held, seen, view, names)
+            blobs[verification_name(view)] = _verify_view(held, view, names)
         for name, blob in blobs.items():
             write_file(door, folder / name, blob)
     return descriptor
@@ -148,18 +145,9 @@ def _copy(storage: torch.Tensor, stream: Stream) -> None:
     stream.pad(-done % ALIGNMENT)
 
 
-def _verify_view(held: Held, index: TensorIndex, view: str, names: Collection[str]) -> bytes:
-    """The verification file of a view: its storages laid out as if they were all there is.
-
-    As a reader of the index sees them: what begins at one offset is one storage.
-    """
-    largest: dict[int, torch.Tensor] = {}
-    for storage_id, offset in held.graph.offsets().items():
-        storage = held.storages[storage_id]
-        if offset not in largest or largest[offset].nbytes < storage.nbytes:
-            largest[offset] = storage
-    held_as = {f"s{n}": largest[extent.offset] for n, extent in enumerate(index.storages)}
-    graph = graph_of(index).select(list(names))
+def _verify_view(held: Held, view: str, names: Collection[str]) -> bytes:
+    """The verification file of a view: its storages laid out as if they were all there is."""
+    graph = held.graph.select(list(names))
     offsets = graph.offsets()
     total = max((offsets[e.storage_id] + e.nbytes for e in graph.storage_entries), default=0)
     verifier = Verifier(total, view)
@@ -167,7 +155,7 @@ def _verify_view(held: Held, index: TensorIndex, view: str, names: Collection[st
     landing = torch.frombuffer(buffer, dtype=torch.uint8)
     for storage_id, offset in offsets.items():
         verifier.update(memoryview(bytes(offset - at)))
-        storage = held_as[storage_id]
+        storage = held.storages[storage_id]
         for part in pieces(storage, _VIEW_STEP):
             landing[: part.nbytes].copy_(part)
             verifier.update(buffer[: part.nbytes])

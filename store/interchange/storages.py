@@ -50,8 +50,9 @@ def hold(state_dict: Mapping[str, torch.Tensor]) -> Held:
         StorageEntry(ids[key], str(found.device), found.nbytes) for key, found in largest.items()
     )
     aliases = (_alias(name, tensor, ids[_key(tensor)]) for name, tensor in plain.items())
-    graph = StorageGraph(tuple(entries), tuple(aliases))
-    return Held(graph, {ids[key]: found for key, found in largest.items()})
+    graph, renamed = StorageGraph(tuple(entries), tuple(aliases)).normal()
+    storages = {renamed[ids[key]]: s for key, s in largest.items() if ids[key] in renamed}
+    return Held(graph, storages)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ tensor comes, at the next multiple of 8 bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensor_dedup.formats.tensor_index import (
@@ -82,6 +82,23 @@ class StorageGraph:
             )
             for alias in self.tensor_aliases
         ]
+
+    def normal(self) -> "tuple[StorageGraph, dict[str, str]]":
+        """The one graph of this index, and the new id of each storage that is left.
+
+        A storage without bytes becomes part of the one that follows it: they begin at one offset,
+        so who reads the index cannot tell them apart. The others are numbered as they lie.
+        """
+        offsets = self.offsets()
+        real = {offsets[e.storage_id]: e.storage_id for e in self.storage_entries if e.nbytes}
+        owner = {key: real.get(offset, key) for key, offset in offsets.items()}
+        ids = {key: f"s{n}" for n, key in enumerate(dict.fromkeys(owner.values()))}
+        aliases = tuple(
+            replace(alias, storage_id=ids[owner[alias.storage_id]]) for alias in self.tensor_aliases
+        )
+        sizes = {entry.storage_id: entry for entry in self.storage_entries}
+        entries = tuple(replace(sizes[key], storage_id=new) for key, new in ids.items())
+        return StorageGraph(entries, aliases), ids
 
     def select(self, names: Sequence[str]) -> "StorageGraph":
         """The graph of some of its tensors, with the storages they need."""

@@ -273,11 +273,10 @@ def _check_view(entry: IndexEntry, path: str) -> None:
         )
     if entry.elements >= _LIMIT:
         raise IndexShapeError.at(path, f"too large: {reprlib.repr(entry.shape)}", entry.name)
-    if entry.elements == 0:
-        reach = entry.storage_offset
-    else:
-        steps = zip(entry.shape, entry.stride, strict=True)
-        reach = entry.storage_offset + sum((n - 1) * step for n, step in steps) + 1
+    if entry.elements == 0:  # it reaches nowhere
+        return
+    steps = zip(entry.shape, entry.stride, strict=True)
+    reach = entry.storage_offset + sum((n - 1) * step for n, step in steps) + 1
     if reach * entry.itemsize > entry.size:
         raise ViewBeyondStorageError.at(
             path,
