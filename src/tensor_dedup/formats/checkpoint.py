@@ -1,8 +1,9 @@
 """A checkpoint: one file, or a folder with its sub-folders, as named tensors.
 
 Files may be safetensors, those of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`) or GGUF. In each
-folder safetensors come first, then files of torch.save that are called as libraries call weights.
-Others of torch.save, and then GGUF, count where a tree, or a component of a pipeline, has neither.
+folder safetensors come first, then files of torch.save that are called as libraries call weights,
+then the data files of a tensor_index.json. Others of torch.save, and then GGUF, count where a tree,
+or a component of a pipeline, has none of these.
 Tensors of a sub-folder carry its path: "unet/conv_in.weight". In a Diffusers pipeline (a folder
 with a model_index.json) the weights are those of the components it names; single-file versions of
 the whole pipeline beside them are left out. Which of several copies in one folder is taken:
@@ -17,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from tensor_dedup.errors import CheckpointNotFoundError, UnsupportedError
+from tensor_dedup.formats.data_files import data_files
 from tensor_dedup.formats.errors import (
     IndexFileError,
     IndexPathError,
@@ -152,6 +154,8 @@ def _choose(names: list[str], whatever: bool) -> Choice:
     found = choose(names, SAFETENSORS)
     if found == Choice():
         found = choose(called_weights(names), PYTORCH)
+    if found == Choice():
+        found = data_files(names)
     if found == Choice() and whatever:
         found = choose(perhaps_weights(names), PYTORCH)
     if found == Choice() and whatever:

@@ -111,6 +111,8 @@ class IndexEntry:
     def contiguous(self) -> bool:
         """Whether its elements lie one behind the other, in order."""
         expected = 1
+        if not self.elements:
+            return True
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size > 1 and stride != expected:
                 return False

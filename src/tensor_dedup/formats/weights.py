@@ -6,7 +6,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Protocol
 
-from tensor_dedup.formats import gguf, safetensors
+from tensor_dedup.formats import data_files, gguf, safetensors
 from tensor_dedup.formats.files import OpenFile, opened
 from tensor_dedup.formats.pytorch import reader as pytorch
 from tensor_dedup.types import TensorSpec
@@ -49,13 +49,15 @@ _READERS: Mapping[str, _Read] = MappingProxyType(
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Header:
-    """Read and check the header of a safetensors, GGUF or torch.save file.
+    """Read and check the header of a safetensors, GGUF, torch.save or `tensor.data_N` file.
 
     The format is that of the suffix; of a file without a known one (a blob of a hub cache), and of
     `.bin`, which several programs use, that of its first bytes. With `fd`, an open descriptor of
     that file is used, its position left alone; `path` is then only named in errors.
     CheckpointNotFoundError: it cannot be opened. FormatError: it lies. ChangedFileError: it shrank.
     """
+    if data_files.DATA_FILE.fullmatch(PurePath(path).name):
+        return data_files.read_header(path, fd=fd)
     suffix = PurePath(path).suffix
     if suffix in (SAFETENSORS_SUFFIX, GGUF_SUFFIX):
         return _READERS[suffix](path, fd=fd)

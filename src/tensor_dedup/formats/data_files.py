@@ -1,0 +1,105 @@
+"""Data files of ServerlessLLM and tensorcast (`tensor.data_N`), each as a file with tensors in it.
+
+What is in them says the `tensor_index.json` beside them. A tensor is listed where its elements lie
+one behind the other in one file, and no larger or earlier one holds its bytes: a second name of a
+storage, a view of part of one, and a tensor that begins in one file and ends in the next have no
+entry of their own; their bytes are there all the same. So are those of dtypes that safetensors does
+not name.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tensor_dedup.formats.files import OpenFile, opened
+from tensor_dedup.formats.naming import Choice
+from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
+from tensor_dedup.formats.tensor_index import (
+    DTYPES,
+    IndexEntry,
+    TensorIndex,
+    check_data,
+    parse_index,
+)
+from tensor_dedup.formats.tensor_index_errors import DataFilesError, TensorIndexError
+from tensor_dedup.types import TensorSpec
+
+INDEX_NAME: Final = "tensor_index.json"
+DATA_FILE: Final = re.compile(r"tensor\.data_(0|[1-9][0-9]{0,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFileHeader:
+    """One data file: its tensors ordered by start; `header_bytes` counts what is no tensor's."""
+
+    path: str
+    file_size: int
+    header_bytes: int
+    tensors: tuple[TensorSpec, ...]
+
+
+def data_files(names: Iterable[str]) -> Choice:
+    """The data files among the files of a folder that has an index; nothing where it has none."""
+    known = set(names)
+    numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
+    if INDEX_NAME not in known or not numbers:
+        return Choice()
+    gaps = (number for number in range(numbers[-1]) if number not in numbers)
+    missing = next((f"tensor.data_{number}" for number in gaps), None)
+    return Choice(files=tuple(f"tensor.data_{number}" for number in numbers), missing=missing)
+
+
+def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:
+    """What the index beside a data file says of it. With `fd`, that is the data file, open.
+
+    CheckpointNotFoundError: one of the files is not there. FormatError: they lie, or contradict
+    each other.
+    """
+    where = Path(path)
+    match = DATA_FILE.fullmatch(where.name)
+    if match is None:
+        raise DataFilesError.at(str(path), "it is not called tensor.data_0, tensor.data_1, ...")
+    with opened(where.parent / INDEX_NAME) as file:
+        index = parse_index(_whole(file), file.path)
+    with opened(path, fd) as data:
+        size = data.size
+    starts = [0]
+    for number in range(int(match[1])):
+        with opened(where.with_name(f"tensor.data_{number}")) as other:
+            starts.append(starts[-1] + other.size)
+    end = starts[-1] + size
+    last = not where.with_name(f"tensor.data_{int(match[1]) + 1}").exists()
+    if last:
+        check_data(index, end, str(path))
+    specs = tuple(_specs(index, range(starts[-1], end + last)))
+    header_bytes = size - sum(spec.nbytes for spec in specs)
+    return DataFileHeader(str(path), size, header_bytes, specs)
+
+
+def _whole(file: OpenFile) -> bytes:
+    if file.size > MAX_HEADER_BYTES:
+        raise TensorIndexError.at(file.path, f"larger than {MAX_HEADER_BYTES} bytes")
+    return file.read(0, file.size)
+
+
+def _specs(index: TensorIndex, places: range) -> Iterator[TensorSpec]:
+    """The tensors of a file, that begin at one of these places; the last holds no byte of it."""
+    end = 0
+    for entry in sorted(index.entries, key=_order):
+        dtype, at = DTYPES[entry.dtype][0], _place(entry) - places.start
+        inside = _place(entry) in places and _place(entry) + entry.nbytes <= places.stop
+        if dtype is not None and inside and at >= end and entry.contiguous:
+            yield TensorSpec(entry.name, dtype, entry.shape, at, entry.nbytes)
+            end = at + entry.nbytes
+
+
+def _order(entry: IndexEntry) -> tuple[int, bool, int, str]:
+    return _place(entry), entry.nbytes > 0, -entry.nbytes, entry.name
+
+
+def _place(entry: IndexEntry) -> int:
+    # Where one without elements begins may lie anywhere.
+    return entry.start if entry.nbytes else entry.offset
