@@ -1,0 +1,46 @@
+"""Files that were honest until some bytes were changed, and what reading them may take."""
+
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable
+
+NUMBERS = (0, 1, 2, 3, 7, 8, 31, 32, 255, 256, 1 << 16, 1 << 31, 1 << 32, 1 << 62, 1 << 63)
+
+
+def mutated(rng: random.Random, file: bytes) -> bytes:
+    """The file with one to three changes: a bit, a number, bytes in, out, doubled or cut off."""
+    changed = bytearray(file)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        _change(rng, changed)
+    return bytes(changed)
+
+
+def _change(rng: random.Random, file: bytearray) -> None:
+    at = rng.randrange(len(file) + 1)
+    kind = rng.randrange(10)
+    if kind <= 3 and at < len(file):
+        file[at] ^= 1 << rng.randrange(8)
+    elif kind <= 5:
+        number = rng.choice(NUMBERS) - rng.randrange(2)
+        code = rng.choice(["<B", "<H", "<I", "<Q", ">I"])
+        raw = struct.pack(code, number % (1 << 8 * struct.calcsize(code)))
+        file[at : at + len(raw)] = raw
+    elif kind == 6:
+        file[at:at] = rng.randbytes(rng.randrange(1, 9))
+    elif kind == 7:
+        del file[at : at + rng.randrange(1, 40)]
+    elif kind == 8:
+        file[at:at] = file[at : at + rng.randrange(1, 80)]
+    else:
+        del file[at:]
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The most bytes that were held at once while this ran."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
