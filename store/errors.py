@@ -7,6 +7,7 @@ StoreError
   - of its files:  NewerFormatError
                    DamagedFileError         a file of the store is not what it was written as
                      - EscapingPathError      a manifest names a path outside the export
+                     - BadEncodingError       encoded bytes that cannot be decoded
                    MissingObjectError       a manifest, a page or a tensor's bytes are gone
                    CorruptTensorError       bytes that do not have their digest, and no others
                    UnfitForCollectionError  what is alive cannot be told, so nothing is deleted
@@ -126,6 +127,10 @@ class EscapingPathError(DamagedFileError):
     """A manifest names a path that would leave the folder it is exported to."""
 
     advice = "delete this checkpoint: nothing this program writes has such a path"
+
+
+class BadEncodingError(DamagedFileError):
+    """Encoded bytes that no encoder wrote, or not for so many bytes."""
 
 
 class MissingObjectError(_AdvisedError):

@@ -1,0 +1,73 @@
+"""Which codec a tensor gets: the one that makes samples of it smallest, if that saves enough."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tensor_dedup.store.codecs import CODECS, Codec, Effort
+
+# What is encoded at all must save a tenth: else it is not worth being decoded.
+WORTH = 0.9
+SAMPLE_BYTES = 128 << 10
+_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some bytes of a tensor, and the same bytes of what it might be stored against."""
+
+    data: memoryview
+    base: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A codec and what it made of the samples, as a share of their size."""
+
+    codec: Codec
+    effort: Effort
+    share: float
+
+
+def places(nbytes: int, width: int) -> list[tuple[int, int]]:
+    """Where samples of `nbytes` bytes begin and end: at the start, in the middle, near the end."""
+    size = min(SAMPLE_BYTES, nbytes)
+    step = (nbytes - size) // (_SAMPLES - 1)
+    starts = sorted({step * n // width * width for n in range(_SAMPLES)})
+    return [(start, start + size) for start in starts]
+
+
+def choose(samples: Sequence[Sample], width: int) -> Choice | None:
+    """The best codec for elements of `width` bytes; None when none saves enough."""
+    total = sum(sample.data.nbytes for sample in samples)
+    against = all(sample.base is not None for sample in samples)
+    found = [
+        Choice(codec, effort, _size(codec, effort, samples) / total)
+        for codec, effort in _candidates(width, against)
+    ]
+    best = min(found, key=lambda choice: choice.share)
+    return best if best.share <= WORTH else None
+
+
+def distance(sample: Sample) -> float:
+    """The share of bits in which a sample and its base differ."""
+    if sample.base is None or not sample.data.nbytes:
+        return 1.0
+    differing = int.from_bytes(sample.data, "little") ^ int.from_bytes(sample.base, "little")
+    return differing.bit_count() / (8 * sample.data.nbytes)
+
+
+def _candidates(width: int, against: bool) -> Iterator[tuple[Codec, Effort]]:
+    """Of equally small ones the first is taken: the quickest to decode."""
+    names = [f"sparse{width}", f"step{width}", f"xor{width}", f"diff{width}"] if against else []
+    for name in [*names, f"planes{width}"]:
+        if name in CODECS:
+            yield CODECS[name], "entropy"
+    for name in sorted({f"planes{width}", "planes1"}, reverse=True):
+        yield CODECS[name], "matches"
+
+
+def _size(codec: Codec, effort: Effort, samples: Sequence[Sample]) -> int:
+    return sum(
+        len(codec.encode(sample.data, sample.base if codec.against_base else None, effort))
+        for sample in samples
+    )

