@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from tensor_dedup.errors import ChangedFileError, FormatError, StoreError
 from tensor_dedup.formats.safetensors import parse_header
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.rereading import from_store
 from tensor_dedup.loader.sources import SourceFile, SourceTensor
 from tensor_dedup.store.store import Store
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkout import Checkout
+    from tensor_dedup.loader.rereading import Reread
     from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
     from tensor_dedup.store.reading import StoredFile as Stored
     from tensor_dedup.types import TensorSpec
@@ -131,7 +133,13 @@ class StoredFile(SourceFile):
     """A file of a stored checkpoint, as its export would be. Needs no descriptor of its own."""
 
     def __init__(
-        self, checkpoint: StoredCheckpoint, file: Stored, path: Path, *, trust: bool
+        self,
+        store: Store,
+        checkpoint: StoredCheckpoint,
+        file: Stored,
+        path: Path,
+        *,
+        trust: bool,
     ) -> None:
         """`trust`: digests are those of the manifest; without it, they come from reading only."""
         self.path = path
@@ -141,7 +149,7 @@ class StoredFile(SourceFile):
         self.identity = FileIdentity(0, 0, file.nbytes, 0, 0)
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._checkpoint = checkpoint
+        self._store, self._checkpoint = store, checkpoint
         self._digests: dict[int, bytes] = {}
         at = 0
         for piece in file.pieces:
@@ -172,6 +180,10 @@ class StoredFile(SourceFile):
         data = bytearray(min(nbytes, spec.start + spec.nbytes - start))
         self.read_into(spec, memoryview(data), start - spec.start)
         return bytes(data)
+
+    def reread(self, spec: TensorSpec) -> Reread | None:
+        """From the store, by digest, as long as it has it."""
+        return from_store(self._store, self._digests[spec.start], spec.nbytes)
 
     def check_unchanged(self) -> None:
         """Nothing: containers never change, and what is read is verified."""
@@ -214,7 +226,7 @@ class FromStore:
 
     def __init__(self, store: Store, checkout: Checkout, *, trust: bool) -> None:
         """StoreError: it cannot be read. ChangedFileError: the name stands for another by now."""
-        self._checkout, self._trust = checkout, trust
+        self._store, self._checkout, self._trust = store, checkout, trust
         self._files: list[StoredFile] = []
         self._checkpoint = store.checkpoint(checkout.name)
         if self._checkpoint.manifest != checkout.manifest:
@@ -235,7 +247,7 @@ class FromStore:
         name = path.relative_to(self._checkout.folder).as_posix()
         for file in self._checkpoint.files:
             if file.path == name:
-                opened = StoredFile(self._checkpoint, file, path, trust=self._trust)
+                opened = StoredFile(self._store, self._checkpoint, file, path, trust=self._trust)
                 self._files.append(opened)
                 return opened
         raise FormatError(

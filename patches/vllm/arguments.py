@@ -14,9 +14,16 @@ from typing import Any
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.loader.checkout import stored_in
 from tensor_dedup.loader.report import share_with_workers
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
+from tensor_dedup.patches.vllm.store_urls import (
+    is_url,
+    make_unresolved,
+    refuse_unresolved,
+    resolve,
+)
 
 INNER_FORMATS = ("auto", "hf", "safetensors")
 
@@ -62,6 +69,9 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
             load_format=request.inner,
         )
     mine = {**request.config.to_dict(), "inner": request.inner.lower()}
+    checkout = stored_in(own.get(KEY))
+    if checkout is not None:
+        mine["stored"] = checkout.to_dict()
     return LOAD_FORMAT, {**rest, KEY: mine}
 
 
@@ -99,6 +109,7 @@ def patch(arg_utils: ModuleType) -> None:
         engine_args = arg_utils.EngineArgs
         engine_args.add_cli_args = staticmethod(_add_cli_args(engine_args.add_cli_args))
         engine_args.from_cli_args = classmethod(_from_cli_args(engine_args.from_cli_args.__func__))
+        engine_args.create_engine_config = refuse_unresolved(engine_args.create_engine_config)
 
 
 def unpatch(arg_utils: ModuleType) -> None:
@@ -110,6 +121,7 @@ def unpatch(arg_utils: ModuleType) -> None:
     if _is_ours(engine_args.add_cli_args):
         engine_args.add_cli_args = staticmethod(engine_args.add_cli_args.__wrapped__)
         engine_args.from_cli_args = classmethod(engine_args.from_cli_args.__func__.__wrapped__)
+        engine_args.create_engine_config = engine_args.create_engine_config.__wrapped__
 
 
 def _is_ours(function: Callable[..., Any]) -> bool:
@@ -158,19 +170,29 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             # Plain vLLM's own message names its class and the argument.
             return original(self, *args, **kwargs)
         load_format = given.arguments.get("load_format", default_format)
+        stored = is_url(given.arguments.get("model"))
         if tensor_dedup is None and str(load_format).lower() != LOAD_FORMAT:
+            if stored:
+                return make_unresolved(original, self, given)
             return original(self, *args, **kwargs)
         load_format, extra = translate(
             tensor_dedup, load_format, given.arguments.get("model_loader_extra_config")
         )
         given.arguments.update(load_format=load_format, model_loader_extra_config=extra)
-        original(*given.args, **given.kwargs)
-        if load_format == LOAD_FORMAT:
-            refuse_moving_weights(self)
-            share_with_workers()
+        if load_format != LOAD_FORMAT:
+            return make_unresolved(original, self, given) if stored else _call(original, given)
+        if stored:
+            resolve(given.arguments)
+        _call(original, given)
+        refuse_moving_weights(self)
+        share_with_workers()
         return None
 
     return __init__
+
+
+def _call(original: Callable[..., None], given: inspect.BoundArguments) -> None:
+    original(*given.args, **given.kwargs)
 
 
 def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:

@@ -57,6 +57,9 @@ _MODELS = "vllm.model_executor"
 _LOADERS = "vllm.model_executor.model_loader"
 _RUNNER = "vllm.v1.worker"
 _ENGINE_SETTINGS = (
+    "model",
+    "tokenizer",
+    "served_model_name",
     "load_format",
     "model_loader_extra_config",
     "enable_sleep_mode",
@@ -94,6 +97,12 @@ SEAMS: tuple[Seam, ...] = (
         "(args)",
     ),
     Seam(
+        f"{_ARG_UTILS}:EngineArgs.create_engine_config",
+        "arguments",
+        "wrapped: a stored checkpoint without `tensor_dedup` is refused in words of ours",
+        needs=("self",),
+    ),
+    Seam(
         f"{_LOADERS}:register_model_loader",
         "loader",
         "called: makes `tensor_dedup` a load format (public)",
@@ -120,13 +129,15 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_LOADERS}.default_loader:DefaultModelLoader._get_weights_iterator",
         "loader",
-        "relied on: chooses among the iterators below, by the names of its module",
+        "relied on: chooses among the iterators below, by the names of its module; overridden for "
+        "stored checkpoints, which have no files",
         "(self, source)",
     ),
     Seam(
         f"{_LOADERS}.default_loader:DefaultModelLoader._prepare_weights",
         "loader",
-        "relied on: which files hold the weights, downloaded where they are not local",
+        "relied on: which files hold the weights, downloaded where they are not local; "
+        "overridden to note the folder",
         "(self, model_name_or_path, subfolder, revision, fall_back_to_pt, "
         "allow_patterns_overrides)",
     ),
