@@ -1,0 +1,1 @@
+"""Where the memory comes from: one interface, several kinds (`base.Backend`)."""

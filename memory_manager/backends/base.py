@@ -1,0 +1,66 @@
+"""What a kind of memory must be able to do. The contract is a class: `testing.BackendTests`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+# Offset, size and announced digest ("" when not known) of each tensor of a slab.
+Pieces = Sequence[tuple[int, int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a client may rely on.
+
+    `hardware_readonly`: after sealing nobody, the writer included, can change a byte. Otherwise
+    readers are only kept from it by their own mapping. `hashes_itself`: `digests` reads the bytes;
+    otherwise it returns what the writer announced, which is trusted within one uid.
+    """
+
+    name: str
+    hardware_readonly: bool
+    hashes_itself: bool
+
+
+class Memory(Protocol):
+    """One slab. It is given back to the system when nothing refers to this object."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size: a multiple of the page."""
+
+    @property
+    def fileno(self) -> int:
+        """The descriptor that clients are sent. It stays this object's."""
+
+
+class Backend(Protocol):
+    """Makes, seals, hashes and adopts slabs. Every method is safe from any thread."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; the same for its whole life."""
+
+    def reserve(self, nbytes: int) -> Memory:
+        """A zeroed slab whose pages exist already: writing to it never fails for want of memory.
+
+        Its size cannot be changed by who gets the descriptor. NoMemoryError.
+        """
+
+    def seal(self, memory: Memory) -> None:
+        """Make the bytes immutable, for everybody and for ever; a second time does nothing.
+
+        StillWritableError while a writable mapping lives anywhere: the slab is then as before.
+        """
+
+    def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
+        """Hash a sealed slab's tensors; nothing stays mapped. NoMemoryError, InterruptedError."""
+
+    def adopt(self, fd: int, nbytes: int) -> Memory:
+        """Take a sealed slab of an earlier manager; owns `fd` from now on, also when it refuses.
+
+        NotSealedError unless it is memory of this kind and size that nobody can change.
+        """
+
+    def close(self) -> None:
+        """Stop hashing at once: `digests` raises InterruptedError from now on."""

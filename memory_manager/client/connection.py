@@ -1,0 +1,267 @@
+"""One connection to the manager: requests and their replies, from any thread; closed by a fork."""
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Final, TypeVar
+
+from tensor_dedup.memory_manager import paths, wire
+from tensor_dedup.memory_manager.codec import decode_reply, encode
+from tensor_dedup.memory_manager.errors import (
+    ManagerGoneError,
+    NoMemoryError,
+    ProtocolError,
+    RefusedError,
+    UnsafeSocketError,
+)
+from tensor_dedup.memory_manager.limits import MAX_RELEASES
+from tensor_dedup.memory_manager.messages import (
+    Extent,
+    Found,
+    FoundDigests,
+    Hello,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+    descriptors_of_reply,
+)
+
+_Answer = TypeVar("_Answer", bound=Reply)
+# A reply of a manager that is alive takes as long as hashing a slab does. This is for one that is
+# stopped or gone wrong: an engine must not wait for it for ever.
+REPLY_TIMEOUT_S: Final = 120.0
+CONNECT_TIMEOUT_S: Final = 10.0
+
+
+class Connection:
+    """A socket to the manager. Safe from any thread; a forked child has none.
+
+    One request is under way at a time. After any failure the connection is closed for good and
+    every request raises ManagerGoneError.
+    """
+
+    def __init__(self, path: Path, name: str, timeout_s: float = REPLY_TIMEOUT_S) -> None:
+        """Connect and say hello. ManagerGoneError, UnsafeSocketError, RefusedError."""
+        self.path: Final = path
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._released: deque[int] = deque()
+        self._socket: socket.socket | None = _connect(path)
+        _LIVING.add(self)
+        try:
+            self.welcome: Final[Welcome] = self.ask(Hello(name), Welcome)[0]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Is it open, and this process's own?"""
+        return self._socket is not None and self._owner == os.getpid()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to watch; -1 when closed."""
+        connection = self._socket
+        return connection.fileno() if connection is not None else -1
+
+    def ask(
+        self,
+        request: Request,
+        answer: type[_Answer],
+        descriptors: tuple[int, ...] = (),
+        extra_s: float = 0.0,
+    ) -> tuple[_Answer, list[int]]:
+        """Send a request and return its reply, with the descriptors that came (the caller's now).
+
+        `extra_s`: how much longer than usual the reply may take. RefusedError when the manager
+        says no; ManagerGoneError when it does not answer or not as it should.
+        """
+        data = encode(request)
+        with self._lock:
+            self._send_releases()
+            reply, arrived = self._exchange(data, descriptors, extra_s)
+        self._send_releases_if_free()
+        return self._expect(reply, arrived, answer)
+
+    def _exchange(
+        self, data: bytes, descriptors: tuple[int, ...], extra_s: float
+    ) -> tuple[Reply, list[int]]:
+        connection = self._open()
+        try:
+            connection.settimeout(self._timeout_s + extra_s)
+            wire.send(connection, data, descriptors)
+            datagram = wire.receive(connection)
+            if not datagram.data:
+                raise ManagerGoneError(f"{self.path}: the memory manager has hung up")
+            return self._decode(datagram)
+        except OSError as error:
+            self.close()
+            raise ManagerGoneError(
+                f"{self.path}: the memory manager does not answer ({error.strerror or error}); "
+                "load privately, or start one with `tensor-dedup serve`",
+                errno=error.errno,
+            ) from error
+        except (ProtocolError, ManagerGoneError):
+            self.close()
+            raise
+
+    def _decode(self, datagram: wire.Datagram) -> tuple[Reply, list[int]]:
+        try:
+            reply = decode_reply(datagram.data)
+            if datagram.truncated:
+                self._give_back(reply)
+                raise NoMemoryError(
+                    "descriptors of the memory manager's reply were lost: this process has none "
+                    "left; raise ulimit -n, or load privately"
+                )
+            if len(datagram.descriptors) != descriptors_of_reply(reply):
+                raise ProtocolError(
+                    f"{type(reply).__name__} with {len(datagram.descriptors)} descriptors"
+                )
+        except ProtocolError:
+            wire.close_all(datagram.descriptors)
+            raise
+        return reply, datagram.descriptors
+
+    def _give_back(self, reply: Reply) -> None:
+        """Release what a reply lent that cannot be used."""
+        extents: list[Extent | None] = []
+        if isinstance(reply, FoundDigests):
+            extents = reply.extents
+        elif isinstance(reply, Found):
+            extents = [each for layer in reply.layers if layer for each in layer.extents]
+        self._released.extend(extent.lease for extent in extents if extent is not None)
+
+    def _expect(
+        self, reply: Reply, arrived: list[int], answer: type[_Answer]
+    ) -> tuple[_Answer, list[int]]:
+        if isinstance(reply, answer):
+            return reply, arrived
+        wire.close_all(arrived)
+        if isinstance(reply, Refused):
+            raise RefusedError(f"the memory manager refused: {reply.text}", code=reply.code)
+        self.close()
+        raise ProtocolError(f"{type(reply).__name__} is no answer to this request")
+
+    def _open(self) -> socket.socket:
+        connection = self._socket
+        if connection is None or self._owner != os.getpid():
+            raise ManagerGoneError(
+                f"{self.path}: the connection to the memory manager is closed; connect again"
+            )
+        return connection
+
+    def tell(self, request: Request) -> None:
+        """Send a request that has no reply. ManagerGoneError."""
+        data = encode(request)
+        try:
+            with self._lock:
+                connection = self._open()
+                connection.settimeout(self._timeout_s)
+                wire.send(connection, data)
+        except OSError as error:
+            raise ManagerGoneError(f"{self.path}: {error.strerror or error}") from error
+
+    def release(self, lease: int) -> None:
+        """Give a lease back, now or with the next request. Never waits and never fails.
+
+        Finalizers call this: inside any allocation of any thread, one that is in here included.
+        """
+        self._released.append(lease)
+        self._send_releases_if_free()
+
+    def _send_releases_if_free(self) -> None:
+        # Whoever finds the lock taken leaves it to its holder, who looks again after letting it go.
+        while self._released and self.alive and self._lock.acquire(blocking=False):
+            try:
+                if not self._send_releases():
+                    return
+            finally:
+                self._lock.release()
+
+    def _send_releases(self) -> bool:
+        connection = self._socket
+        while self._released and connection is not None and self._owner == os.getpid():
+            batch = [
+                self._released.popleft() for _ in range(min(len(self._released), MAX_RELEASES))
+            ]
+            try:
+                connection.settimeout(0)
+                wire.send(connection, encode(Release(batch)))
+            except OSError:
+                self._released.extendleft(reversed(batch))
+                return False  # with the next request, or with the connection
+        return True
+
+    def close(self) -> None:
+        """Hang up: all leases are gone. A second time does nothing."""
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            if self._owner == os.getpid():
+                _shut_down(connection)
+            connection.close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    # Wakes whoever watches or waits in another thread; closing alone would not.
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def _connect(path: Path) -> socket.socket:
+    """A connected socket whose other end is this user's. ManagerGoneError, UnsafeSocketError."""
+    connection = wire.new_socket()
+    try:
+        paths.check_folder(path.parent)
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        _connect_patiently(connection, path)
+        peer = wire.peer_of(connection)
+    except (OSError, UnsafeSocketError) as error:
+        connection.close()
+        if isinstance(error, UnsafeSocketError):
+            raise
+        raise ManagerGoneError(
+            f"{path}: no memory manager answers ({error.strerror or error}); start one with "
+            "`tensor-dedup serve`",
+            errno=error.errno,
+        ) from error
+    if peer.uid != os.geteuid():
+        connection.close()
+        raise UnsafeSocketError(f"{path}: user {peer.uid} listens there, not you")
+    return connection
+
+
+def _connect_patiently(connection: socket.socket, path: Path) -> None:
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            connection.connect(str(path))
+        except BlockingIOError:  # the queue of those who want to connect is full
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
+
+
+_LIVING: "weakref.WeakSet[Connection]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child holds no connection: or its parent's leases would live as long as it does."""
+    for connection in list(_LIVING):
+        connection._lock = threading.Lock()  # its holder does not exist here
+        connection._released.clear()
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

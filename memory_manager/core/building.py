@@ -1,0 +1,331 @@
+"""Puts: reserve, allocate, seal, publish; take-over; slabs that are handed back."""
+
+from tensor_dedup.memory_manager.core.effects import Adopt, Allocate, SealAndHash
+from tensor_dedup.memory_manager.core.ledger import Slab
+from tensor_dedup.memory_manager.core.records import LayerRecord
+from tensor_dedup.memory_manager.core.states import Event, State
+from tensor_dedup.memory_manager.core.waiting import wake
+from tensor_dedup.memory_manager.core.world import Connection, PendingOffer, Put, World, refusal
+from tensor_dedup.memory_manager.layout import offsets_of, round_up
+from tensor_dedup.memory_manager.limits import Code
+from tensor_dedup.memory_manager.messages import (
+    Abandon,
+    Allocated,
+    Done,
+    Offer,
+    Offered,
+    Progress,
+    Publish,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    SlabRef,
+)
+from tensor_dedup.memory_manager.messages import Allocate as AllocateRequest
+
+
+def reserve(world: World, now: float, connection: Connection, message: Reserve) -> None:
+    """Grant what nobody has built or is building; take over from builders that fell silent."""
+    if len(connection.puts) >= world.settings.max_puts:
+        raise refusal("limit", "this client holds as many puts as one may; finish or abandon some")
+    answers = Reserved(0, [])
+    granted = set[str]()
+    for key in message.keys:
+        _take_over(world, now, connection, key)
+        if key in world.records:
+            answers.answers.append("ready")
+        elif key in world.builders or key in granted:
+            answers.answers.append("building")
+        else:
+            answers.answers.append("granted")
+            granted.add(key)
+    number = _open_put(world, now, connection, granted, message.checkpoint) if granted else 0
+    world.send(connection, Reserved(number, answers.answers))
+
+
+def _open_put(
+    world: World, now: float, connection: Connection, keys: set[str], checkpoint: str
+) -> int:
+    number = world.next_put
+    world.next_put += 1
+    put = Put(number, connection.number, connection.process, keys, now, checkpoint)
+    connection.puts[number] = put
+    world.builders.update(dict.fromkeys(keys, put))
+    return number
+
+
+def _take_over(world: World, now: float, connection: Connection, key: str) -> None:
+    put = world.builders.get(key)
+    if put is None or put.connection == connection.number:
+        return
+    if put.silent(now) < world.settings.build_timeout_s:
+        return
+    world.counters["takeovers"] += 1
+    world.note("taken over", put=put.number, key=key, silent_s=round(put.silent(now), 1))
+    put.step(Event.TAKE_OVER)
+    slab = world.ledger.slabs[put.slab] if put.slab is not None else None
+    if slab is not None:
+        # The old builder may write into it for ever: nobody else will ever see it.
+        world.charge(slab, put.process)
+        if not slab.residents:
+            world.ledger.drop(slab)
+    _let_go(world, now, put)
+
+
+def _let_go(world: World, now: float, put: Put) -> None:
+    """A put holds neither its layers nor its tensors any longer."""
+    for resident in put.held:
+        world.ledger.let_go(resident, now, leased=False)
+    put.held = []
+    if put.slab is not None and put.slab in world.ledger.slabs:
+        world.ledger.slabs[put.slab].owned = False
+    keys, put.keys = put.keys, set()
+    for key in sorted(keys):
+        del world.builders[key]
+        wake(world, key, "free")
+
+
+def _mine(connection: Connection, number: int, now: float) -> Put:
+    """The put of that number, which has just been heard of."""
+    put = connection.puts.get(number)
+    if put is None or not put.active:
+        raise refusal(
+            "stale_put",
+            f"put {number} is not yours or was taken over: drop its memory, abandon it, and build "
+            "privately",
+        )
+    put.progress = now
+    return put
+
+
+def allocate(world: World, now: float, connection: Connection, message: AllocateRequest) -> None:
+    """Charge a slab and have it made."""
+    put = _mine(connection, message.put, now)
+    put.step(Event.ALLOCATE)
+    offsets, nbytes = offsets_of(piece.nbytes for piece in message.pieces)
+    slab = world.ledger.add(nbytes, now)
+    if slab is None:
+        put.step(Event.NO_MEMORY)
+        raise refusal(
+            "no_room",
+            f"no room for {nbytes} bytes: {world.ledger.charged} of {world.ledger.budget} bytes "
+            "are in use; build privately, or give the manager a larger --budget",
+        )
+    put.slab = slab.number
+    put.spans = tuple(
+        (offset, piece.nbytes, piece.digest)
+        for offset, piece in zip(offsets, message.pieces, strict=True)
+    )
+    _start(world, put, slab)
+    world.effects.append(Allocate(slab.number, nbytes))
+
+
+def _start(world: World, put: Put, slab: Slab) -> None:
+    slab.busy = True
+    world.filling[slab.number] = put
+
+
+def allocated(world: World, now: float, number: int, failure: tuple[Code, str] | None) -> None:
+    """The backend has made a slab, or could not."""
+    put, slab = world.filling.pop(number), world.ledger.slabs[number]
+    if not world.ledger.idle(slab):
+        return
+    connection = world.connections[put.connection]
+    put.progress = now
+    if failure is not None:
+        put.step(Event.NO_MEMORY)
+        put.slab, put.spans = None, ()
+        world.ledger.drop(slab)
+        world.refuse(connection, *failure)
+        return
+    put.step(Event.ALLOCATED)
+    reply = Allocated(SlabRef(number, slab.nbytes), [offset for offset, _, _ in put.spans])
+    world.send(connection, reply, (number,))
+
+
+def progress(_world: World, now: float, connection: Connection, message: Progress) -> None:
+    """The builder is alive. A put that was taken over is told so at its next request."""
+    put = connection.puts.get(message.put)
+    if put is not None:
+        put.progress = now
+
+
+def seal(world: World, now: float, connection: Connection, message: Seal) -> None:
+    """Have the slab sealed and hashed."""
+    put = _mine(connection, message.put, now)
+    put.step(Event.SEAL)
+    slab = world.ledger.slabs[put.slab or 0]
+    _start(world, put, slab)
+    world.effects.append(SealAndHash(slab.number, put.spans))
+
+
+def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code, str]) -> None:
+    """The backend has sealed and hashed a slab, or could not."""
+    if number in world.offers:
+        _offer_hashed(world, now, number, result)
+        return
+    put, slab = world.filling.pop(number), world.ledger.slabs[number]
+    if not world.ledger.idle(slab):
+        return
+    connection = world.connections[put.connection]
+    put.progress = now
+    problem = _problem(put.spans, result)
+    if problem is not None:
+        _not_sealed(world, now, connection, put, problem)
+        return
+    put.step(Event.HASHED)
+    digests = list(result)
+    for (offset, nbytes, _), digest in zip(put.spans, digests, strict=True):
+        resident = world.ledger.enter(slab, offset, nbytes, digest)
+        world.ledger.hold(resident, now, leased=False)
+        world.ledger.attribute(resident, put.checkpoint)
+        put.held.append(resident)
+    if not slab.residents:  # every tensor was resident elsewhere when the hash was known
+        put.slab = None
+        world.ledger.drop(slab)
+    world.note(
+        "sealed", put=put.number, pid=connection.pid, tensors=len(digests), nbytes=slab.nbytes
+    )
+    world.send(connection, Sealed(digests))
+
+
+def _problem(
+    spans: tuple[tuple[int, int, str], ...], result: list[str] | tuple[Code, str]
+) -> tuple[Code, str] | None:
+    if isinstance(result, tuple):
+        return result
+    for index, ((_, _, announced), found) in enumerate(zip(spans, result, strict=True)):
+        if announced not in ("", found):
+            return "mismatch", (
+                f"tensor {index} was announced as {announced} and hashes to {found}; "
+                "build privately, and hash the source again"
+            )
+    return None
+
+
+def _not_sealed(
+    world: World, now: float, connection: Connection, put: Put, problem: tuple[Code, str]
+) -> None:
+    if problem[0] == "still_writable":
+        put.step(Event.STILL_WRITABLE)
+    else:
+        put.step(Event.MISMATCH)
+        _close(world, now, connection, put)
+    world.refuse(connection, *problem)
+
+
+def _close(world: World, now: float, connection: Connection, put: Put) -> None:
+    """A put has ended: forget it, and its slab unless that has become resident."""
+    del connection.puts[put.number]
+    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    if slab is not None and not slab.residents:
+        world.ledger.drop(slab)
+    _let_go(world, now, put)
+
+
+def publish(world: World, now: float, connection: Connection, message: Publish) -> None:
+    """Enter a layer record whose tensors this client holds."""
+    put = _mine(connection, message.put, now) if message.put else None
+    if put is not None:
+        if message.key not in put.keys:
+            raise refusal("wrong_state", f"layer {message.key} is not reserved by this put")
+        put.step(Event.PUBLISH)
+    elif message.key in world.builders:
+        raise refusal("being_built", f"layer {message.key} is being built by another client")
+    _require_held(connection, put, message)
+    record = LayerRecord(message.record, tuple(message.digests))
+    new = world.enter_record(message.key, record)
+    world.counters["published"] += new
+    if put is not None:
+        _published(world, now, connection, put, message.key)
+    world.send(connection, Done(count=int(new)))
+
+
+def _require_held(connection: Connection, put: Put | None, message: Publish) -> None:
+    held = {resident.digest for resident in put.held} if put is not None else set()
+    missing = [d for d in message.digests if d not in connection.leased and d not in held]
+    if missing:
+        raise refusal(
+            "not_resident",
+            f"{len(missing)} tensors of layer {message.key} are not leased by this client, the "
+            f"first is {missing[0]}",
+        )
+
+
+def _published(world: World, now: float, connection: Connection, put: Put, key: str) -> None:
+    put.keys.discard(key)
+    del world.builders[key]
+    world.note("built", key=key, put=put.number, pid=connection.pid, by=connection.name)
+    wake(world, key, "ready")
+    if not put.keys:
+        put.step(Event.FINISH)
+        _close(world, now, connection, put)
+
+
+def abandon(world: World, now: float, connection: Connection, message: Abandon) -> None:
+    """End a put. The client says that it has let the memory go, so it is not charged further."""
+    put = connection.puts.get(message.put)
+    if put is None:
+        world.send(connection, Done())
+        return
+    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    revoked = put.state is State.REVOKED
+    put.step(Event.ABANDON)
+    if revoked and slab is not None:
+        world.processes[put.process].lingering.discard(slab.number)
+        world.ledger.unlinger(slab, put.process)
+    _close(world, now, connection, put)
+    world.send(connection, Done(count=1))
+
+
+def gone(world: World, now: float, connection: Connection, put: Put) -> None:
+    """The connection of a put is closed; its process may still have the memory mapped."""
+    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    if slab is not None and put.state in (State.WRITING, State.SEALING):
+        world.charge(slab, put.process)
+    if put.active:
+        world.note("builder gone", put=put.number, pid=connection.pid, layers=len(put.keys))
+    put.step(Event.GONE)
+    _close(world, now, connection, put)
+
+
+def offer(world: World, now: float, connection: Connection, message: Offer) -> None:
+    """Take a slab of an earlier manager back, if there is room and it is what it is said to be."""
+    end = max(span.offset + span.nbytes for span in message.pieces)
+    if end > message.nbytes or message.nbytes != round_up(message.nbytes):
+        raise refusal("not_sealed", f"a slab of {message.nbytes} bytes cannot hold {end}")
+    slab = world.ledger.add(message.nbytes, now)
+    if slab is None:
+        raise refusal("no_room", f"no room to take back a slab of {message.nbytes} bytes")
+    slab.busy = True
+    pieces = tuple(message.pieces)
+    world.offers[slab.number] = PendingOffer(connection.number, pieces, message.checkpoint)
+    spans = tuple((span.offset, span.nbytes, span.digest) for span in pieces)
+    world.effects.append(Adopt(slab.number, message.nbytes, spans))
+
+
+def _offer_hashed(
+    world: World, now: float, number: int, result: list[str] | tuple[Code, str]
+) -> None:
+    pending, slab = world.offers.pop(number), world.ledger.slabs[number]
+    world.ledger.idle(slab)
+    slab.owned = False
+    connection = world.connections.get(pending.connection)
+    spans = tuple((span.offset, span.nbytes, span.digest) for span in pending.spans)
+    problem = _problem(spans, result)
+    if problem is not None or connection is None:
+        world.ledger.drop(slab)
+        if connection is not None and problem is not None:
+            world.refuse(connection, *problem)
+        return
+    residents = [world.ledger.enter(slab, *span) for span in spans]
+    if not world.may_lease(connection, len(residents)):
+        world.ledger.drop(slab)
+        world.refuse(connection, "limit", "this client holds as many leases as one may")
+        return
+    leases = [world.lease(connection, each, pending.checkpoint, now) for each in residents]
+    world.note("taken back", pid=connection.pid, tensors=len(leases), nbytes=slab.nbytes)
+    if not slab.residents:
+        world.ledger.drop(slab)
+    world.send(connection, Offered(leases))

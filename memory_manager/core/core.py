@@ -1,0 +1,209 @@
+"""The core's face: what happens outside comes in here, with the time; effects come out."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from tensor_dedup.memory_manager.core import admin, building, reading, waiting
+from tensor_dedup.memory_manager.core.effects import Close, Effect
+from tensor_dedup.memory_manager.core.ledger import Ledger
+from tensor_dedup.memory_manager.core.states import BadTransition
+from tensor_dedup.memory_manager.core.world import Connection, Process, Settings, World
+from tensor_dedup.memory_manager.errors import RefusedError
+from tensor_dedup.memory_manager.limits import Code, Message
+from tensor_dedup.memory_manager.messages import (
+    WITHOUT_REPLY,
+    Abandon,
+    Allocate,
+    Evict,
+    Hello,
+    Lookup,
+    LookupDigests,
+    Offer,
+    Pin,
+    Progress,
+    Publish,
+    Release,
+    Request,
+    Reserve,
+    Rows,
+    Seal,
+    Status,
+    Stop,
+    Wait,
+    Welcome,
+)
+from tensor_dedup.memory_manager.tables import Totals
+
+__all__ = ["Core", "Settings"]
+
+_Handler = Callable[[World, float, Connection, Any], None]
+_HANDLERS: Final[Mapping[type[Message], _Handler]] = {
+    Lookup: reading.lookup,
+    LookupDigests: reading.lookup_digests,
+    Release: reading.release,
+    Reserve: building.reserve,
+    Allocate: building.allocate,
+    Progress: building.progress,
+    Seal: building.seal,
+    Publish: building.publish,
+    Abandon: building.abandon,
+    Offer: building.offer,
+    Wait: waiting.wait,
+    Status: admin.status,
+    Rows: admin.rows,
+    Pin: admin.pin,
+    Evict: admin.evict,
+    Stop: admin.stop,
+}
+
+
+class Core:
+    """The memory manager without sockets, memory, threads or a clock. One thread at a time.
+
+    Every method takes the time (seconds, monotonic) and returns what is to be done, in order.
+    Numbers of connections and processes are the caller's and never used twice.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._world = World(settings, Ledger(settings.budget), next_put=settings.first_put)
+
+    @property
+    def world(self) -> World:
+        """The state, for reading: tests, metrics."""
+        return self._world
+
+    def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
+        """A client of this user has connected."""
+        world = self._world
+        world.connections[number] = Connection(number, process, pid, now)
+        world.processes.setdefault(process, Process(process)).connections.add(number)
+        return self._effects()
+
+    def received(self, now: float, number: int, request: Request) -> list[Effect]:
+        """A client has sent a message."""
+        connection = self._world.connections.get(number)
+        if connection is not None:
+            try:
+                self._handle(now, connection, request)
+            except RefusedError as error:
+                code: Any = error.code
+                self._world.refuse(connection, code, error.message)
+            except BadTransition as error:
+                self._world.refuse(connection, "wrong_state", error.message)
+        return self._effects()
+
+    def _handle(self, now: float, connection: Connection, request: Request) -> None:
+        if isinstance(request, Hello):
+            self._hello(now, connection, request)
+        elif connection.name is None:
+            self._hang_up(now, connection, "protocol", "the first message is Hello, once")
+        else:
+            if not isinstance(request, WITHOUT_REPLY):
+                waiting.interrupt(self._world, now, connection)
+            _HANDLERS[type(request)](self._world, now, connection, request)
+
+    def _hello(self, now: float, connection: Connection, request: Hello) -> None:
+        if connection.name is not None:
+            self._hang_up(now, connection, "protocol", "the first message is Hello, once")
+            return
+        connection.name = request.name
+        self._world.note("connected", pid=connection.pid, name=repr(request.name))
+        settings = self._world.settings
+        reply = Welcome(
+            settings.pid,
+            connection.number,
+            settings.backend,
+            settings.hardware_readonly,
+            settings.build_timeout_s,
+        )
+        self._world.send(connection, reply)
+
+    def _hang_up(self, now: float, connection: Connection, code: Code, text: str) -> None:
+        """Refuse for good: tell why, close, forget."""
+        world = self._world
+        world.refuse(connection, code, text)
+        world.note("hung up", pid=connection.pid, code=code, text=text)
+        world.effects.append(Close(connection.number, text))
+        self._drop(now, connection)
+        world.forget_if_idle(connection.process)
+
+    def garbage(self, now: float, number: int, code: Code, text: str) -> list[Effect]:
+        """A client has sent what is no message: tell it why and hang up."""
+        connection = self._world.connections.get(number)
+        if connection is not None:
+            self._hang_up(now, connection, code, text)
+        return self._effects()
+
+    def disconnected(self, now: float, number: int) -> list[Effect]:
+        """A connection is closed, by whichever side. Its process may go on."""
+        connection = self._world.connections.get(number)
+        if connection is not None:
+            self._drop(now, connection)
+            self._world.forget_if_idle(connection.process)
+        return self._effects()
+
+    def _drop(self, now: float, connection: Connection) -> None:
+        world = self._world
+        world.processes[connection.process].connections.discard(connection.number)
+        if connection.name is not None:
+            held = {"leases": len(connection.leases), "builds": len(connection.puts)}
+            world.note("disconnected", pid=connection.pid, name=repr(connection.name), **held)
+        connection.waiting = None
+        for slab in {r.slab for r in connection.leases.values()}:
+            world.charge(world.ledger.slabs[slab], connection.process)
+        for put in list(connection.puts.values()):
+            building.gone(world, now, connection, put)
+        for lease in list(connection.leases):
+            world.unlease(connection, lease, now)
+        del world.connections[connection.number]
+
+    def ended(self, now: float, process: int) -> list[Effect]:
+        """A process has ended: whatever it held is free."""
+        world = self._world
+        known = world.processes.get(process)
+        if known is not None:
+            for number in list(known.connections):
+                self._drop(now, world.connections[number])
+            for slab in known.lingering:
+                if slab in world.ledger.slabs:
+                    world.ledger.unlinger(world.ledger.slabs[slab], process)
+            known.lingering.clear()
+            world.forget_if_idle(process)
+        return self._effects()
+
+    def allocated(
+        self, now: float, slab: int, failure: tuple[Code, str] | None = None
+    ) -> list[Effect]:
+        """The backend has done an Allocate, or why not."""
+        building.allocated(self._world, now, slab, failure)
+        return self._effects()
+
+    def hashed(self, now: float, slab: int, result: list[str] | tuple[Code, str]) -> list[Effect]:
+        """The backend has done a SealAndHash or an Adopt: the digests, or why not."""
+        building.hashed(self._world, now, slab, result)
+        return self._effects()
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed: end waits, hang up on those who never said hello."""
+        waiting.look(self._world, now)
+        limit = self._world.settings.hello_timeout_s
+        for connection in list(self._world.connections.values()):
+            if connection.name is None and now - connection.since >= limit:
+                self._hang_up(now, connection, "protocol", f"no Hello within {limit} seconds")
+        return self._effects()
+
+    def next_deadline(self, now: float) -> float | None:
+        """When `tick` has something to do, if nothing happens before."""
+        limit = self._world.settings.hello_timeout_s
+        silent = [c.since + limit for c in self._world.connections.values() if c.name is None]
+        wait = waiting.next_deadline(self._world, now)
+        return min([*silent, *([wait] if wait is not None else [])], default=None)
+
+    def totals(self, now: float) -> Totals:
+        """The numbers of now."""
+        return admin.totals(self._world, now, 0.0)
+
+    def _effects(self) -> list[Effect]:
+        self._world.settle()
+        effects, self._world.effects = self._world.effects, []
+        return effects

@@ -1,0 +1,78 @@
+"""What the core asks its surroundings to do, in the order given."""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tensor_dedup.memory_manager.messages import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a reply, with the descriptors of these slabs."""
+
+    connection: int
+    reply: Reply
+    slabs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close a connection, after what was sent to it before. The core has forgotten it."""
+
+    connection: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Reserve memory for a slab; then call `allocated`."""
+
+    slab: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealAndHash:
+    """Seal a slab and hash these (offset, nbytes, announced digest or ""); then call `hashed`."""
+
+    slab: int
+    pieces: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Check the descriptor that came with this message, hash as above; then call `hashed`."""
+
+    slab: int
+    nbytes: int
+    pieces: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Close a slab's descriptor. Nothing of the backend is under way on it."""
+
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Nothing is charged to this process any more: stop watching it."""
+
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that a person wants to read in the log."""
+
+    event: str
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the manager."""
+
+
+Effect: TypeAlias = Send | Close | Allocate | SealAndHash | Adopt | Free | Forget | Note | End

@@ -1,0 +1,172 @@
+"""Slabs and residents: what is here, who holds it, what it costs. No protocol in this file.
+
+A slab is charged from the moment it is asked for until the manager has let it go *and* no process
+can have it mapped: a process whose connection broke lingers on what it held until it has ended.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_MAX_CHECKPOINTS = 64  # names remembered for one tensor
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """One tensor in memory. `holds`: leases, and puts that have not been closed."""
+
+    digest: str
+    slab: int
+    offset: int
+    nbytes: int
+    leases: int = 0
+    holds: int = 0
+    checkpoints: set[str] = field(default_factory=set)
+    records: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """Memory of one put. `busy`: the backend works on it. `ghost`: let go, but perhaps mapped."""
+
+    number: int
+    nbytes: int
+    residents: dict[str, Resident] = field(default_factory=dict)
+    busy: bool = False
+    doomed: bool = False
+    ghost: bool = False
+    owned: bool = True  # a put is filling it
+    used: float = 0.0
+    lingering: set[int] = field(default_factory=set)
+
+    @property
+    def held(self) -> bool:
+        """Is it in use, as far as the manager knows?"""
+        return (
+            self.busy
+            or self.owned
+            or bool(self.lingering)
+            or any(resident.holds for resident in self.residents.values())
+        )
+
+
+class Ledger:
+    """All slabs and residents, pins, and the budget (in bytes of slabs)."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.charged = 0
+        self.evicted_bytes = 0
+        self.slabs: dict[int, Slab] = {}
+        self.residents: dict[str, Resident] = {}
+        self.pins: set[str] = set()
+        self.freed: list[int] = []  # for the caller, who empties it
+        self.orphans: set[str] = set()  # records that lost a tensor, likewise
+        self._next = 1
+
+    def add(self, nbytes: int, now: float) -> Slab | None:
+        """Charge a new slab, evicting what is not in use; None when there is no room."""
+        if not self._make_room(nbytes):
+            return None
+        slab = Slab(self._next, nbytes, used=now)
+        self._next += 1
+        self.slabs[slab.number] = slab
+        self.charged += nbytes
+        return slab
+
+    def _make_room(self, nbytes: int) -> bool:
+        short = self.charged + nbytes - self.budget
+        if short <= 0:
+            return True
+        idle = sorted(self._evictable(), key=lambda slab: slab.used)
+        if sum(slab.nbytes for slab in idle) < short:
+            return False
+        for slab in idle:
+            if short <= 0:
+                break
+            short -= slab.nbytes
+            self.evict(slab)
+        return True
+
+    def _evictable(self) -> Iterator[Slab]:
+        return (
+            slab for slab in self.slabs.values() if not slab.held and not self.pinned_slab(slab)
+        )
+
+    def evict(self, slab: Slab) -> None:
+        """Let a slab go that is not held."""
+        self.evicted_bytes += slab.nbytes
+        self.drop(slab)
+
+    def drop(self, slab: Slab) -> None:
+        """Let a slab go. What the backend works on goes when that has ended."""
+        for digest, resident in slab.residents.items():
+            del self.residents[digest]
+            self.orphans |= resident.records
+        slab.residents = {}
+        slab.owned = False
+        if slab.busy:
+            slab.doomed = True
+            return
+        if not slab.ghost:
+            slab.ghost = True
+            self.freed.append(slab.number)
+        self._settle(slab)
+
+    def _settle(self, slab: Slab) -> None:
+        if slab.ghost and not slab.lingering and self.slabs.pop(slab.number, None) is not None:
+            self.charged -= slab.nbytes
+
+    def idle(self, slab: Slab) -> bool:
+        """The backend has done its work on a slab. False when it was let go meanwhile."""
+        slab.busy = False
+        if slab.doomed:
+            self.drop(slab)
+        return not slab.doomed
+
+    def linger(self, slab: Slab, process: int) -> None:
+        """The process may have this slab mapped, and no connection speaks for it any more."""
+        slab.lingering.add(process)
+
+    def unlinger(self, slab: Slab, process: int) -> None:
+        """The process has ended, or said that it has let the slab go."""
+        slab.lingering.discard(process)
+        self._settle(slab)
+
+    def enter(self, slab: Slab, offset: int, nbytes: int, digest: str) -> Resident:
+        """Make a tensor of a sealed slab resident; the one that was there first, if any."""
+        first = self.residents.get(digest)
+        if first is not None:
+            return first
+        resident = Resident(digest, slab.number, offset, nbytes)
+        self.residents[digest] = slab.residents[digest] = resident
+        return resident
+
+    def hold(self, resident: Resident, now: float, *, leased: bool) -> None:
+        """Count a lease or a put that needs this tensor."""
+        resident.holds += 1
+        resident.leases += leased
+        self.slabs[resident.slab].used = now
+
+    def let_go(self, resident: Resident, now: float, *, leased: bool) -> None:
+        """Take back one `hold`."""
+        resident.holds -= 1
+        resident.leases -= leased
+        self.slabs[resident.slab].used = now
+
+    def attribute(self, resident: Resident, checkpoint: str) -> None:
+        """Remember that a checkpoint consists of this tensor, among others."""
+        if checkpoint and len(resident.checkpoints) < _MAX_CHECKPOINTS:
+            resident.checkpoints.add(checkpoint)
+
+    def pinned(self, resident: Resident) -> bool:
+        """Is it pinned, by its digest or by the name of a checkpoint?"""
+        return resident.digest in self.pins or not self.pins.isdisjoint(resident.checkpoints)
+
+    def pinned_slab(self, slab: Slab) -> bool:
+        """Is any tensor in it pinned?"""
+        return bool(self.pins) and any(map(self.pinned, slab.residents.values()))
+
+    def named(self, name: str) -> list[Resident]:
+        """The residents of a checkpoint, or the one of a digest."""
+        found = self.residents.get(name)
+        return [r for r in self.residents.values() if r is found or name in r.checkpoints]

@@ -1,0 +1,66 @@
+"""Layer records by key. The manager does not read them: they mean something to engines only."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+# Records without tensors cost no budget, so their number needs a bound of its own.
+MAX_BYTES: Final = 256 << 20
+_ENTRY_BYTES: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """What a layer key leads to: opaque bytes, and the tensors they speak of."""
+
+    record: bytes
+    digests: tuple[str, ...]
+
+    @property
+    def cost(self) -> int:
+        """About how much memory it takes."""
+        return len(self.record) + 100 * len(self.digests) + _ENTRY_BYTES
+
+
+class Records:
+    """A bounded table; what was not used for longest goes first."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._nbytes = 0
+        self._table: OrderedDict[str, LayerRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._table
+
+    def get(self, key: str) -> LayerRecord | None:
+        """The record of a key, marked as used."""
+        if key in self._table:
+            self._table.move_to_end(key)
+        return self._table.get(key)
+
+    def put(self, key: str, record: LayerRecord) -> bool:
+        """Enter a record; False when the key has one."""
+        if key in self._table:
+            return False
+        self._table[key] = record
+        self._nbytes += record.cost
+        return True
+
+    def oldest_in_excess(self) -> str | None:
+        """The key to drop next, while the table is larger than it may be."""
+        return next(iter(self._table)) if self._nbytes > self._max_bytes else None
+
+    def drop(self, key: str) -> LayerRecord | None:
+        """Forget a key; what it led to."""
+        record = self._table.pop(key, None)
+        if record is not None:
+            self._nbytes -= record.cost
+        return record
+
+    def items(self) -> list[tuple[str, LayerRecord]]:
+        """All records."""
+        return list(self._table.items())

@@ -1,0 +1,89 @@
+"""What may happen to a put, and when: everything that affects it is in this table.
+
+    RESERVED -> ALLOCATING -> WRITING -> SEALING -> SEALED -> CLOSED
+
+A put is the right to build some layers. Everything that is not in the table is refused
+(`wrong_state`) and changes nothing.
+"""
+
+from enum import Enum
+from typing import Final
+
+from tensor_dedup.memory_manager.errors import ProtocolError
+
+
+class State(Enum):
+    """Where a put is."""
+
+    RESERVED = "reserved"  # keys are granted, there is no memory
+    ALLOCATING = "allocating"  # the backend is at it
+    WRITING = "writing"  # the client has a writable slab
+    SEALING = "sealing"  # the backend seals and hashes
+    SEALED = "sealed"  # the bytes are resident, records may be published
+    REVOKED = "revoked"  # taken over; its memory is charged until the client lets it go
+    CLOSED = "closed"
+
+
+class Event(Enum):
+    """What happens to a put."""
+
+    ALLOCATE = "allocate"
+    ALLOCATED = "allocated"
+    NO_MEMORY = "no memory"
+    SEAL = "seal"
+    STILL_WRITABLE = "still writable"
+    HASHED = "hashed"
+    MISMATCH = "mismatch"
+    PUBLISH = "publish"
+    FINISH = "finish"  # the last of its layers is published
+    ABANDON = "abandon"
+    GONE = "gone"  # the client's connection is closed
+    TAKE_OVER = "take over"  # silent for too long, and somebody else asks
+
+
+NEXT: Final[dict[tuple[State, Event], State]] = {
+    (State.RESERVED, Event.ALLOCATE): State.ALLOCATING,
+    (State.RESERVED, Event.PUBLISH): State.RESERVED,  # all its tensors were resident
+    (State.RESERVED, Event.FINISH): State.CLOSED,
+    (State.RESERVED, Event.ABANDON): State.CLOSED,
+    (State.RESERVED, Event.GONE): State.CLOSED,
+    (State.RESERVED, Event.TAKE_OVER): State.REVOKED,
+    (State.ALLOCATING, Event.ALLOCATED): State.WRITING,
+    (State.ALLOCATING, Event.NO_MEMORY): State.RESERVED,
+    (State.ALLOCATING, Event.ABANDON): State.CLOSED,
+    (State.ALLOCATING, Event.GONE): State.CLOSED,
+    (State.WRITING, Event.SEAL): State.SEALING,
+    (State.WRITING, Event.ABANDON): State.CLOSED,
+    (State.WRITING, Event.GONE): State.CLOSED,
+    (State.WRITING, Event.TAKE_OVER): State.REVOKED,
+    (State.SEALING, Event.STILL_WRITABLE): State.WRITING,
+    (State.SEALING, Event.HASHED): State.SEALED,
+    (State.SEALING, Event.MISMATCH): State.CLOSED,
+    (State.SEALING, Event.ABANDON): State.CLOSED,
+    (State.SEALING, Event.GONE): State.CLOSED,
+    (State.SEALED, Event.PUBLISH): State.SEALED,
+    (State.SEALED, Event.FINISH): State.CLOSED,
+    (State.SEALED, Event.ABANDON): State.CLOSED,
+    (State.SEALED, Event.GONE): State.CLOSED,
+    (State.SEALED, Event.TAKE_OVER): State.REVOKED,
+    (State.REVOKED, Event.ABANDON): State.CLOSED,
+    (State.REVOKED, Event.GONE): State.CLOSED,
+}
+
+ACTIVE: Final = frozenset(State) - {State.REVOKED, State.CLOSED}
+
+
+class BadTransition(ProtocolError):
+    """This event has no place in that state."""
+
+
+def advance(state: State, event: Event) -> State:
+    """The state after an event, or BadTransition."""
+    try:
+        return NEXT[state, event]
+    except KeyError:
+        raise BadTransition(
+            f"{event.value} has no place in a put that is {state.value}",
+            state=state.value,
+            event=event.value,
+        ) from None

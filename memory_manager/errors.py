@@ -1,0 +1,65 @@
+"""What can go wrong between an engine and its memory manager.
+
+MemoryManagerError
+  - ManagerGoneError      nobody answers, or the connection broke: load privately, connect again
+  - UnsafeSocketError     the socket, its folder or the process behind it is not this user's own
+  - ManagerRunningError   another manager owns this socket
+  - ProtocolError         the other side sent what is no message of this version
+  - RefusedError          the manager understood and said no; `code` says why
+  - LeaseClosedError      you used a lease, a put or a slab after closing it
+  - BackendError          memory could not be had, sealed or adopted
+      - NoMemoryError       the system refused memory or a descriptor
+      - StillWritableError  somebody still maps the slab writable
+      - NotSealedError      an offered descriptor is not sealed memory of that size
+"""
+
+from tensor_dedup.errors import TensorDedupError
+
+
+class MemoryManagerError(TensorDedupError):
+    """Base of all errors of the memory manager, its client and its backends."""
+
+
+class ManagerGoneError(MemoryManagerError):
+    """Nobody answers at the socket, or the connection broke: load privately or connect again."""
+
+
+class UnsafeSocketError(MemoryManagerError):
+    """The socket, its folder or the process behind it does not belong to this user alone."""
+
+
+class ManagerRunningError(MemoryManagerError):
+    """Another memory manager owns this socket."""
+
+
+class ProtocolError(MemoryManagerError):
+    """The other side sent what is no message of this version. The connection is of no more use."""
+
+
+class RefusedError(MemoryManagerError):
+    """The manager understood the request and refused it. `code` is one of `messages.Code`."""
+
+    @property
+    def code(self) -> str:
+        """Why: a word that programs can compare."""
+        return str(self.facts.get("code", ""))
+
+
+class LeaseClosedError(MemoryManagerError):
+    """You used a lease, a put, a slab or a client after closing it: a bug in the caller."""
+
+
+class BackendError(MemoryManagerError):
+    """Memory could not be reserved, sealed or adopted."""
+
+
+class NoMemoryError(BackendError):
+    """The system refused memory, a mapping or a descriptor."""
+
+
+class StillWritableError(BackendError):
+    """Somebody still maps the slab writable: unmap it everywhere, then seal again."""
+
+
+class NotSealedError(BackendError):
+    """An offered descriptor is not sealed memory of the size that was said."""

@@ -1,0 +1,62 @@
+"""Where the socket is, and whether it may be trusted. The same for the manager and its clients.
+
+One socket is one uid is one domain of trust: its folder is this user's and nobody else's.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from tensor_dedup.memory_manager.errors import UnsafeSocketError
+
+ENVIRONMENT: Final = "TENSOR_DEDUP_SOCKET"
+MAX_PATH: Final = 107  # bytes that fit a socket's address
+_FOLDER: Final = "tensor-dedup"
+_SOCKET: Final = "manager.sock"
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+def default_socket() -> Path:
+    """The one path that `serve` and "auto" use when none is given."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/"):
+        return Path(runtime, _FOLDER, _SOCKET)
+    # Not tempfile's folder: TMPDIR differs from process to process, and they would never meet.
+    return Path("/", "tmp", f"{_FOLDER}-{os.geteuid()}", _SOCKET)
+
+
+def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
+    """The socket that was given, the environment's, or the default one. UnsafeSocketError."""
+    path = Path(given or os.environ.get(ENVIRONMENT) or default_socket()).absolute()
+    if len(os.fsencode(path)) > MAX_PATH:
+        raise UnsafeSocketError(
+            f"{path}: a socket's path has at most {MAX_PATH} bytes; choose a shorter one",
+            path=str(path),
+        )
+    return path
+
+
+def make_folder(folder: Path) -> None:
+    """Make the socket's folder, or check the one that is there. UnsafeSocketError, OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    check_folder(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """A folder, no link, of this user, closed to others? Else UnsafeSocketError, OSError."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise _unsafe(folder, "is no folder")
+    if found.st_uid != os.geteuid():
+        raise _unsafe(folder, f"belongs to user {found.st_uid}")
+    if found.st_mode & _OTHERS:
+        raise _unsafe(folder, f"is open to others (mode {found.st_mode & 0o777:o})")
+
+
+def _unsafe(folder: Path, what: str) -> UnsafeSocketError:
+    return UnsafeSocketError(
+        f"{folder} {what}; the memory manager's socket needs a folder of your own with mode 0700",
+        path=str(folder),
+    )

@@ -1,0 +1,1 @@
+"""The memory manager's process: sockets, memory and threads around the core."""

@@ -1,0 +1,105 @@
+"""`python -m tensor_dedup.memory_manager.server`: how a client starts a manager in the background.
+
+The parent returns when the manager can be connected to (0), when another one owns the socket (3),
+or when it could not start (1, the reason on stderr). The manager itself is nobody's child.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.memory_manager import paths
+from tensor_dedup.memory_manager.errors import ManagerRunningError
+from tensor_dedup.memory_manager.server.main import Start, log_to, serve
+
+RUNNING: Final = 3
+_MAX_LOG: Final = 8 << 20
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tensor-dedup-manager")
+    parser.add_argument("--socket")
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--metrics", type=int)
+    parser.add_argument("--idle-exit", type=float)
+    parser.add_argument("--build-timeout", type=float, default=30.0)
+    parser.add_argument("--stall-timeout", type=float, default=10.0)
+    parser.add_argument("--detach", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Start; the exit status."""
+    given = _arguments()
+    try:
+        start = Start(
+            paths.socket_path(given.socket),
+            given.budget,
+            given.metrics,
+            given.idle_exit,
+            given.build_timeout,
+            given.stall_timeout,
+        )
+        if given.detach:
+            return _detached(start)
+        log_to()
+        serve(start)
+    except (TensorDedupError, OSError) as error:
+        return _explain(error)
+    return 0
+
+
+def _explain(error: Exception) -> int:
+    sys.stderr.write(f"{error}\n")
+    return RUNNING if isinstance(error, ManagerRunningError) else 1
+
+
+def _detached(start: Start) -> int:
+    paths.make_folder(start.socket.parent)
+    reader, writer = os.pipe()
+    if os.fork():
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            said = pipe.read()
+        if said == b"+":
+            return 0
+        sys.stderr.write(said[1:].decode("utf-8", "replace"))
+        return said[0] if said else 1
+    os.close(reader)
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    _leave_terminal(start.socket.parent / "manager.log")
+    _run(lambda: serve(start, writer), writer)
+    return 0
+
+
+def _run(body: Callable[[], None], writer: int) -> None:
+    log_to()
+    try:
+        body()
+    except (TensorDedupError, OSError) as error:
+        status = RUNNING if isinstance(error, ManagerRunningError) else 1
+        os.write(writer, bytes([status]) + f"{error}\n".encode())
+        raise SystemExit(status) from error
+
+
+def _leave_terminal(log_file: Path) -> None:
+    """A daemon's folder, and its output in a file that only this user reads."""
+    os.chdir("/")
+    fresh = log_file.exists() and log_file.stat().st_size > _MAX_LOG
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if fresh else os.O_APPEND)
+    out = os.open(log_file, flags, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Starting and ending the process: options, signals, logs; alone or as a daemon."""
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tensor_dedup.memory_manager import paths
+from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
+from tensor_dedup.memory_manager.core import Settings
+from tensor_dedup.memory_manager.server.limits import default_budget, raise_descriptor_limit
+from tensor_dedup.memory_manager.server.metrics import Metrics
+from tensor_dedup.memory_manager.server.server import Options, Server, log
+from tensor_dedup.memory_manager.server.socket_file import SocketFile
+
+MIN_BUDGET: Final = 1 << 20
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What `tensor-dedup serve` was told; sizes in bytes, times in seconds."""
+
+    socket: Path
+    budget: int | None = None
+    metrics_port: int | None = None
+    idle_exit_s: float | None = None
+    build_timeout_s: float = 30.0
+    stall_timeout_s: float = 10.0
+
+
+def serve(start: Start, ready_fd: int | None = None) -> None:
+    """Be a memory manager until SIGTERM, SIGINT or a client's Stop. In the main thread.
+
+    `ready_fd` is closed, after one byte, as soon as clients can connect. ManagerRunningError when
+    another manager owns the socket; UnsafeSocketError, OSError.
+    """
+    raise_descriptor_limit()
+    socket_file = SocketFile(start.socket)
+    settings = _settings(start)
+    server = Server(
+        socket_file, MemfdBackend(), settings, Options(start.stall_timeout_s, start.idle_exit_s)
+    )
+    for number in _ENDING:
+        signal.signal(number, lambda *_: server.stop())
+    with Metrics(server, start.metrics_port) as metrics:
+        log.info(
+            "serving socket=%s pid=%d budget=%d%s",
+            start.socket,
+            os.getpid(),
+            settings.budget,
+            metrics.where,
+        )
+        _say_ready(ready_fd)
+        server.run()
+
+
+def _settings(start: Start) -> Settings:
+    return Settings(
+        budget=max(start.budget or default_budget(), MIN_BUDGET),
+        pid=os.getpid(),
+        name=str(start.socket),
+        backend=MemfdBackend.capabilities.name,
+        hardware_readonly=MemfdBackend.capabilities.hardware_readonly,
+        build_timeout_s=start.build_timeout_s,
+        # A put of an earlier manager is no put of this one.
+        first_put=1 + secrets.randbits(48),
+    )
+
+
+def _say_ready(ready_fd: int | None) -> None:
+    if ready_fd is not None:
+        os.write(ready_fd, b"+")
+        os.close(ready_fd)
+    notify("READY=1")
+
+
+def notify(state: str) -> None:
+    """Tell systemd, where it asked to be told."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
+        door.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def log_to(stream: int | None = None) -> None:
+    """Readable lines, with the time, to stderr or to a descriptor."""
+    target = sys.stderr if stream is None else os.fdopen(stream, "w", buffering=1)
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def default_start(given: str | None) -> Path:
+    """The socket to serve at."""
+    return paths.socket_path(given)

@@ -1,0 +1,359 @@
+"""The event loop: one thread that moves messages, memory and time into the core and effects out.
+
+Nothing in it waits for one client: sockets do not block, memory is made and hashed on threads, and
+who does not read its replies is not read from, and is cut off after a while.
+"""
+
+import logging
+import os
+import selectors
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from tensor_dedup.memory_manager import wire
+from tensor_dedup.memory_manager.backends.base import Backend, Memory
+from tensor_dedup.memory_manager.codec import decode_request, encode
+from tensor_dedup.memory_manager.core import Core, Settings
+from tensor_dedup.memory_manager.core.effects import (
+    Adopt,
+    Allocate,
+    Close,
+    Effect,
+    End,
+    Forget,
+    Free,
+    Note,
+    SealAndHash,
+    Send,
+)
+from tensor_dedup.memory_manager.errors import ProtocolError
+from tensor_dedup.memory_manager.limits import Code
+from tensor_dedup.memory_manager.messages import DESCRIPTORS_OF_REQUEST
+from tensor_dedup.memory_manager.server.clients import Client
+from tensor_dedup.memory_manager.server.door import Door, Visitor
+from tensor_dedup.memory_manager.server.socket_file import SocketFile
+from tensor_dedup.memory_manager.server.work import Outcome, Work
+
+if TYPE_CHECKING:
+    from tensor_dedup.memory_manager.tables import Totals
+
+log = logging.getLogger("tensor_dedup.memory_manager")
+_ACCEPT_PAUSE_S: Final = 0.5
+_TOTALS_EVERY_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Times in seconds. `idle_exit_s`: end when nobody has been connected for so long."""
+
+    stall_timeout_s: float = 10.0
+    idle_exit_s: float | None = None
+
+
+class Server:
+    """A memory manager on one socket. `run` in one thread; `stop` from anywhere."""
+
+    def __init__(
+        self,
+        socket_file: SocketFile,
+        backend: Backend,
+        settings: Settings,
+        options: Options | None = None,
+    ) -> None:
+        self._file = socket_file
+        self._options = options or Options()
+        self._core = Core(settings)
+        self._work = Work(backend)
+        self._door = Door(socket_file.socket)
+        self._selector = selectors.DefaultSelector()
+        self._clients: dict[int, Client] = {}
+        self._memories: dict[int, Memory] = {}
+        self._processes: dict[int, int | None] = {}  # number -> pidfd
+        self._pids: dict[int, int] = {}  # pid -> number, of living processes
+        self._effects: deque[Effect] = deque()
+        self._arrived: list[int] = []  # descriptors of the message that is being handled
+        self._began = time.monotonic()
+        self._numbers = 0
+        self._idle_since = 0.0
+        self._accept_again: float | None = None
+        self._ending = False
+        self._totals_at = 0.0
+        self.totals: Totals = self._core.totals(0.0)
+        """A copy of the numbers for other threads, at most about a second old."""
+
+    def stop(self) -> None:
+        """End `run` soon. Safe from any thread and from signal handlers."""
+        self._ending = True
+        self._work.ring()
+
+    def run(self) -> None:
+        """Serve until stopped; then close everything. Memory that clients mapped stays theirs."""
+        self._watch_door()
+        self._selector.register(self._work.wake_up, selectors.EVENT_READ, self._work_done)
+        try:
+            while not self._ending:
+                self._turn()
+        finally:
+            self._close()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._patience()):
+            key.data()
+            self._do_effects()
+        now = self._now()
+        self._effects.extend(self._core.tick(now))
+        self._do_effects()
+        self._look_at_clients(now)
+        self._do_effects()
+        self._look_at_idleness(now)
+        if now - self._totals_at >= _TOTALS_EVERY_S:
+            self.totals, self._totals_at = self._core.totals(now), now
+
+    def _patience(self) -> float:
+        """Seconds until something is due, if nothing happens; at most one."""
+        now = self._now()
+        due = [now + 1.0]
+        deadline = self._core.next_deadline(now)
+        if deadline is not None:
+            due.append(deadline)
+        due += [client.retry_at for client in self._clients.values() if client.retry_at is not None]
+        return max(0.0, min(due) - now)
+
+    # Connections.
+
+    def _watch_door(self) -> None:
+        self._accept_again = None
+        self._selector.register(self._file.socket, selectors.EVENT_READ, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            visitor = self._door.accept()
+        except BlockingIOError:
+            self._selector.unregister(self._file.socket)
+            self._accept_again = self._now() + _ACCEPT_PAUSE_S
+            log.warning("no descriptor left to accept a client with; raise ulimit -n")
+            return
+        if visitor is not None:
+            self._welcome(visitor)
+
+    def _welcome(self, visitor: Visitor) -> None:
+        self._numbers += 1
+        number = self._numbers
+        process = self._process(visitor)
+        client = Client(number, process, visitor.pid, visitor.socket)
+        self._clients[number] = client
+        self._watch(client, selectors.EVENT_READ)
+        self._effects.extend(self._core.connected(self._now(), number, process, visitor.pid))
+
+    def _process(self, visitor: Visitor) -> int:
+        """The number of the client's process: one, however often it connects."""
+        known = self._pids.get(visitor.pid) if visitor.pid > 0 else None
+        if known is not None:
+            if visitor.pidfd is not None:
+                os.close(visitor.pidfd)
+            return known
+        self._numbers += 1
+        number = self._numbers
+        self._processes[number] = visitor.pidfd
+        if visitor.pidfd is not None:
+            self._pids[visitor.pid] = number
+            self._selector.register(
+                visitor.pidfd, selectors.EVENT_READ, lambda: self._ended(number)
+            )
+        return number
+
+    def _ended(self, process: int) -> None:
+        """A process has ended, whatever children of it hold its sockets."""
+        gone = [client for client in self._clients.values() if client.process == process]
+        self._effects.extend(self._core.ended(self._now(), process))
+        for client in gone:
+            self._drop(client)
+
+    def _ready(self, client: Client) -> None:
+        if client.outbox:
+            self._flush(client)
+        else:
+            self._read(client)
+
+    def _read(self, client: Client) -> None:
+        try:
+            datagram = wire.receive(client.socket)
+        except (BlockingIOError, InterruptedError):
+            return
+        except ProtocolError as error:
+            self._garbage(client, "protocol", error.message)
+            return
+        except OSError:
+            self._hung_up(client)
+            return
+        self._arrived = datagram.descriptors
+        try:
+            if datagram.truncated:
+                text = "descriptors of your message were lost: too many, or the manager has none"
+                self._garbage(client, "protocol", text)
+            elif datagram.data:
+                self._received(client, datagram.data)
+            else:
+                self._hung_up(client)
+            self._do_effects()
+        finally:
+            wire.close_all(self._arrived)
+            self._arrived = []
+
+    def _received(self, client: Client, data: bytes) -> None:
+        try:
+            request = decode_request(data)
+        except ProtocolError as error:
+            self._garbage(
+                client, "version" if "version" in error.facts else "protocol", error.message
+            )
+            return
+        wanted = DESCRIPTORS_OF_REQUEST.get(type(request), 0)
+        if len(self._arrived) != wanted:
+            text = f"{type(request).__name__} comes with {wanted} descriptors, not with "
+            self._garbage(client, "protocol", text + str(len(self._arrived)))
+            return
+        self._effects.extend(self._core.received(self._now(), client.number, request))
+
+    def _garbage(self, client: Client, code: Code, text: str) -> None:
+        self._effects.extend(self._core.garbage(self._now(), client.number, code, text))
+
+    def _hung_up(self, client: Client) -> None:
+        self._drop(client)
+        self._effects.extend(self._core.disconnected(self._now(), client.number))
+        if self._processes.get(client.process, 0) is None:
+            # Nobody can say when this process ends: its connection stands for it.
+            self._effects.extend(self._core.ended(self._now(), client.process))
+
+    def _drop(self, client: Client) -> None:
+        if self._clients.pop(client.number, None) is not None:
+            self._watch(client, 0)
+            client.socket.close()
+            client.outbox.clear()
+
+    def _flush(self, client: Client) -> None:
+        if not client.flush(self._now()):
+            self._hung_up(client)
+        elif client.retry_at is not None:
+            self._watch(client, 0)
+        else:
+            # A client that does not read its replies is not read from either.
+            self._watch(client, selectors.EVENT_WRITE if client.outbox else selectors.EVENT_READ)
+
+    def _watch(self, client: Client, events: int) -> None:
+        if events == client.events:
+            return
+        if client.events:
+            self._selector.unregister(client.socket)
+        if events:
+            self._selector.register(client.socket, events, lambda: self._ready(client))
+        client.events = events
+
+    def _look_at_clients(self, now: float) -> None:
+        limit = self._options.stall_timeout_s
+        for client in list(self._clients.values()):
+            if client.stuck_since is not None and now - client.stuck_since >= limit:
+                log.warning("cut off: pid=%d has not read for %.0f s", client.pid, limit)
+                self._hung_up(client)
+            elif client.retry_at is not None and now >= client.retry_at:
+                self._flush(client)
+        if self._accept_again is not None and now >= self._accept_again:
+            self._watch_door()
+
+    def _look_at_idleness(self, now: float) -> None:
+        if self._clients:
+            self._idle_since = now
+        limit = self._options.idle_exit_s
+        if limit is not None and now - self._idle_since >= limit:
+            log.info("nobody has been connected for %.0f s: ending", limit)
+            self._ending = True
+
+    # Effects.
+
+    def _do_effects(self) -> None:
+        while self._effects:
+            self._do(self._effects.popleft())
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(effect)
+            case Close(connection):
+                self._close_client(connection)
+            case Forget(process):
+                self._forget(process)
+            case Note(event, facts):
+                log.info("%s %s", event, " ".join(f"{k}={v!s}" for k, v in facts.items()))
+            case End():
+                self._ending = True
+            case _:
+                self._do_memory(effect)
+
+    def _do_memory(self, effect: Allocate | SealAndHash | Adopt | Free) -> None:
+        match effect:
+            case Allocate(slab, nbytes):
+                self._work.allocate(slab, nbytes)
+            case SealAndHash(slab, pieces):
+                self._work.seal_and_hash(slab, self._memories[slab], pieces)
+            case Adopt(slab, nbytes, pieces):
+                self._work.adopt(slab, self._arrived.pop(), nbytes, pieces)
+            case Free(slab):
+                self._memories.pop(slab, None)
+
+    def _send(self, effect: Send) -> None:
+        client = self._clients.get(effect.connection)
+        if client is None:
+            return
+        memories = tuple(self._memories[slab] for slab in effect.slabs)
+        client.outbox.append((encode(effect.reply), memories))
+        if client.stuck_since is None:
+            self._flush(client)
+
+    def _close_client(self, connection: int) -> None:
+        client = self._clients.get(connection)
+        if client is not None:
+            client.flush(self._now())  # the reason, when the socket takes it
+            self._drop(client)
+
+    def _forget(self, process: int) -> None:
+        pidfd = self._processes.pop(process, None)
+        for pid in [pid for pid, number in self._pids.items() if number == process]:
+            del self._pids[pid]
+        if pidfd is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+
+    def _work_done(self) -> None:
+        for outcome in self._work.outcomes():
+            self._fetch(outcome)
+            self._do_effects()
+
+    def _fetch(self, outcome: Outcome) -> None:
+        if outcome.memory is not None:
+            self._memories[outcome.slab] = outcome.memory
+        now = self._now()
+        if outcome.kind == "allocated":
+            self._effects.extend(self._core.allocated(now, outcome.slab, outcome.failure))
+        else:
+            result = outcome.failure or outcome.digests or []
+            self._effects.extend(self._core.hashed(now, outcome.slab, result))
+
+    def _close(self) -> None:
+        """No new clients, then no clients, then no threads, then no memory."""
+        self._file.close()
+        for client in list(self._clients.values()):
+            client.flush(self._now())
+            self._drop(client)
+        self._work.close()
+        for pidfd in self._processes.values():
+            if pidfd is not None:
+                os.close(pidfd)
+        self._memories.clear()
+        self._door.close()
+        self._selector.close()
+        log.info("ended")

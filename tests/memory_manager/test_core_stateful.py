@@ -1,0 +1,420 @@
+"""The core against clients that do anything, in any order, and die at any moment."""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+)
+
+from tensor_dedup.memory_manager.core import Core, Settings
+from tensor_dedup.memory_manager.core.effects import (
+    Adopt,
+    Allocate,
+    Close,
+    Effect,
+    Forget,
+    Free,
+    SealAndHash,
+    Send,
+)
+from tensor_dedup.memory_manager.core.world import World
+from tensor_dedup.memory_manager.layout import PAGE
+from tensor_dedup.memory_manager.messages import (
+    WITHOUT_REPLY,
+    Abandon,
+    Allocated,
+    Evict,
+    Extent,
+    Found,
+    FoundDigests,
+    Hello,
+    Lookup,
+    LookupDigests,
+    Offer,
+    Offered,
+    Piece,
+    Pin,
+    Progress,
+    Publish,
+    Release,
+    Request,
+    Reserve,
+    Reserved,
+    Rows,
+    Seal,
+    Sealed,
+    Span,
+    Status,
+    Wait,
+)
+from tensor_dedup.memory_manager.messages import Allocate as AllocateRequest
+
+BUDGET = 8 * PAGE
+KEYS = st.sampled_from(["a", "b", "c"])
+DIGESTS = st.sampled_from([character * 64 for character in "0123456789"])
+SLOTS = st.integers(0, 3)
+NAMES = st.sampled_from(["base", "tuned", ""])
+
+
+class Machine(RuleBasedStateMachine):
+    """Plays the sockets, the memory and the clock around a core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core(Settings(BUDGET, build_timeout_s=10, hello_timeout_s=5, max_puts=3))
+        self.now = 0.0
+        self.slots: dict[int, int] = {}
+        self.numbers = itertools.count(1)
+        self.jobs: list[Allocate | SealAndHash | Adopt] = []
+        self.memory: set[int] = set()  # slabs whose descriptor the manager has
+        self.process: dict[int, int] = {}  # open connections
+        self.watched: set[int] = set()
+        self.owed: Counter[int] = Counter()
+        self.puts: dict[int, set[int]] = {}
+        self.leases: dict[int, set[int]] = {}
+
+    @property
+    def world(self) -> World:
+        return self.core.world
+
+    # What surrounds the core.
+
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(connection, reply, slabs):
+                    assert set(slabs) <= self.memory
+                    self.owed[connection] -= 1
+                    self.learn(connection, reply, slabs)
+                case Close(connection, _):
+                    self.hung_up(connection)
+                case Allocate() | SealAndHash() | Adopt():
+                    self.jobs.append(effect)
+                case Free(slab):
+                    assert slab not in {job.slab for job in self.jobs}
+                    self.memory.discard(slab)
+                case Forget(process):
+                    self.watched.remove(process)
+
+    def learn(self, connection: int, reply: Any, slabs: tuple[int, ...]) -> None:
+        extents: list[Extent | None] = []
+        match reply:
+            case Reserved(put, _) if put:
+                self.puts[connection].add(put)
+            case Allocated():
+                assert len(slabs) == 1
+            case Found(layers, refs):
+                assert [ref.slab for ref in refs] == list(slabs)
+                extents = [extent for layer in layers if layer for extent in layer.extents]
+            case FoundDigests(extents, refs):
+                assert [ref.slab for ref in refs] == list(slabs)
+            case Offered(leases):
+                self.leases[connection].update(leases)
+            case Sealed(digests):
+                assert set(digests) <= set(self.world.ledger.residents)
+        self.leases[connection].update(extent.lease for extent in extents if extent)
+
+    def hung_up(self, connection: int) -> None:
+        del self.process[connection]
+        self.owed.pop(connection, None)
+
+    def ask(self, connection: int, request: Request) -> None:
+        if connection in self.process:
+            self.owed[connection] += not isinstance(request, WITHOUT_REPLY)
+            self.do(self.core.received(self.now, connection, request))
+
+    # What clients do.
+
+    def client(self, slot: int) -> int:
+        """The connection of a slot, made when it has none."""
+        if self.slots.get(slot) not in self.process:
+            self.connect(slot, hello=True, twin=False)
+        return self.slots[slot]
+
+    @rule(slot=SLOTS, hello=st.booleans(), twin=st.booleans())
+    def connect(self, slot: int, hello: bool, twin: bool) -> None:
+        alive = sorted(set(self.process.values()) & self.watched)
+        process = alive[0] if twin and alive else next(self.numbers)
+        number = self.slots[slot] = next(self.numbers)
+        self.watched.add(process)
+        self.process[number] = process
+        self.puts[number], self.leases[number] = set(), set()
+        self.do(self.core.connected(self.now, number, process, pid=process))
+        if hello:
+            self.ask(number, Hello(f"client {number}"))
+
+    @rule(slot=SLOTS)
+    def say_hello(self, slot: int) -> None:
+        client = self.client(slot)
+        self.ask(client, Hello("again"))
+
+    @rule(slot=SLOTS, keys=st.lists(KEYS, min_size=1, max_size=3), name=NAMES)
+    def lookup(self, slot: int, keys: list[str], name: str) -> None:
+        client = self.client(slot)
+        self.ask(client, Lookup(keys, name))
+
+    @rule(slot=SLOTS, digests=st.lists(DIGESTS, min_size=1, max_size=4), name=NAMES)
+    def lookup_digests(self, slot: int, digests: list[str], name: str) -> None:
+        client = self.client(slot)
+        self.ask(client, LookupDigests(digests, name))
+
+    @rule(slot=SLOTS, keys=st.lists(KEYS, min_size=1, max_size=3), name=NAMES)
+    def reserve(self, slot: int, keys: list[str], name: str) -> None:
+        client = self.client(slot)
+        self.ask(client, Reserve(keys, name))
+
+    def any_put(self, client: int, data: st.DataObject) -> int:
+        """Mostly one of one's own, in whatever state; also those of others, and of nobody."""
+        own = sorted(self.world.connections[client].puts) if client in self.process else []
+        others = sorted({put.number for put in self.world.builders.values()})
+        return data.draw(st.sampled_from(own * 4 + others + [77]))
+
+    @rule(slot=SLOTS, key=KEYS, digest=DIGESTS, pages=st.integers(1, 3), steps=st.integers(1, 5))
+    def build(self, slot: int, key: str, digest: str, pages: int, steps: int) -> None:
+        """As a good client does, up to some step."""
+        client = self.client(slot)
+        self.ask(client, Reserve([key], "base"))
+        put = self.world.builders.get(key)
+        if put is None or put.connection != client:
+            return
+        requests: list[Request] = [
+            AllocateRequest(put.number, [Piece(pages * PAGE, digest)]),
+            Seal(put.number),
+            LookupDigests([digest], "base"),
+            Publish(put.number, key, b"record", [digest]),
+        ]
+        for request in requests[: steps - 1]:
+            self.ask(client, request)
+            self.finish_all()
+
+    @rule(slot=SLOTS, other=SLOTS, key=KEYS, steps=st.integers(1, 3), seconds=st.floats(0, 20))
+    def contend(self, slot: int, other: int, key: str, steps: int, seconds: float) -> None:
+        """One builds and falls silent, another waits and asks again."""
+        self.build(slot, key, "5" * 64, 1, steps)
+        client = self.client(other)
+        for put in list(self.world.connections[client].puts):
+            self.ask(client, Abandon(put))
+        self.ask(client, Wait(key, 30.0))
+        self.now += seconds
+        self.do(self.core.tick(self.now))
+        self.ask(client, Reserve([key]))
+
+    def finish_all(self) -> None:
+        while self.jobs:
+            match self.jobs.pop():
+                case Allocate(slab, _):
+                    self.memory.add(slab)
+                    self.do(self.core.allocated(self.now, slab))
+                case SealAndHash(slab, pieces) | Adopt(slab, _, pieces):
+                    self.memory.add(slab)
+                    found = [announced or "2" * 64 for _, _, announced in pieces]
+                    self.do(self.core.hashed(self.now, slab, found))
+
+    @rule(slot=SLOTS, pages=st.integers(1, 5), count=st.integers(1, 3), data=st.data())
+    def allocate(self, slot: int, pages: int, count: int, data: st.DataObject) -> None:
+        client = self.client(slot)
+        announced = data.draw(st.sampled_from(["", "1" * 64]))
+        pieces = [Piece(pages * PAGE // count, announced)] * count
+        self.ask(client, AllocateRequest(self.any_put(client, data), pieces))
+
+    @rule(slot=SLOTS, data=st.data())
+    def progress(self, slot: int, data: st.DataObject) -> None:
+        client = self.client(slot)
+        self.ask(client, Progress(self.any_put(client, data)))
+
+    @rule(slot=SLOTS, data=st.data())
+    def seal(self, slot: int, data: st.DataObject) -> None:
+        client = self.client(slot)
+        self.ask(client, Seal(self.any_put(client, data)))
+
+    @rule(slot=SLOTS, key=KEYS, digests=st.lists(DIGESTS, max_size=3), data=st.data())
+    def publish(self, slot: int, key: str, digests: list[str], data: st.DataObject) -> None:
+        client = self.client(slot)
+        put = data.draw(st.sampled_from([0, self.any_put(client, data)]))
+        held = sorted(self.world.connections[client].leased) if client in self.process else []
+        chosen = data.draw(st.sampled_from([digests, held[:3]]))
+        self.ask(client, Publish(put, key, b"record", chosen))
+
+    @rule(slot=SLOTS, data=st.data())
+    def abandon(self, slot: int, data: st.DataObject) -> None:
+        client = self.client(slot)
+        self.ask(client, Abandon(self.any_put(client, data)))
+
+    @rule(slot=SLOTS, key=KEYS, timeout_s=st.floats(0, 30))
+    def wait(self, slot: int, key: str, timeout_s: float) -> None:
+        client = self.client(slot)
+        self.ask(client, Wait(key, timeout_s))
+        if client in self.process and self.world.connections[client].waiting is not None:
+            assert not self.world.connections[client].builds
+
+    @rule(slot=SLOTS, data=st.data())
+    def release(self, slot: int, data: st.DataObject) -> None:
+        client = self.client(slot)
+        known = sorted(self.leases.get(client, ())) or [5]
+        self.ask(client, Release(data.draw(st.lists(st.sampled_from(known), min_size=1))))
+
+    @rule(slot=SLOTS, spans=st.lists(DIGESTS, min_size=1, max_size=3), pages=st.integers(1, 6))
+    def offer(self, slot: int, spans: list[str], pages: int) -> None:
+        client = self.client(slot)
+        pieces = [Span(64 * index, 64, digest) for index, digest in enumerate(spans)]
+        self.ask(client, Offer(pages * PAGE, pieces))
+
+    @rule(slot=SLOTS, name=st.one_of(NAMES, DIGESTS), pinned=st.booleans())
+    def pin(self, slot: int, name: str, pinned: bool) -> None:
+        client = self.client(slot)
+        self.ask(client, Pin(name, pinned))
+
+    @rule(slot=SLOTS, name=st.one_of(NAMES, DIGESTS))
+    def evict(self, slot: int, name: str) -> None:
+        client = self.client(slot)
+        self.ask(client, Evict(name))
+
+    @rule(slot=SLOTS)
+    def look_around(self, slot: int) -> None:
+        client = self.client(slot)
+        self.ask(client, Status())
+        for table in ("clients", "checkpoints", "residents", "builds"):
+            self.ask(client, Rows(table))
+
+    @rule(slot=SLOTS)
+    def hang_up(self, slot: int) -> None:
+        client = self.client(slot)
+        if client in self.process:
+            self.hung_up(client)
+            self.do(self.core.disconnected(self.now, client))
+
+    @rule(slot=SLOTS)
+    def send_garbage(self, slot: int) -> None:
+        client = self.client(slot)
+        if client in self.process:
+            self.owed[client] += 1
+            self.do(self.core.garbage(self.now, client, "protocol", "what is this"))
+
+    @rule(slot=SLOTS)
+    def die(self, slot: int) -> None:
+        client = self.client(slot)
+        process = self.process.get(client)
+        if process is not None:
+            self.end(process)
+
+    @rule(data=st.data())
+    def die_later(self, data: st.DataObject) -> None:
+        if self.watched:
+            self.end(data.draw(st.sampled_from(sorted(self.watched))))
+
+    def end(self, process: int) -> None:
+        for connection in [c for c, p in self.process.items() if p == process]:
+            self.hung_up(connection)
+        self.do(self.core.ended(self.now, process))
+        assert process not in self.watched
+
+    # What time and the backend do.
+
+    @rule(seconds=st.floats(0, 12))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.do(self.core.tick(self.now))
+        deadline = self.core.next_deadline(self.now)
+        assert deadline is None or deadline > self.now - 1e-6
+
+    @rule(data=st.data())
+    def backend(self, data: st.DataObject) -> None:
+        if self.jobs:
+            job = data.draw(st.sampled_from(self.jobs))
+            self.jobs.remove(job)
+            self.finish(job, data)
+
+    def finish(self, job: Allocate | SealAndHash | Adopt, data: st.DataObject) -> None:
+        match job:
+            case Allocate(slab, _):
+                failure: Any = data.draw(st.sampled_from([None, None, ("no_memory", "none")]))
+                if failure is None:
+                    self.memory.add(slab)
+                self.do(self.core.allocated(self.now, slab, failure))
+            case SealAndHash(slab, pieces):
+                found = [announced or data.draw(DIGESTS) for _, _, announced in pieces]
+                bad: Any = data.draw(st.sampled_from([None, None, "still_writable", "no_memory"]))
+                assert slab in self.memory
+                self.do(self.core.hashed(self.now, slab, (bad, "bad") if bad else found))
+            case Adopt(slab, _, pieces):
+                right = data.draw(st.booleans())
+                if right:
+                    self.memory.add(slab)
+                found = [announced for _, _, announced in pieces]
+                self.do(self.core.hashed(self.now, slab, found if right else ("not_sealed", "no")))
+
+    # What always holds.
+
+    @invariant()
+    def the_budget_is_kept(self) -> None:
+        ledger = self.world.ledger
+        assert ledger.charged == sum(slab.nbytes for slab in ledger.slabs.values()) <= BUDGET
+
+    @invariant()
+    def what_can_be_seen_is_there(self) -> None:
+        ledger = self.world.ledger
+        for digest, resident in ledger.residents.items():
+            slab = ledger.slabs[resident.slab]
+            assert resident.slab in self.memory
+            assert slab.residents[digest] is resident
+            assert not slab.ghost
+            assert not slab.busy
+        for key, record in self.world.records.items():
+            assert set(record.digests) <= set(ledger.residents)
+            assert key not in self.world.builders
+
+    @invariant()
+    def holds_are_counted(self) -> None:
+        connections = self.world.connections.values()
+        leases = Counter(id(r) for c in connections for r in c.leases.values())
+        puts = Counter(id(r) for c in connections for p in c.puts.values() for r in p.held)
+        for resident in self.world.ledger.residents.values():
+            assert resident.leases == leases.pop(id(resident), 0)
+            assert resident.holds == resident.leases + puts.pop(id(resident), 0)
+        assert not leases
+        assert not puts
+
+    @invariant()
+    def each_layer_has_one_builder(self) -> None:
+        active = [
+            (key, put)
+            for connection in self.world.connections.values()
+            for put in connection.puts.values()
+            if put.active
+            for key in put.keys
+        ]
+        assert len(active) == len(self.world.builders)
+        assert dict(active) == self.world.builders
+
+    @invariant()
+    def every_request_is_answered_once(self) -> None:
+        parked = Counter(n for n, c in self.world.connections.items() if c.waiting is not None)
+        filling = Counter(put.connection for put in self.world.filling.values() if put.active)
+        offers = Counter(offer.connection for offer in self.world.offers.values())
+        for connection in self.process:
+            pending = parked[connection] + filling[connection] + offers[connection]
+            assert self.owed[connection] == pending
+
+    def teardown(self) -> None:
+        """Everybody dies and the backend ends its work: nothing may be left but residents."""
+        for process in sorted(self.watched):
+            self.end(process)
+        self.finish_all()
+        world = self.world
+        assert not world.connections
+        assert not world.processes
+        assert not world.builders
+        assert not world.filling
+        assert not world.offers
+        assert set(world.ledger.slabs) == self.memory
+        assert all(not slab.held and slab.residents for slab in world.ledger.slabs.values())
+
+
+TestCore = Machine.TestCase
+TestCore.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
