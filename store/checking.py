@@ -16,7 +16,7 @@ from tensor_dedup.store import tables
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.hashing import Hasher, Progress, Range
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.index import Entry, Index
 from tensor_dedup.store.layout import TABLE_SUFFIX
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.survey import Problem, Survey, survey
@@ -211,10 +211,8 @@ def _check_index(objects: Objects, index: Index, found: Survey, result: VerifyRe
         index.broken = True
 
 
-def _places(found: Survey, container: ContainerId) -> set[tuple[bytes, int, int]]:
-    bad = found.bad[container]
-    records = found.tables[container].records
-    return {(r.digest, r.offset, r.nbytes) for r in records if r.offset not in bad}
+def _places(found: Survey, container: ContainerId) -> set[Entry]:
+    return {(r.digest, r.offset, r.nbytes, r.base) for r in found.good(container)}
 
 
 def _users(found: Survey, digest: bytes) -> tuple[str, ...]:

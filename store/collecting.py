@@ -4,14 +4,16 @@ What no reference leads to goes to the trash, and is deleted when it has been th
 Nothing is deleted, and nothing moved, when what is alive cannot be told for certain.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.index import open_index
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.survey import Survey, survey
+from tensor_dedup.store.tables import Record
 
 DEFAULT_GRACE_HOURS = 24.0
 _HOUR_S = 3600
@@ -60,23 +62,51 @@ class GcPlan:
         }
 
 
-def needed(
-    live: Mapping[bytes, int], containers: Mapping[ContainerId, Mapping[bytes, int]]
-) -> set[ContainerId]:
-    """Which containers must stay so that every live piece stays. Computes only.
+Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
 
-    A piece that is stored twice keeps one container: the one that holds more of what is alive.
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The containers that must stay, and the pieces in them that deltas are against."""
+
+    containers: set[ContainerId]
+    anchors: set[bytes]
+
+
+def needed(live: Collection[bytes], containers: Held) -> Needed:
+    """What must stay so that every live piece can still be read. Computes only.
+
+    `containers` are the records that can be read. A piece that is stored twice keeps one container:
+    the one that holds more of what is alive. Where that is a delta, what it is against stays too;
+    that is no delta itself, so nothing further follows.
     """
-    weight = {
-        container: sum(nbytes for digest, nbytes in held.items() if digest in live)
+    chosen = _cover(live, containers)
+    anchors = {record.base for held in chosen.values() for record in held.values() if record.base}
+    alone = {
+        container: {digest: record for digest, record in held.items() if record.base is None}
         for container, held in containers.items()
     }
-    kept, covered = set(), set[bytes]()
+    there = {digest for container in chosen for digest in alone[container]}
+    return Needed(chosen.keys() | _cover(anchors - there, alone).keys(), anchors)
+
+
+def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dict[bytes, Record]]:
+    """Containers that together hold all that is wanted, each with what it is kept for."""
+    weight = {
+        container: sum(r.nbytes for digest, r in held.items() if digest in wanted)
+        for container, held in containers.items()
+    }
+    kept: dict[ContainerId, dict[bytes, Record]] = {}
+    covered = set[bytes]()
     for container in sorted(containers, key=lambda c: (-weight[c], c)):
-        fresh = {digest for digest in containers[container] if digest in live} - covered
+        fresh = {
+            digest: record
+            for digest, record in containers[container].items()
+            if digest in wanted and digest not in covered
+        }
         if fresh:
-            kept.add(container)
-            covered |= fresh
+            kept[container] = fresh
+            covered |= fresh.keys()
     return kept
 
 
@@ -102,7 +132,7 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     found = survey(objects)
     refuse_unless_certain(found)
     layout, now = objects.layout, objects.files.now()
-    keep = needed(found.live, {container: found.good(container) for container in found.tables})
+    keep = needed(found.live, found.readable()).containers
     trash = [
         path
         for container in sorted(found.tables.keys() - keep)

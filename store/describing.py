@@ -76,12 +76,13 @@ def _listed(objects: Objects, name: str) -> Listed:
 def stats(objects: Objects) -> Stats:
     """Measure a store, in a session. Reads no tensor data."""
     found = survey(objects)
-    held = {container: found.good(container) for container in found.tables}
+    held = found.readable()
     keep = needed(found.live, held)
     kinds: dict[str, int] = {}
     for container in found.tables:
         kinds[container.kind] = kinds.get(container.kind, 0) + 1
     unique = sum(found.live.values())
+    used = found.live.keys() | keep.anchors
     return Stats(
         checkpoints=len(found.checkpoints),
         tensors=found.references,
@@ -91,11 +92,11 @@ def stats(objects: Objects) -> Stats:
         dedup_ratio=unique / found.logical_bytes if found.logical_bytes else 1.0,
         disk_bytes=_disk_bytes(objects),
         reclaimable_bytes=sum(
-            found.tables[container].data_bytes for container in held.keys() - keep
+            found.tables[container].data_bytes for container in held.keys() - keep.containers
         ),
         dead_bytes=sum(
-            _sum(nbytes for digest, nbytes in held[container].items() if digest not in found.live)
-            for container in keep
+            _sum(r.stored for r in found.good(container) if r.digest not in used)
+            for container in keep.containers
         ),
         trash_bytes=_folder_bytes(objects, "trash"),
         containers=kinds,

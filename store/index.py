@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from blake3 import blake3
 
@@ -22,14 +22,18 @@ from tensor_dedup.store.tables import Table
 if TYPE_CHECKING:
     from tensor_dedup.store.files import Handle
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS container (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, state TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS place (
     digest BLOB NOT NULL, container INTEGER NOT NULL, offset INTEGER NOT NULL,
-    nbytes INTEGER NOT NULL, PRIMARY KEY (digest, container, offset)) WITHOUT ROWID;
+    nbytes INTEGER NOT NULL, base BLOB, PRIMARY KEY (digest, container, offset)) WITHOUT ROWID;
 """
+# A delta can be read only with its base, and only from a place that is no delta itself.
+_READABLE = (
+    "(p.base IS NULL OR EXISTS (SELECT 1 FROM place b WHERE b.digest = p.base AND b.base IS NULL))"
+)
 _MEMORY = Path(":memory:")
 _BATCH = 500
 # These speak of the moment or of the disk, and say nothing against the file.
@@ -53,6 +57,10 @@ class Place:
     container: ContainerId
     offset: int
     nbytes: int
+
+
+Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
+"""A digest, its offset and size, and what it is stored against."""
 
 
 class Index:
@@ -91,7 +99,7 @@ class Index:
                 self._delete(container)
 
     def find(self, digests: Iterable[bytes]) -> dict[bytes, list[Place]]:
-        """The places of each of these digests that has any."""
+        """The places of each of these digests that has any from which it can be read."""
         wanted = list(digests)
         try:
             return self._find(wanted)
@@ -114,7 +122,7 @@ class Index:
             rows = self._db.execute(
                 "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes FROM place p "
                 f"JOIN container c ON c.id = p.container WHERE p.digest IN ({marks}) "
-                "ORDER BY c.kind DESC, c.name, p.offset",
+                f"AND {_READABLE} ORDER BY c.kind DESC, c.name, p.offset",
                 part,
             )
             for digest, name, kind, offset, nbytes in rows:
@@ -122,21 +130,24 @@ class Index:
                 found.setdefault(bytes(digest), []).append(place)
         return found
 
-    def places(self, container: ContainerId) -> set[tuple[bytes, int, int]]:
-        """What it says is in a container: digest, offset, size."""
+    def places(self, container: ContainerId) -> set[Entry]:
+        """What it says is in a container."""
         try:
             return self._places(container)
         except sqlite3.DatabaseError:
             self._fall_back()
             return self._places(container)
 
-    def _places(self, container: ContainerId) -> set[tuple[bytes, int, int]]:
+    def _places(self, container: ContainerId) -> set[Entry]:
         rows = self._db.execute(
-            "SELECT digest, offset, nbytes FROM place p JOIN container c ON c.id = p.container "
-            "WHERE c.name = ? AND c.kind = ?",
+            "SELECT digest, offset, nbytes, base FROM place p "
+            "JOIN container c ON c.id = p.container WHERE c.name = ? AND c.kind = ?",
             (container.name, container.kind),
         )
-        return {(bytes(digest), offset, nbytes) for digest, offset, nbytes in rows}
+        return {
+            (bytes(digest), offset, nbytes, None if base is None else bytes(base))
+            for digest, offset, nbytes, base in rows
+        }
 
     def containers(self) -> list[ContainerId]:
         """The containers it knows."""
@@ -177,9 +188,9 @@ class Index:
             (container.name, container.kind, state),
         ).lastrowid
         self._db.executemany(
-            "INSERT OR IGNORE INTO place VALUES (?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO place VALUES (?, ?, ?, ?, ?)",
             [
-                (record.digest, row, record.offset, record.nbytes)
+                (record.digest, row, record.offset, record.nbytes, record.base)
                 for record in table.records
                 if record.offset not in bad
             ],

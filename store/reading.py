@@ -6,7 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.decoding import Base, fill_leaves, read_range
 from tensor_dedup.store.errors import (
     BadRangeError,
     ClosedCheckpointError,
@@ -16,11 +17,11 @@ from tensor_dedup.store.errors import (
     StoreAccessError,
     UnknownTensorError,
 )
-from tensor_dedup.store.files import Handle
+from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import Piece, by_file
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.tables import DIGEST_BYTES, PLAIN, Record
+from tensor_dedup.store.tables import PLAIN, Record
 
 _T = TypeVar("_T")
 
@@ -54,6 +55,10 @@ class _Spot:
     record: Record
 
 
+class _BaseLostError(Exception):
+    """What a delta is against cannot be read; the cause says why."""
+
+
 class StoredPieces:
     """Pieces of a store, open for reading: all containers that hold them are held open.
 
@@ -80,23 +85,27 @@ class StoredPieces:
 
     def _open_containers(self, index: Index, wanted: set[bytes]) -> None:
         # All of them, also where one would do: gc may take any that is not open.
-        for places in index.find(wanted).values():
-            for place in places:
-                self._open_container(place.container, wanted)
+        records = self._open_all(index, wanted)
+        bases = {r.base for _, r in records if r.digest in wanted and r.base is not None}
+        for container, record in [*records, *self._open_all(index, bases)]:
+            if record.digest in wanted or record.digest in bases:
+                spot = _Spot(container, self._handles[container], record)
+                self._spots.setdefault(record.digest, []).append(spot)
 
-    def _open_container(self, container: ContainerId, wanted: set[bytes]) -> None:
-        if container in self._handles:
-            return
+    def _open_all(self, index: Index, wanted: set[bytes]) -> list[tuple[ContainerId, Record]]:
+        """Open the containers that hold these pieces; all good records of those newly opened."""
+        found: list[tuple[ContainerId, Record]] = []
         layout, files = self._objects.layout, self._objects.files
-        with suppress(MissingObjectError, DamagedFileError, FileNotFoundError):
-            table = self._objects.table(container)
-            bad = self._objects.bad_offsets(container.name)
-            handle = files.open(layout.container(container.name, container.kind), "read")
-            self._handles[container] = handle
-            for record in table.records:
-                if record.digest in wanted and record.offset not in bad:
-                    spot = _Spot(container, handle, record)
-                    self._spots.setdefault(record.digest, []).append(spot)
+        for container in {p.container: None for held in index.find(wanted).values() for p in held}:
+            if container in self._handles:
+                continue
+            with suppress(MissingObjectError, DamagedFileError, FileNotFoundError):
+                table = self._objects.table(container)
+                bad = self._objects.bad_offsets(container.name)
+                path = layout.container(container.name, container.kind)
+                self._handles[container] = files.open(path, "read")
+                found += [(container, r) for r in table.records if r.offset not in bad]
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +121,36 @@ class StoredPieces:
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether a container is open that should hold the piece with this digest."""
-        return bool(self._spots.get(digest))
+        return any(
+            spot.record.base is None or self.anchor(spot.record.base) is not None
+            for spot in self._spots.get(digest, ())
+        )
+
+    def records(self, digest: bytes) -> list[Record]:
+        """How a piece is stored, the places tried first first."""
+        with self._lock:
+            return [spot.record for spot in self._spots.get(digest, ())]
+
+    def anchor(self, digest: bytes) -> bytes | None:
+        """What a delta against this piece would be against: itself, or, when it is a delta, what
+        that is against; None when neither is here.
+        """
+        records = self.records(digest)
+        if any(record.base is None for record in records):
+            return digest
+        bases = [record.base for record in records if record.base is not None]
+        return next((base for base in bases if self.anchor(base) == base), None)
+
+    @property
+    def door(self) -> Files:
+        """The way to the disk that its containers were opened through."""
+        return self._objects.files
+
+    def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Handle, Record]]:
+        """Where a piece is stored as it is, for who reads and compares it without this class."""
+        with self._lock:
+            spots = self._spots.get(digest, ())
+            return [(s.container, s.handle, s.record) for s in spots if s.record.codec == PLAIN]
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
         """A range of the `nbytes` that have a digest, verified: the store's own way to read."""
@@ -120,9 +158,25 @@ class StoredPieces:
             return bytearray()
 
         def read(spot: _Spot) -> bytearray | None:
-            return read_verified(self._objects, spot.handle, spot.record, start, stop)
+            return read_range(self.door, spot.handle, spot.record, start, stop, self._base(spot))
 
         return self._from_any(digest, nbytes, read)
+
+    def _base(self, spot: _Spot) -> Base:
+        """What gives the bytes that a record is stored against."""
+
+        def read(start: int, nbytes: int) -> bytearray:
+            digest = spot.record.base or b""
+            try:
+                return self._from_any(digest, nbytes, lambda at: anchored(at, start, nbytes), True)
+            except (CorruptTensorError, MissingObjectError) as error:
+                raise _BaseLostError from error
+
+        def anchored(at: _Spot, start: int, nbytes: int) -> bytearray | None:
+            # No delta: it has no base of its own.
+            return read_range(self.door, at.handle, at.record, start, start + nbytes, read)
+
+        return read
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> None:
         """Fill `view` with bytes from `start` of the `nbytes` that have a digest, verified.
@@ -134,9 +188,10 @@ class StoredPieces:
         whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
 
         def read(spot: _Spot) -> bool | None:
-            if whole_leaves and spot.record.codec == PLAIN:
-                return _fill_verified(self._objects, spot, start, view)
-            data = read_verified(self._objects, spot.handle, spot.record, start, stop)
+            base = self._base(spot)
+            if whole_leaves:
+                return fill_leaves(self.door, spot.handle, spot.record, start, view, base) or None
+            data = read_range(self.door, spot.handle, spot.record, start, stop, base)
             if data is not None:
                 view[:] = data
             return data is not None or None
@@ -144,12 +199,20 @@ class StoredPieces:
         if view.nbytes:
             self._from_any(digest, nbytes, read)
 
-    def _from_any(self, digest: bytes, nbytes: int, read: Callable[[_Spot], _T | None]) -> _T:
+    def _from_any(
+        self,
+        digest: bytes,
+        nbytes: int,
+        read: Callable[[_Spot], _T | None],
+        anchors_only: bool = False,
+    ) -> _T:
         """What `read` makes of the first place that is right."""
         if not self._open:
             raise ClosedCheckpointError.at(self.name, "it was closed", name=self.name)
         with self._lock:
             spots = list(self._spots.get(digest, ()))
+        if anchors_only:
+            spots = [spot for spot in spots if spot.record.base is None]
         if not spots:
             raise MissingObjectError.at(
                 self._objects.layout.root,
@@ -157,13 +220,17 @@ class StoredPieces:
                 digest=digest.hex(),
                 nbytes=nbytes,
             )
+        lost: _BaseLostError | None = None
         for spot in spots:
-            for _ in range(2):  # the first may have been hit on its way, not on the disk
-                data = read(spot)
-                if data is not None:
-                    return data
-            self._give_up(spot)
-        raise self._corrupt(spots, digest)
+            try:
+                for _ in range(2):  # the first may have been hit on its way, not on the disk
+                    data = read(spot)
+                    if data is not None:
+                        return data
+                self._give_up(spot)
+            except _BaseLostError as error:
+                lost = error  # which says nothing against this record
+        raise self._corrupt(spots, digest) from lost
 
     def _give_up(self, spot: _Spot) -> None:
         with self._lock:
@@ -176,15 +243,18 @@ class StoredPieces:
 
     def _corrupt(self, spots: Sequence[_Spot], digest: bytes) -> CorruptTensorError:
         where, names = spots[0], self._names_of(digest)
+        base = where.record.base
+        against = "" if base is None else f", stored against {base.hex()},"
         return CorruptTensorError.at(
             where.handle.path,
             f"the {where.record.nbytes} bytes at {where.record.offset} "
-            f"({names[0] if names else 'a header or small file'} of {self.name!r}) "
+            f"({names[0] if names else 'a header or small file'} of {self.name!r}){against} "
             f"do not have the digest {digest.hex()}",
             digest=digest.hex(),
             offset=where.record.offset,
             nbytes=where.record.nbytes,
             tensors=names,
+            base=None if base is None else base.hex(),
         )
 
     def _names_of(self, digest: bytes) -> list[str]:
@@ -254,35 +324,6 @@ class StoredCheckpoint(StoredPieces):
 
     def _names_of(self, digest: bytes) -> list[str]:
         return [t.name for t in self._tensors.values() if t.digest == digest.hex()]
-
-
-def _fill_verified(objects: Objects, spot: _Spot, start: int, view: memoryview) -> bool | None:
-    """Whole leaves of a record that is stored as it is, into `view`; None when they are wrong."""
-    record = spot.record
-    if objects.files.pread(spot.handle, view, record.offset + start) != view.nbytes:
-        return None
-    found, first = b"".join(leaf_digests(view)), start // LEAF_BYTES * DIGEST_BYTES
-    return found == record.leaves[first : first + len(found)] or None
-
-
-def read_verified(
-    objects: Objects, handle: Handle, record: Record, start: int, stop: int
-) -> bytearray | None:
-    """A range of a record's bytes, or None when they are not what the record says."""
-    first = start // LEAF_BYTES * LEAF_BYTES
-    last = min(-(-stop // LEAF_BYTES) * LEAF_BYTES, record.nbytes)
-    data = bytearray(last - first)
-    with memoryview(data) as view:
-        if objects.files.pread(handle, view, record.offset + first) != len(data):
-            return None
-        found = leaf_digests(view)
-    leaves = record.leaf_list
-    expected = leaves[first // LEAF_BYTES : -(-last // LEAF_BYTES)]
-    if found != expected or combine(record.nbytes, leaves) != record.digest.hex():
-        return None
-    del data[stop - first :]
-    del data[: start - first]
-    return data
 
 
 def quarantine(objects: Objects, container: ContainerId, record: Record) -> None:

@@ -3,6 +3,7 @@
 A survey goes on where something is damaged, and says so.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import DamagedFileError, UnknownNameError
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.tables import Table
+from tensor_dedup.store.tables import Record, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,39 @@ class Survey:
     bad: dict[ContainerId, frozenset[int]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def good(self, container: ContainerId) -> dict[bytes, int]:
-        """The pieces that can be read from a container, and their sizes."""
+    def good(self, container: ContainerId) -> Iterator[Record]:
+        """The records of a container that are not known to be bad."""
         bad = self.bad[container]
-        return {r.digest: r.nbytes for r in self.tables[container].records if r.offset not in bad}
+        return (r for r in self.tables[container].records if r.offset not in bad)
+
+    def anchors(self) -> set[bytes]:
+        """The pieces that can be read without another: what a delta may be against."""
+        return {r.digest for c in self.tables for r in self.good(c) if r.base is None}
+
+    def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
+        """The records that can be read, by container and digest: deltas with their base only."""
+        anchors = self.anchors()
+        return {
+            container: {
+                r.digest: r for r in self.good(container) if r.base is None or r.base in anchors
+            }
+            for container in self.tables
+        }
 
     def lost(self) -> dict[bytes, int]:
-        """The live pieces that no container holds, and their sizes."""
-        there = {digest for container in self.tables for digest in self.good(container)}
+        """The live pieces that cannot be read from any container, and their sizes."""
+        there = {digest for held in self.readable().values() for digest in held}
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
+
+    def lost_anchors(self) -> dict[bytes, int]:
+        """What would bring lost pieces back, though no reference leads to it: bases of deltas."""
+        lost = self.lost()
+        return {
+            r.base: r.nbytes
+            for container in self.tables
+            for r in self.good(container)
+            if r.base is not None and r.digest in lost
+        }
 
 
 def survey(objects: Objects) -> Survey:

@@ -1,6 +1,6 @@
 """What a container says about itself: which bytes lie where, and their digests. No I/O.
 
-The table of a slab or pack is the frame at its end, that of a raw file a file beside it. A
+The table of a slab, pack or delta is the frame at its end, that of a raw file a file beside it. A
 container is named by the digest of its table's frame, which holds the digest of everything else.
 """
 
@@ -14,12 +14,15 @@ import msgspec
 from tensor_dedup.digest import combine, digest
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.store import frames
+from tensor_dedup.store.codecs import CODECS
+from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
 
 KIND = b"tabl"
 PLAIN = "raw"  # the codec of bytes that are stored as they are
 DIGEST_BYTES = 32
-ALIGNMENT = {"raw": 1, "slab": 4096, "pack": 64}
+ENCODED = "delta"  # the kind of container whose records are all encoded
+ALIGNMENT = {"raw": 1, "slab": 4096, "pack": 64, ENCODED: 64}
 _TAIL = struct.Struct("<Q8s")
 _TAIL_MAGIC = b"TDSTEND\x01"
 TAIL_BYTES = _TAIL.size
@@ -102,17 +105,39 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
 
 
 def _check_record(record: Record, table: Table, path: PurePath) -> None:
-    if record.codec != PLAIN or record.base is not None:
+    fits = _encoded_fits(record) if table.kind == ENCODED else _plain_fits(record)
+    if fits is None:
         raise NewerFormatError.at(path, f"the codec {record.codec!r}", codec=record.codec)
     try:
         right = combine(record.nbytes, record.leaf_list) == record.digest.hex()
     except IntegrityError:
         right = False
     inside = 0 <= record.offset <= table.data_bytes - record.stored
-    if not right or not inside or record.stored != record.nbytes or record.nbytes <= 0:
+    if not right or not inside or not fits or record.nbytes <= 0:
         raise DamagedFileError.at(path, f"its record at {record.offset} contradicts itself")
     if record.offset % ALIGNMENT[table.kind]:
         raise DamagedFileError.at(path, f"its record at {record.offset} is not aligned")
+
+
+def _plain_fits(record: Record) -> bool | None:
+    """Whether sizes and base are those of bytes stored as they are; None: these are not."""
+    if record.codec != PLAIN or record.base is not None:
+        return None
+    return record.stored == record.nbytes
+
+
+def _encoded_fits(record: Record) -> bool | None:
+    """Whether sizes and base are those that its codec makes; None: nobody knows the codec."""
+    codec = CODECS.get(record.codec)
+    if codec is None:
+        return None
+    base = record.base
+    if codec.against_base != (base is not None):
+        return False
+    if base is not None and (len(base) != DIGEST_BYTES or base == record.digest):
+        return False
+    # What is not smaller would have been stored as it is: no reader need take more than `nbytes`.
+    return head_bytes(record.nbytes) < record.stored < record.nbytes
 
 
 def _check_places(table: Table, path: PurePath) -> None:
