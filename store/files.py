@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-Mode: TypeAlias = Literal["read", "create", "modify", "lock"]
+from tensor_dedup.store import memory
+
+# What `direct` and `map` count in.
+PAGE = memory.PAGE
+Mode: TypeAlias = Literal["read", "direct", "create", "modify", "lock"]
 
 # linux/fs.h: share the blocks of another file, copied only when one of the two is written.
 _FICLONE = 0x40049409
@@ -35,6 +39,7 @@ _CANNOT_CLONE = {
 _FLAGS: dict[Mode, int] = {
     # Non-blocking: opening a pipe nobody writes to would wait for ever.
     "read": os.O_RDONLY | os.O_NONBLOCK,
+    "direct": os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT,
     "create": os.O_RDWR | os.O_CREAT | os.O_EXCL,
     "modify": os.O_RDWR,
     "lock": os.O_RDWR | os.O_CREAT,
@@ -85,7 +90,9 @@ class Files(ABC):
     def open(self, path: Path, mode: Mode) -> Handle:
         """Open a file: `read` one, `create` a new one, `modify` one, or one to `lock` on.
 
-        FileExistsError when `create` finds one. `lock` makes the file when it is missing and falls
+        `direct` reads past the page cache, whole pages only: memory, offset and size are multiples
+        of PAGE; OSError (EINVAL) where the file system cannot. FileExistsError when `create` finds
+        one. `lock` makes the file when it is missing and falls
         back to reading where writing is not allowed.
         """
 
@@ -104,6 +111,17 @@ class Files(ABC):
     @abstractmethod
     def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
         """Fill `view` from `offset`; how many bytes there were, fewer only at the file's end."""
+
+    @abstractmethod
+    def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
+        """How much of a range the page cache holds, about; None where the kernel does not say."""
+
+    @abstractmethod
+    def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
+        """A range from a multiple of PAGE as memory: read when it is touched, private once written.
+
+        It stays when the file is closed or unlinked, until nothing refers to it.
+        """
 
     @abstractmethod
     def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
@@ -207,6 +225,13 @@ class RealFiles(Files):
                     break
                 done += count
         return done
+
+    def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
+        return memory.cached_bytes(handle.fd, start, nbytes)
+
+    def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
+        with _naming(handle):
+            return memory.map_file(handle.fd, start, nbytes)
 
     def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
         view, done = memoryview(data), 0

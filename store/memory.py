@@ -4,7 +4,10 @@ First touch is the hidden cost of loading: a fresh page of 4 KiB costs more than
 it. Huge pages cost a small part of that, and memory that is used again costs nothing.
 """
 
+import ctypes
+import errno
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -13,6 +16,18 @@ from typing import Final
 
 PAGE: Final = mmap.PAGESIZE
 HUGE_PAGE: Final = 2 << 20
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _names = ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    _fields_ = tuple((name, ctypes.c_uint64) for name in _names)
 
 
 def allocate(nbytes: int) -> memoryview:
@@ -23,6 +38,25 @@ def allocate(nbytes: int) -> memoryview:
         with suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(region)
+
+
+def map_file(fd: int, start: int, nbytes: int) -> memoryview:
+    """A range of a file, private once it is written; `start` is a multiple of PAGE.
+
+    OSError, also where the file is shorter: touching what is not there would end the process.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if os.fstat(fd).st_size < start + nbytes:
+        raise OSError(errno.EINVAL, f"it ends before {start + nbytes}")
+    return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, access, offset=start))
+
+
+def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:
+    """How much of a range of a file is in the page cache; None where the kernel does not say."""
+    pages = _Pages()
+    wanted = _Range(start, nbytes)
+    failed = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(pages), 0)
+    return None if failed else min(nbytes, int(pages.cached) * PAGE)
 
 
 class Pool:

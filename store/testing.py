@@ -139,6 +139,14 @@ class FaultyFiles(Files):
         self._step("pread")
         return self._inner.pread(handle, view, offset)
 
+    def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
+        self._step("cached_bytes")
+        return self._inner.cached_bytes(handle, start, nbytes)
+
+    def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
+        self._step("map")
+        return self._inner.map(handle, start, nbytes)
+
     def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
         half = memoryview(data)[: len(data) // 2]
         keep = self._keep(handle, offset, len(data))
