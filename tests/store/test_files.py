@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.files import PAGE, Files, RealFiles
 from tensor_dedup.store.testing import Crash, Faults, FaultyFiles, FilesTests
 
 
@@ -91,3 +91,41 @@ def test_an_operation_fails_once_and_a_full_disk_stays_full(limbo: Path) -> None
         with pytest.raises(OSError, match="No space"):
             files.pwrite(handle, b"x", 0)
     files.lose("nothing")
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_a_mapped_range_is_private_and_outlives_its_file(tmp_path: Path, faulty: bool) -> None:
+    (tmp_path / "limbo").mkdir()
+    files: Files = FaultyFiles(tmp_path / "limbo") if faulty else RealFiles()
+    (tmp_path / "a").write_bytes(bytes(PAGE) + b"mapped" * 1000)
+    handle = files.open(tmp_path / "a", "read")
+    view = files.map(handle, PAGE, 6000)
+    with pytest.raises(OSError, match="ends before"):
+        files.map(handle, PAGE, 6001)
+    files.close(handle)
+    view[:6] = b"MAPPED"
+    assert (tmp_path / "a").read_bytes() == bytes(PAGE) + b"mapped" * 1000
+    files.unlink(tmp_path / "a")
+    assert bytes(view) == b"MAPPED" + b"mapped" * 999
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_only_empty_folders_are_removed(tmp_path: Path, faulty: bool) -> None:
+    (tmp_path / "limbo").mkdir()
+    files: Files = FaultyFiles(tmp_path / "limbo") if faulty else RealFiles()
+    (tmp_path / "full" / "inner").mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"):
+        files.rmdir(tmp_path / "full")
+    files.rmdir(tmp_path / "full" / "inner")
+    assert files.listdir(tmp_path / "full") == []
+    with pytest.raises(FileNotFoundError):
+        files.rmdir(tmp_path / "full" / "inner")
+
+
+def test_what_was_just_written_is_cached(tmp_path: Path) -> None:
+    files = RealFiles()
+    (tmp_path / "a").write_bytes(bytes(10 * PAGE))
+    handle = files.open(tmp_path / "a", "read")
+    assert files.cached_bytes(handle, 0, 10 * PAGE) in (None, 10 * PAGE)
+    assert files.cached_bytes(handle, 20 * PAGE, PAGE) in (None, 0)
+    files.close(handle)
