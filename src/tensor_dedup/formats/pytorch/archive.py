@@ -30,6 +30,7 @@ _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _FOOTER, _UTF8 = 1 << 3, 1 << 11
 _ZIP64 = 1
 _LONGEST_FOOTER = 24
+_FOLDER = 0x10  # among the attributes of a file in DOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _listed(blob: bytes, at: int, path: str) -> tuple[_Listed, int]:
         raise lies.ArchiveDirectoryError.at(path, f"no entry at {at} of the directory", offset=at)
     fields = _CENTRAL.unpack_from(blob, at)
     _, _, _, flags, method, _, _, crc, packed, nbytes = fields[:10]
-    name_bytes, extra_bytes, comment_bytes, disk, _, _, offset = fields[10:]
+    name_bytes, extra_bytes, comment_bytes, disk, _, attributes, offset = fields[10:]
     end = body + name_bytes + extra_bytes + comment_bytes
     if end > len(blob) or disk not in (0, _U16):
         raise lies.ArchiveDirectoryError.at(
@@ -154,6 +155,10 @@ def _listed(blob: bytes, at: int, path: str) -> tuple[_Listed, int]:
     nbytes, packed, offset = _large(extra, (nbytes, packed, offset), name, path)
     entry = _Listed(name, flags, method, crc, nbytes, offset)
     _check_stored(entry, packed, path)
+    if nbytes and (attributes & _FOLDER or name.endswith(b"/")):
+        raise lies.FolderEntryError.at(
+            path, f"the entry {entry.shown!r} of {nbytes} bytes is a folder", entry=entry.shown
+        )
     return entry, end
 
 

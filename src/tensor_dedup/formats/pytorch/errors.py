@@ -5,7 +5,7 @@ PytorchError
   - of the archive:   ArchiveEndError, ArchiveDirectoryError, TooManyEntriesError, EntryNameError,
                       DuplicateEntryError, EncryptedEntryError, CompressedEntryError,
                       EntrySizeError, EntryBeyondError, LocalHeaderError, EntryOverlapError,
-                      EntryHoleError, StrayEntryError, MissingEntryError
+                      EntryHoleError, StrayEntryError, FolderEntryError, MissingEntryError
   - of the pickle:    PickleTooLargeError, PickleTruncatedError, PickleOpcodeError,
                       PickleStackError, PickleMemoError, PickleTextError, PickleNumberError,
                       PickleTrailingError, PickleBombError, ForbiddenGlobalError,
@@ -99,6 +99,10 @@ class EntryHoleError(PytorchError):
 
 class StrayEntryError(PytorchError):
     """An entry outside the one folder that an archive of torch.save has."""
+
+
+class FolderEntryError(PytorchError):
+    """An entry with data is said to be a folder: PyTorch returns memory nobody has written to."""
 
 
 class MissingEntryError(PytorchError):

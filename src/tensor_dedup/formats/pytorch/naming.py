@@ -15,7 +15,9 @@ from tensor_dedup.formats.pytorch.values import PlainDict, Tensor
 MAX_DEPTH = 64
 MAX_NAME = 1024
 MAX_TENSORS = 1_000_000
-# Values may be shared, so that a small pickle describes a tree of any size.
+# Values may be shared, so that a small pickle describes a tree of any size: how many containers and
+# tensors, and how many values in all, are looked at.
+MAX_HOLDERS = 1_000_000
 MAX_VALUES = 10_000_000
 _MAX_NAMES_BYTES = 200_000_000
 _ALONE = "tensor"
@@ -28,7 +30,7 @@ def named_tensors(value: object, path: str) -> list[tuple[str, Tensor]]:
     """Every tensor with its name, in the order of the pickle. PytorchError."""
     found: dict[str, Tensor] = {}
     waiting: list[tuple[str, object, int]] = [("", value, 0)]
-    values = names = 0
+    holders = values = names = 0
     while waiting:
         prefix, holder, depth = waiting.pop()
         if isinstance(holder, Tensor):
@@ -37,12 +39,14 @@ def named_tensors(value: object, path: str) -> list[tuple[str, Tensor]]:
             continue
         items = _items(holder, prefix, path)
         values += len(items)
+        holders += 1
         inner = [(_joined(prefix, key), held, depth + 1) for key, held in items if _holds(held)]
         if inner and depth >= MAX_DEPTH:
             raise lies.DeepNestingError.at(
                 path, f"{shorten(prefix)!r} nests deeper than {MAX_DEPTH} containers", depth=depth
             )
-        if values > MAX_VALUES or names > _MAX_NAMES_BYTES or len(found) > MAX_TENSORS:
+        large = names > _MAX_NAMES_BYTES or len(found) > MAX_TENSORS
+        if large or values > MAX_VALUES or holders > MAX_HOLDERS:
             raise lies.PickleBombError.at(
                 path, f"it holds {len(found)} tensors and {values} values so far", values=values
             )
