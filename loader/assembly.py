@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 
 from tensor_dedup.errors import AuditError
+from tensor_dedup.loader.ahead import Ahead
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
 from tensor_dedup.loader.layer_key import process_state
@@ -66,6 +67,10 @@ class Assembly:
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)
     _state: str = field(default_factory=process_state)
     _rng: random.Random = field(default_factory=random.Random)
+    ahead: Ahead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ahead = Ahead(self.reader, self.scratch, self.evaluator)
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
         """Say which final tensors there will be, before the first is asked for."""
@@ -80,6 +85,7 @@ class Assembly:
         wanted = {id(s) for each in parameters for s in self._shareable_sources(each)}
         every = {id(s) for each in parameters for s in self.sources(each)}
         self.evaluator.unhashed = every - wanted
+        self.ahead.plan(parameters)
 
     def sources(self, each: DeferredParameter) -> list[SourceTensor]:
         """The source tensors its bytes follow from."""
@@ -110,9 +116,17 @@ class Assembly:
     def make(self, each: DeferredParameter) -> Made:
         """Compute a final tensor into borrowed memory; afterwards its digests are known."""
         view = _view(each)
-        block = self.scratch.take(view.storage.nbytes)
-        self.evaluator.fill(view, block[: view.storage.nbytes])
+        block = self.ahead.take(each)
+        if block is None:
+            block = self.scratch.take(view.storage.nbytes)
+            self.evaluator.fill(view, block[: view.storage.nbytes])
+        self.ahead.begin(self._must_be_read)
         return Made(block, as_view(block[: view.storage.nbytes], view))
+
+    def _must_be_read(self, each: DeferredParameter) -> bool:
+        if each.installed or not each.sources or self.reason(each) is not None:
+            return False
+        return all(source.digest is None for source in each.sources)
 
     def give_back(self, made: Made | None) -> None:
         """Return borrowed memory."""

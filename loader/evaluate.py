@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,22 @@ class Evaluator:
         """
         self._fill(view.storage, view.version, out)
         self._reader.settle()
+
+    def begin(self, view: View, out: torch.Tensor) -> bool:
+        """Start a `fill` that only copies whole sources; False, and nothing done, for any other.
+
+        The reader says when every byte is there.
+        """
+        storage, version = view.storage, view.version
+        writes = live_writes(storage, version)
+        if not writes or needs_base(storage, version):
+            return False
+        spans = [self._direct_span(write) for write in writes]
+        found = sorted(span for span in spans if span is not None)
+        if len(found) < len(spans) or any(a[1] > b[0] for a, b in itertools.pairwise(found)):
+            return False
+        self._fill(storage, version, out)
+        return True
 
     def value(self, view: View) -> torch.Tensor:
         """A real CPU tensor equal to `view`; not to be written, valid until the next release."""

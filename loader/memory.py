@@ -28,7 +28,6 @@ from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.mappings import MAPPINGS, Span
 
 PAGE: Final = mmap.PAGESIZE
-HUGE_PAGE: Final = 2 << 20
 ALIGNMENT: Final = 64  # a cache line, and the widest vector load
 PAGE_ALIGNED_FROM: Final = 64 << 10  # from here on a neighbour's page costs less than 7 %
 SLAB_NAME: Final = "tensor-dedup"
@@ -36,7 +35,6 @@ _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | f
 # Calls of libc: Python's mmap duplicates the descriptor, and its close() unmaps under live tensors.
 _MAP_NORESERVE: Final = 0x4000
 _MADV_DONTFORK: Final = 10
-_MADV_HUGEPAGE: Final = 14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -73,14 +71,6 @@ class SlabBusyError(SharedMemoryError):
 
 class SlabUsageError(SharedMemoryError):
     """You asked a slab for what it does not have, or used its writer after sealing."""
-
-
-def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages under private memory: a first touch of 2 MiB instead of 512. A hint."""
-    start = round_up(address, HUGE_PAGE)
-    length = (address + nbytes - start) // HUGE_PAGE * HUGE_PAGE
-    if length > 0:
-        _libc.madvise(start, length, _MADV_HUGEPAGE)
 
 
 def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:

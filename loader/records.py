@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.loader.hints import FileIdentity
 
 if TYPE_CHECKING:
     import weakref
     from pathlib import Path
 
+    from tensor_dedup.loader.rereading import Read, Reread
     from tensor_dedup.loader.residents import Resident
     from tensor_dedup.loader.sources import SourceTensor
 
@@ -21,18 +24,22 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a donor's source tensor was read: file, what the file was then, byte range."""
+    """Where a donor's source tensor was read: file, what the file was then, byte range.
+
+    `reread` reads what lies in no file of its own.
+    """
 
     path: Path
     identity: FileIdentity
     start: int
     nbytes: int
+    reread: Reread | None = None
 
     @classmethod
     def of(cls, source: SourceTensor) -> Origin:
         """The place of an open source tensor."""
         file, spec = source.file, source.spec
-        return cls(file.path, file.identity, spec.start, spec.nbytes)
+        return cls(file.path, file.identity, spec.start, spec.nbytes, file.reread(spec))
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -59,10 +66,14 @@ class LayerRecord:
     aliases: list[LayerRecord] = field(default_factory=list)
 
 
+class OriginGoneError(TensorDedupError):
+    """What a record was made from is not there to compare with, or not what it was."""
+
+
 def same_source_bytes(mine: Sequence[SourceTensor], donor: Sequence[Origin]) -> tuple[bool, int]:
     """Compare sources byte by byte with those a record was made from; and the bytes read.
 
-    False where the donor's file is gone or changed since: what cannot be compared is not equal.
+    OriginGoneError where the donor's file is gone or changed since.
     """
     if len(mine) != len(donor):
         return False, 0
@@ -79,20 +90,38 @@ def _same_range(source: SourceTensor, origin: Origin) -> tuple[bool, int]:
     if source.spec.nbytes != origin.nbytes:
         return False, 0
     try:
+        with (origin.reread or _by_path(origin))() as theirs:
+            return _compare(source, theirs)
+    except (OSError, StoreError) as error:
+        raise OriginGoneError(f"{source.place}: nothing to compare with ({error})") from error
+
+
+def _by_path(origin: Origin) -> Reread:
+    @contextmanager
+    def opened() -> Iterator[Read]:
         fd = os.open(origin.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False, 0
-    try:
-        if FileIdentity.of(fd) != origin.identity:
-            return False, 0
-        read = 0
-        for offset in range(0, origin.nbytes, _CHUNK):
-            size = min(_CHUNK, origin.nbytes - offset)
-            theirs = os.pread(fd, size, origin.start + offset)
-            ours = source.file.read_range(source.spec.start + offset, size)
-            read += len(theirs) + len(ours)
-            if theirs != ours or len(ours) != size:
-                return False, read
-        return FileIdentity.of(fd) == origin.identity, read
-    finally:
-        os.close(fd)
+        try:
+            _check(fd, origin)
+            yield lambda at, size: os.pread(fd, size, origin.start + at)
+            _check(fd, origin)
+        finally:
+            os.close(fd)
+
+    return opened
+
+
+def _check(fd: int, origin: Origin) -> None:
+    if FileIdentity.of(fd) != origin.identity:
+        raise OriginGoneError(f"{origin.path} changed since it was loaded")
+
+
+def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
+    count = 0
+    for offset in range(0, source.spec.nbytes, _CHUNK):
+        size = min(_CHUNK, source.spec.nbytes - offset)
+        theirs = read(offset, size)
+        ours = source.file.read_range(source.spec.start + offset, size)
+        count += len(theirs) + len(ours)
+        if theirs != ours or len(ours) != size:
+            return False, count
+    return True, count

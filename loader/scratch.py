@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from tensor_dedup.loader.memory import prefer_huge_pages
-
 # A block much larger than what is asked for stays free for what needs it.
 _SLACK = 1 << 20
 
@@ -31,7 +29,6 @@ class Scratch:
         else:
             self._make_room(nbytes)
             block = torch.empty(nbytes, dtype=torch.uint8)
-            prefer_huge_pages(block.data_ptr(), nbytes)
         self._lent += block.numel()
         self.peak = max(self.peak, self._lent)
         return block

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from tensor_dedup.formats.safetensors import SafetensorsHeader
+    from tensor_dedup.loader.rereading import Reread
     from tensor_dedup.types import TensorSpec
 
 # One preadv asks for at most this much: the kernel cuts it at 2 GiB anyway.
@@ -113,6 +115,10 @@ class SourceFile:
         """Up to `nbytes` bytes from offset `start` of the file."""
         return os.pread(self._fd, nbytes, start)
 
+    def reread(self, _: TensorSpec) -> Reread | None:
+        """How to read a tensor again once this is closed; None: by path, if nothing changed."""
+        return None
+
     def check_unchanged(self) -> None:
         """Raise ChangedFileError when the file is not what it was when it was opened."""
         if FileIdentity.of(self._fd) != self.identity:
@@ -164,7 +170,9 @@ class SourceReader:
 
     algorithm: str
     counters: ReadCounters = field(default_factory=ReadCounters)
-    _pending: list[tuple[SourceTensor, Future[str]]] = field(default_factory=list)
+    begun: int = 0  # how many were started with `hashed`
+    _settled: int = 0
+    _pending: deque[tuple[SourceTensor, Future[str]]] = field(default_factory=deque)
 
     def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
         """Start reading `source` into `memory` (flat uint8, exactly its size, CPU).
@@ -179,25 +187,28 @@ class SourceReader:
             self.counters.bytes_hashed += spec.nbytes
             future = submit(view, self.algorithm, partial(file.read_into, spec))
             self._pending.append((source, future))
+            self.begun += 1
         else:
             file.read_into(spec, view)
         self.counters.read_seconds += time.perf_counter() - began
 
-    def settle(self) -> None:
-        """Wait for all that is under way and enter the digests.
+    def settle(self, mark: int | None = None) -> None:
+        """Wait for all that is under way, or for the first `mark` begun; enter the digests.
 
         StaleHintError when a hint said otherwise; what reading raised.
         """
-        if not self._pending:
+        count = (self.begun if mark is None else mark) - self._settled
+        if count <= 0:
             return
         began = time.perf_counter()
-        pending, self._pending = self._pending, []
+        settled = [self._pending.popleft() for _ in range(count)]
+        self._settled += count
         # All of them, whatever happened to one: until then the pool writes into the memory.
-        errors = [error for _, future in pending if (error := future.exception()) is not None]
+        errors = [error for _, future in settled if (error := future.exception()) is not None]
         self.counters.read_seconds += time.perf_counter() - began
         if errors:
             raise errors[0]
-        for source, future in pending:
+        for source, future in settled:
             _enter(source, future.result())
 
     def digest(self, data: Buffer) -> str:
@@ -210,9 +221,9 @@ class SourceReader:
 
     def abandon(self) -> None:
         """Wait for every read under way without using it: the memory may be freed then."""
-        pending, self._pending = self._pending, []
-        for _, future in pending:
-            future.exception()
+        while self._pending:
+            self._pending.popleft()[1].exception()
+        self._settled = self.begun
 
 
 def _enter(source: SourceTensor, value: str) -> None:

@@ -26,6 +26,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     # Hints of the person who runs the tests would make an unknown checkpoint a known one.
     TENSOR_DEDUP_HINTS=str(Path(_SESSION.name) / "hints.sqlite"),
+    # Nothing a test does may reach the store of the person who runs it.
+    TENSOR_DEDUP_STORE=str(Path(_SESSION.name) / "store"),
 )
 
 

@@ -10,8 +10,9 @@ import torch
 import vllm
 from torch import nn
 
+from tensor_dedup.loader.assembly import COLLISION
 from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, process_text
-from tensor_dedup.loader.records import LayerRecord, same_source_bytes
+from tensor_dedup.loader.records import LayerRecord, OriginGoneError, same_source_bytes
 from tensor_dedup.loader.structure import distinct_sources, structure_of
 from tensor_dedup.patches.vllm.kernels import dispatch
 
@@ -81,18 +82,26 @@ class LayerContext:
         bytes_are = f"content {content}" if content else self.assembly.book.digest(view)
         return [kind, str(view.dtype), view.shape, view.stride, bytes_are]
 
-    def acceptable(self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]) -> bool:
-        """With verify_bytes: are the sources really those the record was made from?"""
+    def refusal(
+        self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]
+    ) -> str | None:
+        """With verify_bytes: why the record must not be used, or None.
+
+        Its sources are other bytes, or cannot be compared any more.
+        """
         if not self.assembly.config.verifies_bytes:
-            return True
+            return None
         structure, _ = structure_of(list(parameters.values()))
         mine = distinct_sources(list(parameters.values()))
-        equal, read = same_source_bytes(mine, record.origins)
+        try:
+            equal, read = same_source_bytes(mine, record.origins)
+        except OriginGoneError as error:
+            return f"verify_bytes: {error}"
         self.assembly.reader.counters.bytes_read += read
         if equal and structure == record.structure:
-            return True
+            return None
         self.assembly.ledger.collisions += 1
-        return False
+        return COLLISION
 
 
 def _bias(layer: nn.Module) -> str | None:

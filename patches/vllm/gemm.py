@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tensor_dedup.loader.assembly import COLLISION, Made, raise_audit
+from tensor_dedup.loader.assembly import Made, raise_audit
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.records import LayerRecord
 from tensor_dedup.loader.registry import registry
@@ -48,10 +48,11 @@ class PackedGemm:
         record = registry.lookup_record(key.digest)
         linear = record.opaque() if isinstance(record, LayerRecord) and record.opaque else None
         if isinstance(record, LayerRecord) and linear is not None:
-            if self.context.acceptable(record, {"weight": weight}):
+            refusal = self.context.refusal(record, {"weight": weight})
+            if refusal is None:
                 self._reuse(record, linear, made)
             else:
-                self._pack_privately(COLLISION)
+                self._pack_privately(refusal)
         else:
             self._pack(key, made)
         assembly.give_back(made)

@@ -95,9 +95,14 @@ class LayerProcessor:
             made = {name: self.assembly.make(each) for name, each in parameters.items()}
         key = self.context.key(layer, parameters)
         record = registry.lookup_record(key.digest)
-        if isinstance(record, LayerRecord) and self.context.acceptable(record, parameters):
-            self._reuse(original, layer, parameters, record, made)
-        else:
+        refusal: str | None = None
+        if isinstance(record, LayerRecord):
+            refusal = self.context.refusal(record, parameters)
+            if refusal is None:
+                self._reuse(original, layer, parameters, record, made)
+            else:
+                self.assembly.ledger.skip(next(iter(parameters.values())).name, refusal)
+        if refusal is not None or not isinstance(record, LayerRecord):
             self._build(original, layer, parameters, made, key)
         for each in made.values():
             self.assembly.give_back(each)

@@ -69,6 +69,7 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self.assembly.reader.abandon()
+        self.assembly.ahead.close()
         for file in self._files:
             file.close()
         self._opening.close()
@@ -187,6 +188,7 @@ class Run:
         UntraceableError when somebody still holds a deferred tensor, which has no content.
         """
         self._deferred.clear()
+        self.assembly.ahead.close()
         self._processor = None
         if self.tracer.held():
             gc.collect()

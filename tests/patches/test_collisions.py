@@ -28,6 +28,7 @@ from tensor_dedup.loader.registry import registry
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from tensor_dedup.digest import Fill
     from tensor_dedup.loader.report import ModelReport
 
 pytestmark = pytest.mark.vllm
@@ -46,7 +47,9 @@ def everything_collides(root: Path) -> Iterator[None]:
     What is remembered of files meanwhile is a lie, and stays in `root`.
     """
 
-    def submit(_data: object, _algorithm: str) -> "Future[str]":
+    def submit(data: Any, _algorithm: str, fill: "Fill | None" = None) -> "Future[str]":
+        if fill is not None:
+            fill(memoryview(data), 0)
         future: Future[str] = Future()
         future.set_result(ONE_DIGEST)
         return future
@@ -54,7 +57,7 @@ def everything_collides(root: Path) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, TENSOR_DEDUP_HINTS=str(root / "lies.sqlite")),
         mock.patch("tensor_dedup.loader.sources.submit", submit),
-        mock.patch("tensor_dedup.loader.assembly.digest", return_value=ONE_DIGEST),
+        mock.patch("tensor_dedup.loader.sources.digest", return_value=ONE_DIGEST),
     ):
         yield
 
@@ -215,3 +218,25 @@ def test_a_packed_layer_is_compared_with_its_donors_file(fate: str, tmp_path: Pa
     assert plain.outputs(first) == plain.outputs(again) == answers
     plain.let_go(first)
     plain.let_go(again)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_donor_whose_file_is_gone_is_no_collision(tmp_path: Path) -> None:
+    """Packed weights can only be compared through the file that they were made from."""
+    base = checkpoints.make("llama", tmp_path).base
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    first, _ = load(base, verify_bytes=True)
+    second, found = load(copy, verify_bytes=True)
+    assert shared.everything(first, second), "equal bytes are kept apart, so this proves nothing"
+    assert found.collisions == 0
+    plain.let_go(second)
+    (base / "model.safetensors").unlink()
+
+    third, found = load(copy, verify_bytes=True)
+
+    assert found.collisions == 0
+    assert any("nothing to compare with" in why for _, why in found.skipped)
+    assert shared.contents(third) == shared.contents(first)
+    plain.let_go(third)
+    plain.let_go(first)
