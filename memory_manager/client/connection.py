@@ -169,6 +169,17 @@ class Connection:
         except OSError as error:
             raise ManagerGoneError(f"{self.path}: {error.strerror or error}") from error
 
+    def wait_for_end(self) -> None:
+        """Return when the other side has hung up, or after the usual time of a reply."""
+        with self._lock:
+            connection = self._open()
+            connection.settimeout(self._timeout_s)
+            try:
+                while (datagram := wire.receive(connection)).data:
+                    wire.close_all(datagram.descriptors)
+            except (OSError, ProtocolError):
+                return
+
     def release(self, lease: int) -> None:
         """Give a lease back, now or with the next request. Never waits and never fails.
 

@@ -74,8 +74,13 @@ def _detached(start: Start) -> int:
     if os.fork():
         os._exit(0)
     _leave_terminal(start.socket.parent / "manager.log")
-    _run(lambda: serve(start, writer), writer)
+    _run(lambda: serve(start, lambda: _say_ready(writer)), writer)
     return 0
+
+
+def _say_ready(writer: int) -> None:
+    os.write(writer, b"+")
+    os.close(writer)
 
 
 def _run(body: Callable[[], None], writer: int) -> None:

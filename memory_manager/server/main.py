@@ -5,12 +5,11 @@ import os
 import secrets
 import signal
 import socket
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.server.limits import default_budget, raise_descriptor_limit
@@ -34,11 +33,11 @@ class Start:
     stall_timeout_s: float = 10.0
 
 
-def serve(start: Start, ready_fd: int | None = None) -> None:
+def serve(start: Start, ready: Callable[[], None] = lambda: None) -> None:
     """Be a memory manager until SIGTERM, SIGINT or a client's Stop. In the main thread.
 
-    `ready_fd` is closed, after one byte, as soon as clients can connect. ManagerRunningError when
-    another manager owns the socket; UnsafeSocketError, OSError.
+    `ready` is called as soon as clients can connect. ManagerRunningError when another manager owns
+    the socket; UnsafeSocketError, OSError.
     """
     raise_descriptor_limit()
     socket_file = SocketFile(start.socket)
@@ -56,7 +55,8 @@ def serve(start: Start, ready_fd: int | None = None) -> None:
             settings.budget,
             metrics.where,
         )
-        _say_ready(ready_fd)
+        ready()
+        notify("READY=1")
         server.run()
 
 
@@ -73,13 +73,6 @@ def _settings(start: Start) -> Settings:
     )
 
 
-def _say_ready(ready_fd: int | None) -> None:
-    if ready_fd is not None:
-        os.write(ready_fd, b"+")
-        os.close(ready_fd)
-    notify("READY=1")
-
-
 def notify(state: str) -> None:
     """Tell systemd, where it asked to be told."""
     address = os.environ.get("NOTIFY_SOCKET", "")
@@ -89,16 +82,10 @@ def notify(state: str) -> None:
         door.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
 
 
-def log_to(stream: int | None = None) -> None:
-    """Readable lines, with the time, to stderr or to a descriptor."""
-    target = sys.stderr if stream is None else os.fdopen(stream, "w", buffering=1)
-    handler = logging.StreamHandler(target)
+def log_to() -> None:
+    """Readable lines on stderr, with the time."""
+    handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
-
-
-def default_start(given: str | None) -> Path:
-    """The socket to serve at."""
-    return paths.socket_path(given)

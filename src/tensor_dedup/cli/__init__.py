@@ -15,13 +15,20 @@ from tensor_dedup.cli.errors import data_errors
 VERBS: Mapping[str, str] = {
     "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
     "delete": "Forget a checkpoint of the store.",
+    "evict": "Drop from shared memory what nobody uses.",
     "export": "Write a stored checkpoint's files, byte for byte.",
     "gc": "Give back the space of what no stored checkpoint uses.",
     "import": "Take a checkpoint into the store, each distinct tensor once.",
     "list": "List the checkpoints of the store.",
+    "pin": "Keep a checkpoint in shared memory.",
     "repair": "Restore what is damaged or lost in the store.",
+    "serve": "Run the memory manager, which lends weights to the engines of this user.",
     "show": "Show the files and tensors of a stored checkpoint.",
     "stats": "Say how large the store is and what it saves.",
+    "status": "Say what the memory manager holds, and for whom.",
+    "stop": "End the memory manager.",
+    "top": "Watch the memory manager.",
+    "unpin": "Let a pinned checkpoint be evicted again.",
     "verify": "Read the store and say what is wrong.",
 }
 

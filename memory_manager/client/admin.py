@@ -1,0 +1,98 @@
+"""What the command line asks of a manager: its numbers and tables, pins, evictions, the end."""
+
+import os
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeAlias
+
+import msgspec
+
+from tensor_dedup.memory_manager import paths
+from tensor_dedup.memory_manager.client.connection import Connection
+from tensor_dedup.memory_manager.messages import Done, Evict, Pin, Rows, Status, Stop
+from tensor_dedup.memory_manager.tables import (
+    BuildRow,
+    CheckpointRow,
+    ClientRow,
+    Page,
+    ResidentRow,
+    Totals,
+)
+
+_NAME: Final = "tensor-dedup command"
+Table: TypeAlias = Literal["clients", "checkpoints", "residents", "builds"]
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """Everything a manager tells of itself, at about one moment. Sizes in bytes."""
+
+    totals: Totals
+    clients: list[ClientRow]
+    checkpoints: list[CheckpointRow]
+    builds: list[BuildRow]
+    residents: list[ResidentRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        tables = ("clients", "checkpoints", "builds", "residents")
+        rows = {name: [msgspec.structs.asdict(r) for r in getattr(self, name)] for name in tables}
+        return {"totals": msgspec.structs.asdict(self.totals), **rows}
+
+
+class Admin:
+    """A connection for asking. One thread at a time. ManagerGoneError when nobody answers."""
+
+    def __init__(self, where: str | os.PathLike[str] | None = None) -> None:
+        self.path: Final = paths.socket_path(where)
+        self._connection = Connection(self.path, _NAME)
+
+    def totals(self) -> Totals:
+        """The numbers."""
+        return self._connection.ask(Status(), Totals)[0]
+
+    def overview(self, *, residents: bool = True) -> Overview:
+        """The numbers and the tables; this command is left out of the clients."""
+        clients = [row for page in self._pages("clients") for row in page.clients]
+        return Overview(
+            self.totals(),
+            [row for row in clients if row.name != _NAME],
+            [row for page in self._pages("checkpoints") for row in page.checkpoints],
+            [row for page in self._pages("builds") for row in page.builds],
+            [row for page in self._pages("residents") for row in page.residents]
+            if residents
+            else [],
+        )
+
+    def _pages(self, table: Table) -> list[Page]:
+        pages: list[Page] = []
+        start = 0
+        while True:
+            page = self._connection.ask(Rows(table, start), Page)[0]
+            rows = len(getattr(page, table))
+            pages.append(page)
+            start += rows
+            if not rows or start >= page.total:
+                return pages
+
+    def pin(self, name: str, *, pinned: bool = True) -> Done:
+        """Keep a checkpoint or a digest in memory, or no longer: tensors and bytes concerned."""
+        return self._connection.ask(Pin(name, pinned), Done)[0]
+
+    def evict(self, name: str) -> Done:
+        """Drop what nobody uses: tensors and bytes that went."""
+        return self._connection.ask(Evict(name), Done)[0]
+
+    def stop(self) -> None:
+        """End the manager; returns when it has let go of its clients."""
+        self._connection.ask(Stop(), Done)
+        self._connection.wait_for_end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connection.close()

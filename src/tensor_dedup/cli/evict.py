@@ -1,0 +1,29 @@
+"""`tensor-dedup evict`: give back memory that nobody uses."""
+
+import click
+
+from tensor_dedup.cli.manager_verbs import socket_option
+from tensor_dedup.cli.store_verbs import json_option, say
+from tensor_dedup.loader.report_table import human
+from tensor_dedup.memory_manager.client.admin import Admin
+
+
+@click.command(name="evict")
+@click.argument("name", metavar="X")
+@socket_option
+@json_option
+@click.pass_context
+def command(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> None:
+    """Drop X, a checkpoint or a digest, from memory: what is neither in use nor pinned.
+
+    Memory is given back slab by slab, so tensors that lie beside X's go too. Exit status 1 when
+    nothing could be dropped.
+    """
+    with Admin(socket) as admin:
+        done = admin.evict(name)
+    document = {"name": name, "tensors": done.count, "bytes": done.nbytes}
+    nothing = f"nothing of {name} was dropped: it is not here, in use, or pinned"
+    freed = f"{name}: {done.count} tensors dropped, {human(done.nbytes)} free"
+    say(document, as_json, freed if done.count else nothing)
+    if not done.count:
+        ctx.exit(1)

@@ -1,0 +1,96 @@
+"""What the verbs of the memory manager have in common: which socket, how numbers look."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from rich.table import Table
+
+from tensor_dedup.loader.report_table import human
+from tensor_dedup.memory_manager.client.admin import Overview
+from tensor_dedup.memory_manager.paths import ENVIRONMENT
+
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def socket_option(verb: _Verb) -> _Verb:
+    """`--socket PATH`, as `socket`; None means the environment's or the user's own."""
+    return click.option(
+        "--socket",
+        type=click.Path(dir_okay=False),
+        metavar="PATH",
+        help=f"The manager's socket; by default ${ENVIRONMENT}, else the user's own.",
+    )(verb)
+
+
+def numbers(overview: Overview) -> Table:
+    """The totals, one a line."""
+    t = overview.totals
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("manager", f"process {t.pid} at {t.name}, up {_time(t.uptime_s)}"),
+        ("budget", f"{human(t.charged)} of {human(t.budget)} in use"),
+        ("residents", f"{t.residents} tensors, {human(t.resident_bytes)}; {t.records} layers"),
+        (
+            "leased",
+            f"{human(t.leased_bytes)}, {t.leases} leases of {len(overview.clients)} clients",
+        ),
+        ("pinned", human(t.pinned_bytes) + (f" ({', '.join(t.pins)})" if t.pins else "")),
+        ("look-ups", f"{t.hits} layers found, {t.misses} not; {t.published} published"),
+        ("builds", f"{t.builds} under way, {t.waiting} clients wait, {t.takeovers} taken over"),
+        ("evicted", human(t.evicted_bytes)),
+    ):
+        table.add_row(name, value)
+    if t.lingering_bytes:
+        table.add_row("lingering", f"{human(t.lingering_bytes)} of processes that were cut off")
+    return table
+
+
+def clients(overview: Overview) -> Table:
+    """Who holds what."""
+    table = _table("pid", "client", "leases", "leased", "builds", "connected")
+    for row in overview.clients:
+        table.add_row(
+            str(row.pid),
+            row.name,
+            str(row.leases),
+            human(row.leased_bytes),
+            str(row.builds),
+            _time(row.connected_s),
+        )
+    return table
+
+
+def checkpoints(overview: Overview) -> Table:
+    """Bytes by checkpoint; a tensor that several share counts for each."""
+    table = _table("checkpoint", "tensors", "size", "in use", "pinned")
+    for row in overview.checkpoints:
+        pinned = "yes" if row.pinned else ""
+        size, used = human(row.nbytes), human(row.leased_bytes)
+        table.add_row(row.name, str(row.residents), size, used, pinned)
+    return table
+
+
+def builds(overview: Overview) -> Table:
+    """Puts under way."""
+    table = _table("put", "pid", "state", "layers", "slab", "silent for")
+    for row in overview.builds:
+        silent = f"{row.silent_s:.1f} s"
+        table.add_row(
+            str(row.put), str(row.pid), row.state, str(row.keys), human(row.nbytes), silent
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for column in columns:
+        text = column in ("client", "checkpoint", "state", "pinned")
+        table.add_column(column, justify="left" if text else "right", overflow="fold")
+    return table
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,84 @@
+"""`tensor-dedup serve`: the memory manager, in the foreground."""
+
+import json
+import os
+import re
+
+import click
+
+from tensor_dedup.cli.manager_verbs import socket_option
+from tensor_dedup.cli.store_verbs import json_option
+from tensor_dedup.memory_manager.paths import socket_path
+from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A number of bytes, with K, M, G or T for powers of 1024."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no number of bytes; write for example 64G")
+    nbytes = int(match[1]) << _UNITS[match[2].upper()]
+    if nbytes < MIN_BUDGET:
+        raise click.BadParameter(f"{nbytes} bytes are too few, {MIN_BUDGET} the least")
+    return nbytes
+
+
+@click.command(name="serve")
+@click.option(
+    "--budget",
+    callback=_bytes,
+    metavar="BYTES",
+    help="Most memory to hold, for example 64G; by default half of what there is.",
+)
+@click.option(
+    "--metrics",
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Serve Prometheus metrics on this port of the loopback address.",
+)
+@click.option(
+    "--idle-exit",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="End when nobody has been connected for so long.",
+)
+@click.option(
+    "--build-timeout",
+    type=click.FloatRange(min=0.1),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the builder of a layer may be silent before another one takes over.",
+)
+@socket_option
+@json_option
+def command(
+    budget: int | None,
+    metrics: int | None,
+    idle_exit: float | None,
+    build_timeout: float,
+    socket: str | None,
+    as_json: bool,
+) -> None:
+    """Own the memory that engines of this user share, until SIGTERM or `tensor-dedup stop`.
+
+    Logs on stderr. With --json: one document on stdout, as soon as clients can connect.
+    """
+    start = Start(
+        socket_path(socket),
+        budget,
+        metrics,
+        idle_exit,
+        build_timeout,
+    )
+    log_to()
+
+    def ready() -> None:
+        if as_json:
+            click.echo(json.dumps({"socket": str(start.socket), "pid": os.getpid()}))
+
+    serve(start, ready)

@@ -1,0 +1,29 @@
+"""`tensor-dedup status`: what the memory manager holds, and for whom."""
+
+import click
+from rich.console import Console
+
+from tensor_dedup.cli import manager_verbs
+from tensor_dedup.cli.store_verbs import json_option, say
+from tensor_dedup.memory_manager.client.admin import Admin
+
+
+@click.command(name="status")
+@manager_verbs.socket_option
+@json_option
+def command(socket: str | None, as_json: bool) -> None:
+    """Show residents, bytes by checkpoint, leases and who holds them, hits, misses, budget."""
+    with Admin(socket) as admin:
+        overview = admin.overview(residents=as_json)
+    if as_json:
+        say(overview.to_dict(), as_json)
+        return
+    console = Console()
+    console.print(manager_verbs.numbers(overview))
+    for rows, table in (
+        (overview.clients, manager_verbs.clients),
+        (overview.checkpoints, manager_verbs.checkpoints),
+        (overview.builds, manager_verbs.builds),
+    ):
+        if rows:
+            console.print(table(overview))

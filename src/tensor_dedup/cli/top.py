@@ -1,0 +1,39 @@
+"""`tensor-dedup top`: the memory manager's numbers, live."""
+
+import time
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+
+from tensor_dedup.cli import manager_verbs
+from tensor_dedup.cli.store_verbs import json_option, say
+from tensor_dedup.memory_manager.client.admin import Admin
+
+
+@click.command(name="top")
+@click.option(
+    "--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS"
+)
+@manager_verbs.socket_option
+@json_option
+def command(every: float, socket: str | None, as_json: bool) -> None:
+    """Show the manager's numbers and tables until Ctrl-C. With --json: once, as `status` does."""
+    with Admin(socket) as admin:
+        if as_json:
+            say(admin.overview().to_dict(), as_json)
+            return
+        with Live(console=Console(), auto_refresh=False, screen=True) as live:
+            while True:
+                live.update(_screen(admin), refresh=True)
+                time.sleep(every)
+
+
+def _screen(admin: Admin) -> Group:
+    overview = admin.overview(residents=False)
+    return Group(
+        manager_verbs.numbers(overview),
+        manager_verbs.clients(overview),
+        manager_verbs.checkpoints(overview),
+        manager_verbs.builds(overview),
+    )

@@ -1,0 +1,181 @@
+"""One copy for several processes: what is shared, what is charged, and when it goes."""
+
+import mmap
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import managers
+from tensor_dedup.digest import digest
+from tensor_dedup.memory_manager.client import Client, Lease, connect
+from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.memory_manager.errors import RefusedError
+
+MIB = 1 << 20
+
+
+def map_all(lease: Lease) -> mmap.mmap:
+    """A private mapping whose pages have all been read."""
+    view = mmap.mmap(lease.slab.fileno, lease.nbytes, flags=mmap.MAP_PRIVATE, offset=lease.offset)
+    assert len(view.read()) == lease.nbytes
+    return view
+
+
+def pss(pid: int) -> int:
+    """Proportional bytes of the slabs that a process maps."""
+    found, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = "/memfd:tensor-dedup" in line
+        elif inside and line.startswith("Pss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def anonymous(pid: int, name: str = "/memfd:tensor-dedup") -> int:
+    """Bytes of these mappings that are the process's own copies."""
+    found, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = name in line
+        elif inside and line.startswith("Anonymous:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def attach(state: dict[str, object]) -> str:
+    client = connect(str(state["path"]), name="reader", keep_connected=False)
+    [found] = client.lookup(["layer"], "tuned")
+    assert found is not None
+    state["client"], state["lease"] = client, found.leases[0]
+    state["view"] = map_all(found.leases[0])
+    return digest(state["view"])  # type: ignore[arg-type]  # an mmap is a buffer
+
+
+def write_first_page(state: dict[str, object]) -> None:
+    view = state["view"]
+    assert isinstance(view, mmap.mmap)
+    view[:7] = b"changed"
+
+
+def test_two_processes_read_the_same_physical_memory(manager: managers.Manager) -> None:
+    data = managers.pattern(1, 32 * MIB)
+    with manager.client() as client:
+        [lease] = managers.build(client, "layer", data)
+        reader = managers.Actor(manager.socket, attach)
+        with map_all(lease) as mine:
+            assert reader.step() == digest(data)
+            total = pss(manager.pid) + pss(reader.pid) + pss(os.getpid())
+            assert total <= 1.03 * len(data)
+            assert mine[:] == data
+        reader.join()
+
+
+def test_a_reader_that_writes_changes_nobody_elses_bytes(manager: managers.Manager) -> None:
+    data = managers.pattern(2, MIB)
+    with manager.client() as client:
+        [lease] = managers.build(client, "layer", data)
+        writer = managers.Actor(manager.socket, attach, write_first_page)
+        writer.step()
+        assert anonymous(writer.pid) == 0
+        assert writer.step() is None
+        assert anonymous(writer.pid) == mmap.PAGESIZE
+        assert managers.bytes_of(lease) == data
+        writer.join()
+
+
+def test_a_killed_reader_has_no_leases(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        managers.build(client, "layer", managers.pattern(3, MIB))
+    reader = managers.Actor(manager.socket, attach)
+    reader.step()
+    assert [(row.pid, row.leases) for row in manager.overview().clients] == [(reader.pid, 1)]
+    reader.kill()
+    managers.until(lambda: manager.overview().totals.leases == 0)
+    assert manager.overview().totals.lingering_bytes == 0
+    assert manager.overview().clients == []
+
+
+def test_what_a_living_process_may_have_mapped_stays_charged(manager: managers.Manager) -> None:
+    # Almost the whole budget: room for another of this size is there only when the first is free.
+    with manager.client() as client:
+        managers.build(client, "layer", bytes(200 * MIB))
+    reader = managers.Actor(manager.socket, attach, lambda state: _client(state).close())
+    reader.step()
+    reader.step()  # hung up, and still there
+    managers.until(lambda: manager.overview().totals.lingering_bytes == 200 * MIB)
+    with manager.client() as client:
+        reservation = client.reserve(["other"])
+        assert reservation.put is not None
+        with reservation.put as put:
+            with pytest.raises(RefusedError) as caught:
+                put.allocate([200 * MIB])
+            assert caught.value.code == "no_room"
+            reader.kill()
+            managers.until(lambda: manager.overview().totals.lingering_bytes == 0)
+            put.allocate([200 * MIB])  # evicts what nobody uses any more
+    assert manager.overview().totals.evicted_bytes == 200 * MIB
+
+
+def _client(state: dict[str, object]) -> Client:
+    client = state["client"]
+    assert isinstance(client, Client)
+    return client
+
+
+def test_equal_bytes_of_two_layers_are_one_tensor(manager: managers.Manager) -> None:
+    same, own = managers.pattern(4, MIB), managers.pattern(5, MIB)
+    with manager.client() as client:
+        [first] = managers.build(client, "a", same)
+        again, other = managers.build(client, "b", same, own)
+        assert again.slab is first.slab
+        assert (again.offset, again.digest) == (first.offset, digest(same))
+        assert manager.overview().totals.residents == 2
+        assert managers.bytes_of(other) == own
+
+
+def test_what_is_offered_first_is_not_written_again(manager: managers.Manager) -> None:
+    data = managers.pattern(6, MIB)
+    with manager.client() as client:
+        managers.build(client, "a", data)
+        [known, unknown] = client.lease([digest(data), digest(b"unknown")])
+        assert known is not None
+        assert unknown is None
+        put = client.reserve(["b"]).put
+        assert put is not None
+        with put:
+            put.publish("b", b"nothing to write", [known.digest])
+        assert manager.overview().totals.slabs == 1
+        [found] = client.lookup(["b"])
+        assert found is not None
+        assert managers.bytes_of(found.leases[0]) == data
+
+
+def test_pinned_and_leased_memory_is_not_evicted(manager: managers.Manager) -> None:
+    with manager.client() as client, Admin(manager.socket) as admin:
+        [lease] = managers.build(client, "a", bytes(MIB), checkpoint="base")
+        assert admin.evict("base").count == 0  # leased
+        assert admin.pin("base").count == 1
+        lease.close()
+        assert admin.evict("base").count == 0  # pinned
+        admin.pin("base", pinned=False)
+        assert admin.evict("base").nbytes == MIB
+        assert client.lookup(["a"]) == [None]
+
+
+def test_a_manager_ends_within_its_time_while_it_is_used(manager: managers.Manager) -> None:
+    data = managers.pattern(7, MIB)
+    client = manager.client()
+    [lease] = managers.build(client, "layer", data)
+    assert manager.end() == 0
+    assert not manager.socket.exists()
+    assert managers.bytes_of(lease) == data
+    client.close()
+
+
+def test_interrupting_it_ends_it_too(manager: managers.Manager) -> None:
+    os.kill(manager.pid, signal.SIGINT)
+    assert manager.end() == 0
