@@ -19,8 +19,9 @@ from tensor_dedup.store.hashing import Hasher, Progress, Range
 from tensor_dedup.store.index import Entry, Index
 from tensor_dedup.store.layout import TABLE_SUFFIX
 from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.scrubbing import Scrubber
 from tensor_dedup.store.survey import Problem, Survey, survey
-from tensor_dedup.store.tables import Record, Table
+from tensor_dedup.store.tables import ENCODED, Record, Table
 
 _SHOWN_USERS = 5
 _GAP_STEP = 1 << 20
@@ -97,7 +98,8 @@ def verify(
         affected = (problem.checkpoint,) if problem.checkpoint else ()
         result.faults.append(Fault(problem.kind, str(problem.path), str(problem.error), affected))
     _check_index(objects, index, found, result)
-    work = _Check(objects, hasher, found, result, progress)
+    scrubber = Scrubber(objects, index, hasher, progress)
+    work = _Check(objects, hasher, found, result, progress, scrubber)
     chosen = _choose(found, level)
     progress.start(sum(record.nbytes for records in chosen.values() for record in records))
     for container, records in chosen.items():
@@ -105,7 +107,11 @@ def verify(
         if level.share > 0:
             work.check(container, records, padding=level.share >= 1)
     for digest, nbytes in found.lost().items():
-        what = f"{nbytes} bytes of digest {digest.hex()} are in no container"
+        bases = found.bases(digest)
+        where = (
+            "in no container" if not bases else f"stored against {bases[0].hex()}, which is lost"
+        )
+        what = f"{nbytes} bytes of digest {digest.hex()} are {where}"
         result.faults.append(Fault("lost", str(objects.layout.root), what, _users(found, digest)))
     return result
 
@@ -114,8 +120,13 @@ def _choose(found: Survey, level: Level) -> dict[ContainerId, list[Record]]:
     dice = random.Random(level.seed)
     return {
         container: [r for r in table.records if level.share >= 1 or dice.random() < level.share]
-        for container, table in sorted(found.tables.items(), key=lambda item: item[0])
+        for container, table in sorted(found.tables.items(), key=lambda item: _rank(item[0]))
     }
+
+
+def _rank(container: ContainerId) -> tuple[bool, ContainerId]:
+    """What deltas are against is read before them: it must be right for them to be right."""
+    return container.kind == ENCODED, container
 
 
 def _set_aside(objects: Objects, problem: Problem) -> None:
@@ -142,7 +153,9 @@ class _Check:
         found: Survey,
         result: VerifyResult,
         progress: Progress,
+        scrubber: Scrubber,
     ) -> None:
+        self._scrubber = scrubber
         self._objects, self._hasher = objects, hasher
         self._found, self._result, self._progress = found, result, progress
 
@@ -152,7 +165,9 @@ class _Check:
         table, before = self._found.tables[container], self._found.bad[container]
         handle = self._objects.files.open(path, "read")
         try:
-            wrong = [r for r in self._wrong(handle, records) if self._wrong(handle, [r])]
+            check = self._scrubber.wrong if container.kind == ENCODED else self._wrong
+            wrong = [r for r in check(handle, records) if check(handle, [r])]
+            self._result.bytes_checked += sum(record.nbytes for record in records)
             stained = list(_stained(self._objects, handle, table)) if padding else []
         finally:
             self._objects.files.close(handle)
@@ -171,14 +186,13 @@ class _Check:
     def _wrong(self, handle: Handle, records: Sequence[Record]) -> list[Record]:
         ranges = [Range(record.offset, record.nbytes) for record in records]
         hashed = self._hasher.hash(handle, ranges, progress=self._progress)
-        self._result.bytes_checked += sum(record.nbytes for record in records)
         return [r for r, h in zip(records, hashed, strict=True) if h.digest != r.digest]
 
     def _say(self, path: Path, record: Record, before: frozenset[int]) -> None:
         if record.offset in before:
             return  # known and kept from being read; `lost` says so if nothing replaces it
         what = (
-            f"the {record.nbytes} bytes at {record.offset} do not have the digest "
+            f"the {record.stored} bytes at {record.offset} do not have the digest "
             f"{record.digest.hex()}; run `tensor-dedup repair --from PATH`"
         )
         self._result.faults.append(
@@ -216,4 +230,7 @@ def _places(found: Survey, container: ContainerId) -> set[Entry]:
 
 
 def _users(found: Survey, digest: bytes) -> tuple[str, ...]:
-    return tuple(found.users.get(digest, ())[:_SHOWN_USERS])
+    users = list(found.users.get(digest, ()))
+    for other in found.deltas_of(digest):
+        users += found.users.get(other, ())
+    return tuple(dict.fromkeys(users))[:_SHOWN_USERS]

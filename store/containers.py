@@ -33,7 +33,7 @@ class New:
 
 
 class ContainerWriter:
-    """One slab or pack while it is being written. One thread; finish() or abandon() ends it."""
+    """One slab, pack or delta while it is written. One thread; finish() or abandon() ends it."""
 
     def __init__(self, objects: Objects, hasher: Hasher, kind: str) -> None:
         self._objects = objects
@@ -47,14 +47,18 @@ class ContainerWriter:
         """Copy pieces of one open file. ChangedFileError: one has another digest by now."""
         if not pieces:
             return
-        if self._handle is None:
-            self._handle = self._objects.files.open(self._objects.tmp_path(), "create")
+        handle = self._opened()
         ranges = [Range(p.start, p.nbytes, self._reserve(p.nbytes)) for p in pieces]
-        copied = self._hasher.hash(source, ranges, target=self._handle)
+        copied = self._hasher.hash(source, ranges, target=handle)
         for piece, where, hashed in zip(pieces, ranges, copied, strict=True):
             if hashed.digest != piece.digest:
                 raise changed(source, f"its bytes at {piece.start} were written while it was read")
             self._records.append(_record(where.target, piece.nbytes, hashed))
+
+    def _opened(self) -> Handle:
+        if self._handle is None:
+            self._handle = self._objects.files.open(self._objects.tmp_path(), "create")
+        return self._handle
 
     def _reserve(self, nbytes: int) -> int:
         step = ALIGNMENT[self._kind]
@@ -64,7 +68,8 @@ class ContainerWriter:
 
     def finish(self) -> ContainerId | None:
         """Write the table, make it durable, give it its name; None when nothing was added."""
-        if self._handle is None:
+        if self._handle is None or not self._records:
+            self.abandon()
             return None
         files, handle = self._objects.files, self._handle
         name, blob = tables.encode(Table(self._kind, self._end, self._records, None))

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.errors import ChangedFileError
@@ -18,6 +18,8 @@ from tensor_dedup.store.files import Files, Handle
 # Whole leaves; long beside the cost of a system call, short beside a processor's cache.
 PIECE_BYTES = 2 * LEAF_BYTES
 _AHEAD = 4
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
 class Progress(Protocol):
@@ -96,7 +98,7 @@ class Hasher:
             return leaves
 
         pieces = [piece for wanted in ranges for piece in _cut(wanted)]
-        found = self._map(work, pieces)
+        found = self.each(work, pieces)
         return [_joined(wanted.nbytes, found) for wanted in ranges]
 
     def _buffer(self) -> memoryview:
@@ -105,13 +107,12 @@ class Hasher:
         buffer: memoryview = self._local.buffer
         return buffer
 
-    def _map(
-        self, work: Callable[[Range], list[bytes]], pieces: Iterable[Range]
-    ) -> Iterator[list[bytes]]:
+    def each(self, work: Callable[[_In], _Out], pieces: Iterable[_In]) -> Iterator[_Out]:
+        """What `work` makes of each piece, in order, several at once; a few ahead of the caller."""
         if self._pool is None:
             yield from map(work, pieces)
             return
-        waiting: deque[Future[list[bytes]]] = deque()
+        waiting: deque[Future[_Out]] = deque()
         try:
             for piece in pieces:
                 waiting.append(self._pool.submit(work, piece))
@@ -123,7 +124,7 @@ class Hasher:
             _settle(waiting)
 
 
-def _settle(waiting: Iterable["Future[list[bytes]]"]) -> None:
+def _settle(waiting: Iterable["Future[Any]"]) -> None:
     """After an error: no thread may still use a file that is about to be closed."""
     for future in waiting:
         if not future.cancel():

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store import manifests
+from tensor_dedup.store.compressing import Encoder
 from tensor_dedup.store.containers import ContainerWriter, Copied, New, hash_copy, kind_for
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.files import Handle, Status
-from tensor_dedup.store.hashing import Hashed, Hasher, Progress, changed
+from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Silent, changed
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import FileEntry, Piece
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.observing import Remembers
 from tensor_dedup.store.sources import Segment, Source, SourceFile, segments_of
+from tensor_dedup.store.tables import ENCODED
 
 # A file stays whole when at most this part of it is in the store already: bytes that are stored
 # twice count against the promise that a fine-tune costs what differs and 0.1 %.
@@ -36,7 +38,8 @@ class ImportResult:
     """What an import did. Bytes are those of headers, tensors and small files.
 
     `known_bytes` were in the store already (or came twice); `stored_bytes` is what the import added
-    to the disk, bookkeeping included.
+    to the disk, bookkeeping included. `saved_bytes` is what encoding took off `encoded_tensors` of
+    the new ones; `base` the checkpoint they were compared with.
     """
 
     name: str
@@ -49,6 +52,9 @@ class ImportResult:
     stored_bytes: int
     containers: tuple[str, ...]
     skipped: tuple[str, ...]
+    encoded_tensors: int = 0
+    saved_bytes: int = 0
+    base: str | None = None
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
@@ -66,7 +72,9 @@ class Import:
         hasher: Hasher,
         progress: Progress,
         hints: Remembers,
+        encoder: Encoder | None,
     ) -> None:
+        self._encoder = encoder
         self._objects = objects
         self._index = index
         self._hasher = hasher
@@ -76,6 +84,8 @@ class Import:
         self._containers: list[ContainerId] = []
         self._undo = ExitStack()
         self._writers = {kind: ContainerWriter(objects, hasher, kind) for kind in ("slab", "pack")}
+        if encoder is not None:
+            self._writers[ENCODED] = encoder.writer
         self.files: list[FileEntry] = []
         self.pieces: list[Piece] = []
         self.new_tensors = 0
@@ -84,6 +94,8 @@ class Import:
     def __enter__(self) -> "Import":
         for writer in self._writers.values():
             self._undo.callback(writer.abandon)
+        if self._encoder is not None:
+            self._undo.callback(self._encoder.close)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,10 +144,36 @@ class Import:
             raise changed(handle, "its header is another one now")
 
     def _store(self, handle: Handle, file: SourceFile) -> list[Hashed]:
-        if file.weights and file.nbytes >= RAW_FROM and self._looks_new(handle, file.segments):
-            return self._copy_whole(handle, file.segments)
+        if self._encoder is not None and file.weights:
+            return self._encode(self._encoder, handle, file)
+        if self._may_stay_whole(handle, file):
+            return self._copy_whole(handle, file.segments, self._progress)
         hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
         self._write(handle, self._news(file.segments, hashed))
+        return hashed
+
+    def _may_stay_whole(self, handle: Handle, file: SourceFile) -> bool:
+        large = file.weights and file.nbytes >= RAW_FROM
+        return large and self._looks_new(handle, file.segments)
+
+    def _encode(self, encoder: Encoder, handle: Handle, file: SourceFile) -> list[Hashed]:
+        """Store the new tensors that this makes smaller encoded, the rest as ever."""
+        hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
+        known = self._index.find({found.digest for found in hashed})
+        plans = {
+            found.digest: (plan, found)
+            for part, found in zip(file.segments, hashed, strict=True)
+            if found.digest not in known
+            and (plan := encoder.plan(handle, part, file.prefix)) is not None
+        }
+        if not plans and self._may_stay_whole(handle, file):
+            return self._copy_whole(handle, file.segments, Silent())
+        plain = []
+        for new in self._news(file.segments, hashed):
+            plan, found = plans.get(new.digest, (None, None))
+            if plan is None or found is None or not encoder.write(handle, new, found, plan):
+                plain.append(new)
+        self._write(handle, plain)
         return hashed
 
     def _looks_new(self, handle: Handle, segments: Sequence[Segment]) -> bool:
@@ -148,13 +186,15 @@ class Import:
         digests = {h.digest for h in hash_copy(self._hasher, handle, sample, None)}
         return not (self._index.find(digests) or digests & self._fresh)
 
-    def _copy_whole(self, handle: Handle, segments: Sequence[Segment]) -> list[Hashed]:
+    def _copy_whole(
+        self, handle: Handle, segments: Sequence[Segment], progress: Progress
+    ) -> list[Hashed]:
         nbytes = sum(part.nbytes for part in segments)
         copy = Copied(self._objects, handle, nbytes)
         try:
             # What is hashed is the copy: whatever was written to the source meanwhile, the
             # container holds what its table says.
-            hashed = hash_copy(self._hasher, copy.handle, segments, self._progress)
+            hashed = hash_copy(self._hasher, copy.handle, segments, progress)
             news = self._news(segments, hashed)
             if nbytes - sum(new.nbytes for new in news) > nbytes * KNOWN_SHARE:
                 self._write(copy.handle, news)
@@ -217,10 +257,14 @@ def import_source(
     replace: bool,
     progress: Progress,
     hints: Remembers,
+    encoder: Encoder | None = None,
 ) -> ImportResult:
-    """Store a checkpoint and commit it under a name. In a session; all or nothing by that name."""
+    """Store a checkpoint and commit it under a name. In a session; all or nothing by that name.
+
+    With an `encoder`, whose base is chosen, what it makes smaller is stored encoded.
+    """
     progress.start(source.nbytes)
-    with Import(objects, index, hasher, progress, hints) as work:
+    with Import(objects, index, hasher, progress, hints, encoder) as work:
         for file in source.files:
             work.take(file)
         containers = work.finish()
@@ -242,6 +286,9 @@ def import_source(
         stored_bytes=stored + sum(len(blobs[part]) for part in fresh),
         containers=tuple(f"{c.name}.{c.kind}" for c in containers),
         skipped=source.skipped,
+        encoded_tensors=encoder.writer.tensors if encoder is not None else 0,
+        saved_bytes=encoder.writer.saved_bytes if encoder is not None else 0,
+        base=encoder.base_name if encoder is not None and encoder.writer.tensors else None,
     )
 
 

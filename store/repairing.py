@@ -124,12 +124,16 @@ class Repair:
 
     def _from_trash(self) -> None:
         """A container that was one too many may by now be the only one that is whole."""
-        for container, paths in list(self._trashed()):
-            lost = survey(self._objects).lost()
-            with suppress(StoreError):
-                table = self._objects.table(container, at=paths[-1])
-                if any(record.digest in lost for record in table.records):
-                    self._bring_back(container, paths)
+        before = -1
+        while self._result.from_trash != before:  # what came back may itself need another
+            before = self._result.from_trash
+            for container, paths in list(self._trashed()):
+                found = survey(self._objects)
+                wanted = found.lost().keys() | found.lost_anchors().keys()
+                with suppress(StoreError):
+                    table = self._objects.table(container, at=paths[-1])
+                    if any(record.digest in wanted for record in table.records):
+                        self._bring_back(container, paths)
 
     def _bring_back(self, container: ContainerId, paths: Sequence[Path]) -> None:
         layout = self._objects.layout
@@ -168,7 +172,8 @@ class Repair:
         found = survey(self._objects)
         if self._publish(source.files, hashed, found.absent):
             found = survey(self._objects)  # what came back leads to more
-        lost = found.lost()
+        # A delta that was lost with its base comes back with it.
+        lost = {**found.lost(), **found.lost_anchors()}
         with ExitStack() as undo:
             writers = {kind: ContainerWriter(self._objects, self._hasher, kind) for kind in _KINDS}
             for writer in writers.values():

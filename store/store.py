@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from tensor_dedup.store.checking import Level, VerifyResult, verify
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
+from tensor_dedup.store.compressing import Encoder
 from tensor_dedup.store.creation import default_path, prepare, workers
 from tensor_dedup.store.describing import Listed, Stats, listed, stats
 from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError
@@ -24,7 +25,7 @@ from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.observing import Nobody, Remembers
 from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.repairing import Repair, RepairResult
-from tensor_dedup.store.sources import read_source
+from tensor_dedup.store.sources import Source, read_source
 from tensor_dedup.store.translating import translated
 
 StrPath = str | PathLike[str]
@@ -81,12 +82,18 @@ class Store:
         *,
         progress: Progress | None = None,
         hints: Remembers | None = None,
+        compress: Literal["auto"] | None = None,
+        base: str | None = None,
     ) -> ImportResult:
         """Take in a checkpoint: a safetensors file, an index, or a folder with what belongs to it.
 
         `name` is by default that of the folder or file. When this returns it is committed; when it
         raises, nothing is, but a failing disk may have left it undecided whether the name is there.
         Every byte is read and hashed, whatever is remembered of the files; `hints` is told.
+
+        With `compress` new tensors are stored encoded where samples say that this saves a tenth: by
+        themselves, or as what differs from a tensor of the checkpoint `base` (which asks for
+        `compress` too), by default the most similar one in the store. UnknownNameError: no `base`.
         NameTakenError without `replace`; ChangedFileError: a file was written meanwhile.
         """
         source_path = Path(path)
@@ -95,6 +102,9 @@ class Store:
             if not replace and wanted in self._objects.names():
                 raise NameTakenError.at(self.path, f"{wanted!r} is there already", name=wanted)
             source = read_source(self._files, source_path)
+            encoder = None
+            if compress is not None or base is not None:
+                encoder = self._encoder(index, hasher, source, base)
             return import_source(
                 self._objects,
                 index,
@@ -104,7 +114,16 @@ class Store:
                 replace=replace,
                 progress=progress or Silent(),
                 hints=hints or Nobody(),
+                encoder=encoder,
             )
+
+    def _encoder(self, index: Index, hasher: Hasher, source: Source, base: str | None) -> Encoder:
+        encoder = Encoder(self._objects, index, hasher)
+        if base is not None:
+            encoder.open_base(check_name(base))
+        else:
+            encoder.find_base(source)
+        return encoder
 
     def manifest_of(self, path: StrPath, known: Known) -> str:
         """The name of the manifest that importing a checkpoint would make; writes nothing.

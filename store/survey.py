@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.errors import DamagedFileError, UnknownNameError
+from tensor_dedup.store.errors import (
+    ChangedExternalError,
+    DamagedFileError,
+    UnknownNameError,
+)
+from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import Record, Table
@@ -30,7 +35,8 @@ class Survey:
 
     `live` has the size of every piece that a reference leads to, `users` the checkpoints and names
     that use it; `objects` the manifests and pages that references lead to, `absent` those of them
-    that cannot be read; `tables` every readable container and `bad` its bad offsets.
+    that cannot be read; `tables` every readable container and `bad` its bad offsets; `changed` the
+    files indexed in place that are not what they were: all of their records are bad.
     """
 
     live: dict[bytes, int] = field(default_factory=dict)
@@ -42,6 +48,7 @@ class Survey:
     absent: set[str] = field(default_factory=set)
     tables: dict[ContainerId, Table] = field(default_factory=dict)
     bad: dict[ContainerId, frozenset[int]] = field(default_factory=dict)
+    changed: dict[ContainerId, Path] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def good(self, container: ContainerId) -> Iterator[Record]:
@@ -51,7 +58,8 @@ class Survey:
 
     def anchors(self) -> set[bytes]:
         """The pieces that can be read without another: what a delta may be against."""
-        return {r.digest for c in self.tables for r in self.good(c) if r.base is None}
+        own = (container for container in self.tables if container.kind != EXTERNAL)
+        return {r.digest for container in own for r in self.good(container) if r.base is None}
 
     def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
         """The records that can be read, by container and digest: deltas with their base only."""
@@ -67,6 +75,16 @@ class Survey:
         """The live pieces that cannot be read from any container, and their sizes."""
         there = {digest for held in self.readable().values() for digest in held}
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
+
+    def bases(self, digest: bytes) -> list[bytes]:
+        """What the deltas with this digest are against."""
+        records = (r for container in self.tables for r in self.good(container))
+        return [r.base for r in records if r.digest == digest and r.base is not None]
+
+    def deltas_of(self, digest: bytes) -> list[bytes]:
+        """The pieces that are stored against this one."""
+        records = (r for container in self.tables for r in self.good(container))
+        return [r.digest for r in records if r.base == digest]
 
     def lost_anchors(self) -> dict[bytes, int]:
         """What would bring lost pieces back, though no reference leads to it: bases of deltas."""
@@ -89,6 +107,11 @@ def survey(objects: Objects) -> Survey:
         _checkpoint(objects, found, name)
     for container in objects.containers():
         _container(objects, found, container)
+    lost = found.lost()
+    for container, path in found.changed.items():
+        if any(record.digest in lost for record in found.tables[container].records):
+            why = ChangedExternalError.at(path, "it changed since it was indexed in place")
+            found.problems.append(Problem("external", path, why))
     return found
 
 
@@ -148,7 +171,12 @@ def _container(objects: Objects, found: Survey, container: ContainerId) -> None:
     except StoreError as error:
         found.problems.append(Problem("list", objects.layout.bad(container.name), error))
         return
-    if not objects.data_is_whole(container, table):
+    whole = objects.data_is_whole(container, table)
+    if not whole and container.kind == EXTERNAL:
+        # No fault of the store: while nobody needs what is in it, all is well.
+        found.changed[container] = objects.data_path(container, table)
+        bad = frozenset(record.offset for record in table.records)
+    elif not whole:
         gone = DamagedFileError.at(path, f"its {table.data_bytes} bytes are not there")
         found.problems.append(Problem("container", path, gone))
         return
