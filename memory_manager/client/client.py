@@ -232,7 +232,7 @@ class Client:
         with self._switch:
             if self.closed:
                 raise LeaseClosedError("this client is closed; connect a new one")
-            if self._connection.alive:
+            if self._connection.check():
                 return 0
             slabs = self._session.slabs.living()
             connection = Connection(self._connection.path, self._name[:MAX_NAME])

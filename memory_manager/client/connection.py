@@ -1,6 +1,7 @@
 """One connection to the manager: requests and their replies, from any thread; closed by a fork."""
 
 import os
+import select
 import socket
 import threading
 import time
@@ -65,6 +66,19 @@ class Connection:
     def alive(self) -> bool:
         """Is it open, and this process's own?"""
         return self._socket is not None and self._owner == os.getpid()
+
+    def check(self) -> bool:
+        """Whether the other side is there; closes the connection when it has hung up.
+
+        While a request is under way its thread finds that out by itself, and this says yes.
+        """
+        if self.alive and self._lock.acquire(blocking=False):
+            try:
+                if _has_hung_up(self.fileno()):
+                    self.close()
+            finally:
+                self._lock.release()
+        return self.alive
 
     def fileno(self) -> int:
         """The socket's descriptor, to watch; -1 when closed."""
@@ -218,6 +232,12 @@ class Connection:
             if self._owner == os.getpid():
                 _shut_down(connection)
             connection.close()
+
+
+def _has_hung_up(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, 0)
+    return bool(poll.poll(0))
 
 
 def _shut_down(connection: socket.socket) -> None:

@@ -11,6 +11,7 @@ from tensor_dedup.memory_manager.errors import MemoryManagerError
 log = logging.getLogger("tensor_dedup.memory_manager.client")
 _FIRST_S: Final = 0.5
 _LONGEST_S: Final = 30.0
+_SETTLE_S: Final = 0.05  # who has a request under way finds out first
 _CHECK_MS: Final = 60_000
 
 
@@ -41,23 +42,25 @@ def _run(reference: "weakref.ref[Reconnecting]", stop: threading.Event) -> None:
         client = reference()
         if client is None or client.closed:
             return
-        fd = client.watched()
-        if fd >= 0:
-            del client  # only the descriptor is watched, and it hangs up when the client goes
-            pause = _FIRST_S
-            _wait_for_hang_up(fd)
-            continue
         try:
-            client.reconnect()
+            client.reconnect()  # nothing, while the connection is good
         except MemoryManagerError as error:
             log.debug("not reconnected: %s", error)
             del client
             stop.wait(pause)
             pause = min(2 * pause, _LONGEST_S)
+            continue
+        fd = client.watched()
+        del client  # only the descriptor is watched, and it hangs up when the client goes
+        pause = _FIRST_S
+        _wait_for_hang_up(fd)
+        stop.wait(_SETTLE_S)
 
 
 def _wait_for_hang_up(fd: int) -> None:
     """Sleep until the other side, or this process, has shut the socket down."""
+    if fd < 0:
+        return
     poll = select.poll()
     poll.register(fd, 0)  # nothing but POLLHUP and POLLERR: replies are somebody else's
     poll.poll(_CHECK_MS)

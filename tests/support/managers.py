@@ -101,6 +101,18 @@ def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> No
         time.sleep(0.01)
 
 
+def steady(number: Callable[[], int]) -> int:
+    """A number that has stopped to change: what was hung up is closed a moment later."""
+    found = [number()]
+
+    def is_steady() -> bool:
+        found.append(number())
+        return len(found) > 9 and len(set(found[-10:])) == 1
+
+    until(is_steady)
+    return found[-1]
+
+
 def pattern(seed: int, nbytes: int) -> bytes:
     """Bytes that depend on the seed."""
     unit = bytes((seed * 31 + index * 7) % 251 for index in range(251))

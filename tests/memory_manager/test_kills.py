@@ -1,0 +1,262 @@
+"""Death at any step: nothing half-visible, nothing leaked, the others go on."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+import managers
+from tensor_dedup.digest import digest
+from tensor_dedup.memory_manager.client import Client, Put, connect
+from tensor_dedup.memory_manager.errors import ManagerGoneError, RefusedError
+
+MIB = 1 << 20
+DATA = managers.pattern(1, MIB)
+OTHER = managers.pattern(2, MIB)
+State = dict[str, object]
+
+
+def client_of(state: State) -> Client:
+    client = state["client"]
+    assert isinstance(client, Client)
+    return client
+
+
+def put_of(state: State) -> Put:
+    put = state["put"]
+    assert isinstance(put, Put)
+    return put
+
+
+def say_hello(state: State) -> None:
+    state["client"] = connect(str(state["path"]), name="doomed", keep_connected=False)
+
+
+def look_up(state: State) -> None:
+    state["found"] = client_of(state).lookup(["layer", "resident"])
+
+
+def reserve(state: State) -> None:
+    state["put"] = client_of(state).reserve(["layer"], "base").put
+
+
+def allocate(state: State) -> None:
+    put_of(state).allocate([len(DATA)], [digest(DATA)])
+
+
+def write_half(state: State) -> None:
+    put_of(state).write(0, DATA[: MIB // 2])
+
+
+def map_and_write(state: State) -> None:
+    state["view"] = put_of(state).view(0)
+    put_of(state).view(0)[:] = DATA
+
+
+def seal(state: State) -> None:
+    state.pop("view", None)
+    state["leases"] = put_of(state).seal()
+
+
+def publish(state: State) -> None:
+    put_of(state).publish("layer", b"record", [digest(DATA)])
+
+
+STEPS: tuple[Callable[[State], None], ...] = (
+    say_hello,
+    look_up,
+    reserve,
+    allocate,
+    write_half,
+    map_and_write,
+    seal,
+    publish,
+)
+
+
+def settled(manager: managers.Manager, *, residents: int) -> bool:
+    """Nobody is connected, nothing is held, and only residents are charged."""
+    totals = manager.overview().totals
+    held = (totals.leases, totals.builds, totals.lingering_bytes, totals.waiting)
+    return held == (0, 0, 0, 0) and totals.residents == residents == totals.slabs
+
+
+@pytest.mark.parametrize("count", range(1, len(STEPS) + 1), ids=[s.__name__ for s in STEPS])
+def test_a_client_killed_after_any_step_leaves_nothing(
+    manager: managers.Manager, count: int
+) -> None:
+    with manager.client() as client:
+        managers.build(client, "resident", OTHER)
+    managers.until(lambda: settled(manager, residents=1))
+    idle = managers.steady(manager.descriptors)
+    doomed = managers.Actor(manager.socket, *STEPS[:count])
+    for _ in range(count):
+        assert doomed.step() is None
+    doomed.kill()
+    sealed = STEPS.index(seal) < count
+    managers.until(lambda: settled(manager, residents=1 + sealed))
+    managers.until(lambda: manager.descriptors() == idle + sealed)  # one for each slab
+    assert manager.threads() <= 1 + 4 + len(os.sched_getaffinity(0))
+    with manager.client() as client:
+        [found] = client.lookup(["layer"])
+        assert (found is not None) == (count == len(STEPS))
+        if found is None:
+            [lease] = managers.build(client, "layer", DATA)
+        else:
+            [lease] = found.leases
+        assert managers.bytes_of(lease) == DATA
+
+
+def test_a_client_killed_while_it_waits_leaves_nothing(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        reservation = client.reserve(["layer"])
+        waiter = managers.Actor(
+            manager.socket, say_hello, lambda state: client_of(state).wait("layer", 60)
+        )
+        waiter.step()
+        waiter.begin()
+        managers.until(lambda: manager.overview().totals.waiting == 1)
+        waiter.kill()
+        managers.until(lambda: manager.overview().totals.waiting == 0)
+        assert reservation.put is not None
+        reservation.put.abandon()
+
+
+def test_a_builder_killed_hands_over_to_who_waits(manager: managers.Manager) -> None:
+    doomed = managers.Actor(manager.socket, say_hello, reserve, allocate, write_half)
+    for _ in range(4):
+        doomed.step()
+    waiter = managers.Actor(
+        manager.socket, say_hello, lambda state: client_of(state).wait("layer", 60)
+    )
+    waiter.step()
+    waiter.begin()
+    managers.until(lambda: manager.overview().totals.waiting == 1)
+    doomed.kill()
+    assert waiter.result() == "free"
+    waiter.join()
+
+
+def test_a_builder_that_was_stopped_cannot_reach_what_others_see(
+    manager: managers.Manager,
+) -> None:
+    def write_garbage_and_seal(state: State) -> object:
+        put_of(state).write(0, b"garbage")
+        return put_of(state).seal()
+
+    def publish_all_the_same(state: State) -> None:
+        put_of(state).publish("layer", b"garbage", [])
+
+    stopped = managers.Actor(
+        manager.socket,
+        say_hello,
+        reserve,
+        allocate,
+        write_garbage_and_seal,
+        publish_all_the_same,
+        lambda state: put_of(state).abandon(),
+    )
+    for _ in range(3):
+        stopped.step()
+    stopped.signal(signal.SIGSTOP)
+    with manager.client() as client:
+        assert client.reserve(["layer"]).answers == {"layer": "building"}
+        assert client.wait("layer", 60) == "stalled"
+        [lease] = managers.build(client, "layer", DATA)
+        assert manager.overview().totals.takeovers == 1
+        assert manager.overview().totals.lingering_bytes == MIB  # the old slab is still mapped
+        stopped.signal(signal.SIGCONT)
+        for _ in range(2):
+            error = stopped.step()
+            assert isinstance(error, RefusedError)
+            assert error.code == "stale_put"
+        assert managers.bytes_of(lease) == DATA
+        [found] = client.lookup(["layer"])
+        assert found is not None
+        assert found.record == b"record of layer"
+        stopped.step()
+        assert manager.overview().totals.lingering_bytes == 0
+    stopped.join()
+
+
+def test_crossed_reservations_do_not_lock(manager: managers.Manager) -> None:
+    with manager.client("one") as one, manager.client("two") as two:
+        first, second = one.reserve(["a"]), two.reserve(["b"])
+        assert one.reserve(["b"]).answers == {"b": "building"}
+        assert two.reserve(["a"]).answers == {"a": "building"}
+        with pytest.raises(RefusedError) as caught:
+            one.wait("b", 60)
+        assert caught.value.code == "holds_reservation"
+        for reservation in (first, second):
+            assert reservation.put is not None
+            reservation.put.abandon()
+        assert one.wait("b", 60) == "free"
+
+
+@pytest.mark.parametrize("count", range(1, len(STEPS) + 1), ids=[s.__name__ for s in STEPS])
+def test_when_the_manager_dies_a_client_knows_and_the_next_one_is_clean(
+    manager: managers.Manager, count: int
+) -> None:
+    state: State = {"path": manager.socket}
+    for step in STEPS[:count]:
+        step(state)
+    manager.kill()
+    with pytest.raises(ManagerGoneError):
+        client_of(state).lookup(["layer"])
+    successor = managers.Manager(manager.socket)  # on the socket that was left behind
+    try:
+        totals = successor.overview().totals
+        assert (totals.residents, totals.charged, totals.builds) == (0, 0, 0)
+        with successor.client() as client:
+            [lease] = managers.build(client, "layer", DATA)
+            assert managers.bytes_of(lease) == DATA
+    finally:
+        successor.close()
+        client_of(state).close()
+
+
+def test_a_restarted_manager_gets_back_what_is_leased(manager: managers.Manager) -> None:
+    client = manager.client()
+    [lease] = managers.build(client, "layer", DATA)
+    [twin] = client.lease([lease.digest])
+    assert twin is not None
+    client.remember("layer", b"record of layer", [lease.digest])
+    manager.kill()
+    successor = managers.Manager(manager.socket)
+    try:
+        assert client.reconnect() == 1
+        overview = successor.overview()
+        assert (overview.totals.residents, overview.totals.leases) == (1, 2)
+        with successor.client() as other:
+            [found] = other.lookup(["layer"])
+            assert found is not None
+            assert managers.bytes_of(found.leases[0]) == DATA
+        lease.close()
+        twin.close()
+        managers.until(lambda: successor.overview().totals.leases == 0)
+        # Taken back once, it is taken back again.
+        [again] = client.lease([digest(DATA)])
+        assert again is not None
+        successor.kill()
+        third = managers.Manager(manager.socket)
+        assert client.reconnect() == 1
+        assert third.overview().totals.leases == 1
+        third.close()
+    finally:
+        successor.close()
+        client.close()
+
+
+def test_a_client_reconnects_by_itself(manager: managers.Manager) -> None:
+    client = connect(manager.socket, name="kept")
+    [lease] = managers.build(client, "layer", DATA)
+    manager.kill()
+    managers.until(lambda: not client.connected or client.watched() >= 0)
+    successor = managers.Manager(manager.socket)
+    try:
+        managers.until(lambda: successor.overview().totals.leases == 1)
+        assert managers.bytes_of(lease) == DATA
+    finally:
+        client.close()
+        successor.close()
