@@ -3,6 +3,7 @@
 import re
 from pathlib import Path, PurePath, PurePosixPath
 
+from tensor_dedup.formats.weights import SUFFIXES
 from tensor_dedup.store.errors import BadNameError, EscapingPathError
 
 MAX_NAME = 200
@@ -27,7 +28,7 @@ def name_of(path: Path) -> str:
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
             return _fit("/".join(match["name"].split("--")))
-    return _fit(path.name.removesuffix(".safetensors"))
+    return _fit(path.stem if path.suffix in SUFFIXES else path.name)
 
 
 def _fit(text: str) -> str:

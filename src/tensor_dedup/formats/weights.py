@@ -14,6 +14,7 @@ from tensor_dedup.types import TensorSpec
 PYTORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 GGUF_SUFFIX = ".gguf"
 SAFETENSORS_SUFFIX = ".safetensors"
+SUFFIXES = (SAFETENSORS_SUFFIX, GGUF_SUFFIX, *PYTORCH_SUFFIXES)
 
 _HEAD = 9
 
