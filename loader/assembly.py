@@ -16,6 +16,7 @@ from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
 from tensor_dedup.loader.layer_key import process_state
 from tensor_dedup.loader.ledger import Ledger
+from tensor_dedup.loader.lender import Wanted
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.parts import content_name
 from tensor_dedup.loader.recipe import (
@@ -26,7 +27,8 @@ from tensor_dedup.loader.recipe import (
     whole_source,
 )
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import Resident, pack, resident_key, sharable, tensor_bytes
+from tensor_dedup.loader.residents import Resident, resident_key, sharable, tensor_bytes
+from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.virtual import View, as_view
 from tensor_dedup.types import ResidentKey
 
@@ -60,6 +62,7 @@ class Assembly:
     reader: SourceReader
     scratch: Scratch
     evaluator: Evaluator
+    supply: Supply = field(default_factory=Supply)
     ledger: Ledger = field(default_factory=Ledger)
     book: RecipeBook = field(default_factory=RecipeBook)
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
@@ -162,24 +165,20 @@ class Assembly:
         or there is no shared memory to be had.
         """
         content = self.digest_of(tensor)
-        resident = registry.lookup(resident_key(tensor, content))
-        if resident is not None:
-            if self._equal(resident, tensor):
-                return resident, False
+        key = resident_key(tensor, content)
+        resident, made = registry.lookup(key), False
+        if resident is None:
+            try:
+                [(resident, made)] = self.supply.make([Wanted(f"content:{key}", tensor, content)])
+            except SharedMemoryError as error:
+                self.ledger.skip(name, str(error))
+                return None, False
+        if made:
+            self.own.add(resident)
+        elif not self._equal(resident, tensor):
             self.ledger.skip(name, COLLISION)
             return None, False
-        try:
-            [made] = pack([(tensor, content)])
-        except SharedMemoryError as error:
-            self.ledger.skip(name, str(error))
-            return None, False
-        first = registry.publish(made)
-        if first is made:
-            self.own.add(first)
-        elif not self._equal(first, tensor):  # another thread came first
-            self.ledger.skip(name, COLLISION)
-            return None, False
-        return first, first is made
+        return resident, made
 
     def share(self, parameters: Sequence[DeferredParameter], made: Made | None = None) -> None:
         """Put these parameters into the model, shared where somebody has equal bytes.
@@ -213,15 +212,14 @@ class Assembly:
 
     def _resident_of(self, each: DeferredParameter) -> Resident | None:
         """The resident that the recipe alone, without a byte read, leads to."""
-        found = registry.lookup_record(self._recipe_key(each))
-        if isinstance(found, Resident):
-            return found
-        source = whole_source(_view(each))
         dtype = each.parameter.dtype
-        if source is None or source.digest is None or not has_name(dtype):
+        if not has_name(dtype):
             return None
+        source = whole_source(_view(each))
+        content = source.digest if source is not None else None
         shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
-        return registry.lookup(ResidentKey(dtype_name(dtype), shape, stride, source.digest))
+        wanted = ResidentKey(dtype_name(dtype), shape, stride, content or "")
+        return self.supply.by_recipe(self._recipe_key(each), wanted)
 
     def _install_checked(self, each: DeferredParameter, resident: Resident) -> None:
         """Install a hit by recipe; compared first where verify_bytes or audit ask for it."""
@@ -268,17 +266,17 @@ class Assembly:
     ) -> None:
         if not missed:
             return
+        wanted = [Wanted(self._recipe_key(each), made.tensor, name) for each, made, name in missed]
         try:
-            residents = pack((made.tensor, name) for _, made, name in missed)
+            residents = self.supply.make(wanted)
         except SharedMemoryError as error:
             self._publish_nothing(missed, str(error), borrowed=borrowed)
             return
-        for (each, made, _), resident in zip(missed, residents, strict=True):
-            first = registry.publish(resident)
+        for (each, made, _), (resident, new) in zip(missed, residents, strict=True):
             # Somebody may have come first, be it another tensor of this very call.
-            if first is resident or self._equal(first, made.tensor):
-                self._install(each, first, made=first is resident)
-                registry.publish_record(self._recipe_key(each), first)
+            if new or self._equal(resident, made.tensor):
+                self._install(each, resident, made=new)
+                registry.publish_record(self._recipe_key(each), resident)
             else:
                 self.keep_private(each, COLLISION, made)
             if borrowed:

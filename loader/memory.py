@@ -22,7 +22,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, Protocol
 
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.mappings import MAPPINGS, Span
@@ -137,6 +137,14 @@ class Descriptor:
 _serials = itertools.count(1)
 
 
+class HasDescriptor(Protocol):
+    """An open descriptor of somebody's, for as long as this lives."""
+
+    @property
+    def fileno(self) -> int:
+        """The descriptor."""
+
+
 class Slab:
     """A sealed memory file of `nbytes` (a multiple of the page). Its bytes never change.
 
@@ -144,7 +152,7 @@ class Slab:
     to it. `serial` is unique in the process and what a forked child inherits.
     """
 
-    def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
+    def __init__(self, descriptor: HasDescriptor, nbytes: int) -> None:
         self._descriptor = descriptor
         self.nbytes: Final = nbytes
         self.serial: Final = next(_serials)

@@ -206,7 +206,12 @@ class TensorDedupLoader(DefaultModelLoader):
         dtype = cast("torch.dtype", model_config.dtype)  # vLLM has resolved "auto" by now
         with (
             _taken_back(vllm_config),
-            Run(self.dedup, dtype, self._opening(model_config.model, trust=trust_hints)) as run,
+            Run(
+                self.dedup,
+                dtype,
+                self._opening(model_config.model, trust=trust_hints),
+                model_config.model,
+            ) as run,
             set_default_torch_dtype(dtype),
         ):
             with device:

@@ -18,10 +18,12 @@ from tensor_dedup.loader.assembly import Assembly
 from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer, settle_strays
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.evaluate import Evaluator
+from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.recipe import whole_source
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader, SourceTensor
+from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.trace import Tracer, UntraceableError
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.layers import LayerProcessor
@@ -41,12 +43,14 @@ class Run:
     """Owns what one load opens and borrows; a context manager. One thread, under the load lock."""
 
     def __init__(
-        self, config: TensorDedupConfig, model_dtype: torch.dtype, opening: Opening
+        self, config: TensorDedupConfig, model_dtype: torch.dtype, opening: Opening, name: str
     ) -> None:
+        """`name` of the model, for people who look at a memory manager's tables."""
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
         evaluator = Evaluator(reader, scratch)
-        self.assembly = Assembly(config, reader, scratch, evaluator)
+        supply = Supply(lender_for(config.memory_manager, name))
+        self.assembly = Assembly(config, reader, scratch, evaluator, supply)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
         self._config = config
@@ -105,7 +109,9 @@ class Run:
         self.assembly.expect(parameters)
         shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]
         self._known = bool(shareable) and all(self.assembly.known(p) for p in shareable)
-        packed = self._config.cpu_weights != "plain"
+        # A packed weight cannot leave this process; where a manager lends, weights stay plain.
+        lent = self.assembly.supply.lender is not None
+        packed = self._config.cpu_weights != "plain" and not lent
         self._processor = LayerProcessor(
             LayerContext(self.assembly, self._deferred, packed, self._model_dtype)
         )

@@ -17,7 +17,6 @@ Verify = Literal["hint", "always"]
 HASH_ALGORITHMS: tuple[str, ...] = get_args(HashAlgorithm)
 # Without a cryptographic hash somebody can make two tensors of one digest; equal bytes cannot lie.
 _FORGEABLE = frozenset({"xxh3_128", "xxhash64"})
-_NOT_YET: Mapping[str, object] = {"memory_manager": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +55,7 @@ class TensorDedupConfig:
         _check_choice("verify", self.verify, get_args(Verify))
         _check_share("audit", self.audit)
         self._check_store()
-        for name, default in _NOT_YET.items():
-            _refuse_unavailable(name, getattr(self, name), default)
+        self._check_manager()
 
     def _check_store(self) -> None:
         if isinstance(self.store, PathLike):
@@ -72,6 +70,21 @@ class TensorDedupConfig:
         if self.store is not None and self.hash_algorithm != "blake3":
             advice = "a store names bytes by blake3: leave hash_algorithm 'blake3', or drop store"
             raise _wrong("hash_algorithm", self.hash_algorithm, advice)
+
+    def _check_manager(self) -> None:
+        if isinstance(self.memory_manager, PathLike):
+            object.__setattr__(self, "memory_manager", fspath(self.memory_manager))
+        if self.memory_manager is None:
+            return
+        if not isinstance(self.memory_manager, str) or not self.memory_manager:
+            advice = 'give "auto", the path of a manager\'s socket, or None'
+            raise _wrong("memory_manager", self.memory_manager, advice)
+        if self.hash_algorithm != "blake3":
+            advice = "a memory manager names bytes by blake3: leave hash_algorithm 'blake3'"
+            raise _wrong("hash_algorithm", self.hash_algorithm, advice)
+        if self.cpu_weights == "packed":
+            advice = "a packed weight cannot leave its process: drop cpu_weights, or memory_manager"
+            raise _wrong("cpu_weights", self.cpu_weights, advice)
 
     @property
     def verifies_bytes(self) -> bool:
@@ -163,11 +176,6 @@ def _check_share(name: str, value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0.0 <= (share := cast("float", value)) <= 1.0 or math.isnan(share):
         raise _wrong(name, value, "give a share between 0.0 and 1.0")
-
-
-def _refuse_unavailable(name: str, value: object, default: object) -> None:
-    if value != default or type(value) is not type(default):
-        raise _wrong(name, value, f"it is not available in this version: leave it {default!r}")
 
 
 def _wrong(name: str, value: object, advice: str) -> ConfigError:

@@ -1,0 +1,239 @@
+"""The memory manager as a load sees it: residents other processes hold, and those made for them.
+
+What is borrowed is a resident like any other, in a slab of the manager's; the lease goes when the
+resident does. Anything that fails here costs sharing, never a load: it is said once, and the
+tensor is kept in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
+
+import msgspec
+from blake3 import blake3
+
+from tensor_dedup.loader.memory import Slab
+from tensor_dedup.loader.residents import Resident, resident_key, tensor_bytes
+from tensor_dedup.memory_manager.client import AUTO, Client, Lease, Put, SharedSlab, connect
+from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
+from tensor_dedup.memory_manager.limits import MAX_KEYS, MAX_NAME
+
+if TYPE_CHECKING:
+    import torch
+
+    from tensor_dedup.types import ResidentKey
+
+_log = logging.getLogger(__name__)
+_CONTEXT: Final = "tensor-dedup manager key v1"
+# Another builder writes one slab under a key, in well under a second; what takes this long is
+# stuck in a way that the manager's own time-out has not ended.
+_WAIT_S: Final = 60.0
+_MAX_ROUNDS: Final = 20
+
+
+class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A layer's record, of one tensor: what its bytes are to be seen as."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class LentResident(Resident):
+    """A resident in a slab of the manager's. It holds the lease, every mapping holds it."""
+
+    __slots__ = ("lease",)
+
+    def __init__(self, key: ResidentKey, lease: Lease) -> None:
+        """SlabUsageError when the lease is not of a tensor of this geometry."""
+        super().__init__(key, _slab(lease.slab), lease.offset, lease.nbytes)
+        self.lease: Final = lease
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor to be resident: under this key, with these bytes, which have this digest."""
+
+    key: str
+    tensor: torch.Tensor
+    digest: str
+
+
+@dataclass(slots=True)
+class Lender:
+    """One load's use of a manager. One thread; the client may serve several."""
+
+    client: Client
+    checkpoint: str
+    failed: str | None = None
+
+    def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
+        """The resident that this recipe leads to; of `wanted` the geometry counts, no digest."""
+        if self.failed is not None:
+            return None
+        try:
+            return self._found(_manager_key(recipe), wanted)
+        except MemoryManagerError as error:
+            self._fail(error)
+            return None
+
+    def by_content(self, key: ResidentKey) -> Resident | None:
+        """The resident with these bytes."""
+        if self.failed is not None:
+            return None
+        try:
+            [lease] = self.client.lease([key.digest], self.checkpoint)
+        except MemoryManagerError as error:
+            self._fail(error)
+            return None
+        return None if lease is None else LentResident(key, lease)
+
+    def put(self, wanted: Sequence[Wanted]) -> list[tuple[Resident, bool] | None]:
+        """A resident for each, and whether it was written here; None: keep that one private.
+
+        While another process builds one of them, this waits for it and uses what it made.
+        """
+        found: dict[str, tuple[Resident, bool]] = {}
+        waiting = {_manager_key(each.key): each for each in wanted if each.tensor.nbytes}
+        rounds = 0
+        try:
+            while waiting and self.failed is None and rounds < _MAX_ROUNDS:
+                rounds += 1
+                found |= self._build(dict(list(waiting.items())[:MAX_KEYS]))
+                waiting = {key: each for key, each in waiting.items() if key not in found}
+        except MemoryManagerError as error:
+            self._fail(error)
+        return [found.get(_manager_key(each.key)) for each in wanted]
+
+    def _build(self, wanted: dict[str, Wanted]) -> dict[str, tuple[Resident, bool]]:
+        """Build what is granted, then wait for what others build: never the other way round."""
+        reservation = self.client.reserve(list(wanted), self.checkpoint)
+        found: dict[str, tuple[Resident, bool]] = {}
+        if reservation.put is not None:
+            granted = {key: wanted[key] for key in reservation.of("granted")}
+            with reservation.put as put:
+                found = self._fill(put, granted)
+                for key, each in granted.items():
+                    record = msgspec.msgpack.encode(_geometry(resident_key(each.tensor, "")))
+                    put.publish(key, record, [each.digest])
+        for key in reservation.of("building"):
+            if self.client.wait(key, _WAIT_S) == "building":
+                self._fail(f"another process has been building {key} for {_WAIT_S:.0f} s")
+        for key in (*reservation.of("ready"), *reservation.of("building")):
+            each = wanted[key]
+            resident = self._found(key, resident_key(each.tensor, each.digest))
+            if resident is not None:
+                found[key] = resident, False
+        return found
+
+    def _fill(self, put: Put, granted: dict[str, Wanted]) -> dict[str, tuple[Resident, bool]]:
+        """Lease what is resident already; write the rest into one slab and seal it."""
+        leases = self.client.lease([each.digest for each in granted.values()], self.checkpoint)
+        made: dict[str, Lease | None] = dict(zip(granted, leases, strict=True))
+        found = {
+            key: (self._resident(granted[key], lease), False)
+            for key, lease in made.items()
+            if lease is not None
+        }
+        missing = [key for key, lease in made.items() if lease is None]
+        if missing:
+            tensors = [granted[key].tensor for key in missing]
+            digests = [granted[key].digest for key in missing]
+            put.allocate([tensor.nbytes for tensor in tensors], digests)
+            for index, tensor in enumerate(tensors):
+                put.write(index, tensor_bytes(tensor))
+            for key, lease in zip(missing, put.seal(), strict=True):
+                found[key] = self._resident(granted[key], lease), True
+        return found
+
+    def _resident(self, wanted: Wanted, lease: Lease) -> Resident:
+        return LentResident(resident_key(wanted.tensor, wanted.digest), lease)
+
+    def _found(self, key: str, wanted: ResidentKey) -> Resident | None:
+        [layer] = self.client.lookup([key], self.checkpoint)
+        if layer is None or len(layer.leases) != 1:
+            return None
+        try:
+            recorded = msgspec.msgpack.decode(layer.record, type=_Geometry)
+        except msgspec.MsgspecError:
+            return None  # a record of another kind or version
+        if recorded != _geometry(wanted):
+            return None
+        [lease] = layer.leases
+        exact = replace(wanted, digest=lease.digest)
+        return None if wanted.digest not in ("", lease.digest) else LentResident(exact, lease)
+
+    def _fail(self, why: object) -> None:
+        self.failed = str(why)
+        _log.warning(
+            "%s: loading without the memory manager from here on: %s", self.checkpoint, why
+        )
+
+
+def lender_for(where: str | os.PathLike[str] | None, checkpoint: str) -> Lender | None:
+    """What a load of `checkpoint` uses of the manager at `where`; None, with a warning, without.
+
+    One connection a process and manager, made when first needed, again after a fork.
+    """
+    if where is None:
+        return None
+    name = "".join(char for char in checkpoint if char.isprintable())[-MAX_NAME:]
+    try:
+        return Lender(_client(os.fspath(where)), name)
+    except MemoryManagerError as error:
+        _log.warning("%s: loading without a memory manager: %s", checkpoint, error)
+        return None
+
+
+_clients: dict[tuple[int, str], Client] = {}
+_clients_lock = threading.Lock()
+os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=threading.Lock()))
+
+
+def _client(where: str) -> Client:
+    with _clients_lock:
+        key = os.getpid(), where
+        client = _clients.get(key)
+        if client is None or client.closed or not client.connected:
+            if client is not None and not client.closed:
+                _reconnect(client, where)
+            else:
+                client = connect(where, name=f"process {os.getpid()}")
+            _clients[key] = client
+        return client
+
+
+def _reconnect(client: Client, where: str) -> None:
+    """What is held here is offered to the manager there is now, or to one that is started."""
+    try:
+        client.reconnect()
+    except ManagerGoneError:
+        if where != AUTO:
+            raise
+        connect(AUTO, name="starting", keep_connected=False).close()
+        client.reconnect()
+
+
+_slabs: WeakValueDictionary[int, Slab] = WeakValueDictionary()
+
+
+def _slab(shared: SharedSlab) -> Slab:
+    """One slab object for each of the manager's, so that two mappings of it are known as such."""
+    slab = _slabs.get(id(shared))
+    if slab is None:
+        slab = _slabs[id(shared)] = Slab(shared, shared.nbytes)  # holds it, so the id stays its own
+    return slab
+
+
+def _manager_key(key: str) -> str:
+    return f"tensor:{blake3(key.encode(), derive_key_context=_CONTEXT).hexdigest()}"
+
+
+def _geometry(key: ResidentKey) -> _Geometry:
+    return _Geometry(key.dtype, tuple(key.shape), tuple(key.stride))

@@ -1,0 +1,55 @@
+"""Where residents come from: this process, the memory manager, or made for the purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents import Resident, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensor_dedup.loader.lender import Lender, Wanted
+    from tensor_dedup.types import ResidentKey
+
+
+@dataclass(slots=True)
+class Supply:
+    """The residents of one load. One thread. `lender`: with a memory manager."""
+
+    lender: Lender | None = None
+
+    def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
+        """The resident that a recipe leads to, without a byte read.
+
+        `wanted.digest` is "" where the recipe is more than one whole source.
+        """
+        found = registry.lookup_record(recipe)
+        if isinstance(found, Resident):
+            return found
+        here = registry.lookup(wanted) if wanted.digest else None
+        if here is not None or self.lender is None:
+            return here
+        lent = (
+            self.lender.by_content(wanted)
+            if wanted.digest
+            else self.lender.by_recipe(recipe, wanted)
+        )
+        return None if lent is None else registry.publish(lent)
+
+    def make(self, wanted: Sequence[Wanted]) -> list[tuple[Resident, bool]]:
+        """A resident for each, and whether it was made just now, by this call.
+
+        SharedMemoryError when there is no shared memory, here or in the manager.
+        """
+        lent = self.lender.put(wanted) if self.lender is not None else [None] * len(wanted)
+        rest = [each for each, found in zip(wanted, lent, strict=True) if found is None]
+        packed = iter(pack((each.tensor, each.digest) for each in rest) if rest else ())
+        made = []
+        for found in lent:
+            resident, new = found or (next(packed), True)
+            first = registry.publish(resident)  # somebody here may have come first
+            made.append((first, new and first is resident))
+        return made
