@@ -121,6 +121,7 @@ def _choose(found: Survey, level: Level) -> dict[ContainerId, list[Record]]:
     return {
         container: [r for r in table.records if level.share >= 1 or dice.random() < level.share]
         for container, table in sorted(found.tables.items(), key=lambda item: _rank(item[0]))
+        if container not in found.changed  # a file of somebody else's, who may
     }
 
 
@@ -161,9 +162,9 @@ class _Check:
 
     def check(self, container: ContainerId, records: Sequence[Record], *, padding: bool) -> None:
         """Compare records with their digests, and the padding with zeros."""
-        path = self._objects.layout.container(container.name, container.kind)
         table, before = self._found.tables[container], self._found.bad[container]
-        handle = self._objects.files.open(path, "read")
+        path = self._objects.data_path(container, table)
+        handle = self._objects.open_data(container, table)
         try:
             check = self._scrubber.wrong if container.kind == ENCODED else self._wrong
             wrong = [r for r in check(handle, records) if check(handle, [r])]

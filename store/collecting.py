@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tensor_dedup.store.errors import UnfitForCollectionError
+from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.index import open_index
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.survey import Survey, survey
@@ -78,16 +79,24 @@ def needed(live: Collection[bytes], containers: Held) -> Needed:
 
     `containers` are the records that can be read. A piece that is stored twice keeps one container:
     the one that holds more of what is alive. Where that is a delta, what it is against stays too;
-    that is no delta itself, so nothing further follows.
+    that is no delta itself, so nothing further follows. Files of others never stand in for what the
+    store has itself: their containers stay for what only they hold.
     """
-    chosen = _cover(live, containers)
+    own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
+    chosen = _cover(live, own)
     anchors = {record.base for held in chosen.values() for record in held.values() if record.base}
     alone = {
         container: {digest: record for digest, record in held.items() if record.base is None}
-        for container, held in containers.items()
+        for container, held in own.items()
     }
     there = {digest for container in chosen for digest in alone[container]}
-    return Needed(chosen.keys() | _cover(anchors - there, alone).keys(), anchors)
+    covered = {digest for held in chosen.values() for digest in held}
+    others = {c: held for c, held in containers.items() if c.kind == EXTERNAL}
+    elsewhere = _cover(set(live) - covered, others)
+    return Needed(
+        {*chosen, *_cover(anchors - there, alone), *elsewhere},
+        anchors,
+    )
 
 
 def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dict[bytes, Record]]:

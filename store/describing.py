@@ -4,8 +4,10 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from tensor_dedup.store.accounting import Coded, by_codec
 from tensor_dedup.store.collecting import needed
 from tensor_dedup.store.errors import UnknownNameError
+from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.survey import survey
@@ -35,7 +37,8 @@ class Stats:
     `logical_bytes` is what exporting every checkpoint would write, `unique_bytes` the distinct
     pieces among it; `dedup_ratio` is unique / logical: lower is more reuse. `tensors` counts
     references, `disk_bytes` all files of the store, `reclaimable_bytes` whole containers that no
-    reference leads to, `dead_bytes` pieces without a reference in containers that stay.
+    reference leads to, `dead_bytes` pieces without a reference in containers that stay. `codecs`
+    says what is stored by which codec (`raw`: as it is), anchors of deltas included.
     """
 
     checkpoints: int
@@ -50,6 +53,7 @@ class Stats:
     trash_bytes: int
     containers: dict[str, int]
     damaged_files: int
+    codecs: dict[str, Coded]
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
@@ -92,15 +96,19 @@ def stats(objects: Objects) -> Stats:
         dedup_ratio=unique / found.logical_bytes if found.logical_bytes else 1.0,
         disk_bytes=_disk_bytes(objects),
         reclaimable_bytes=sum(
-            found.tables[container].data_bytes for container in held.keys() - keep.containers
+            found.tables[container].data_bytes
+            for container in held.keys() - keep.containers
+            if container.kind != EXTERNAL
         ),
         dead_bytes=sum(
             _sum(r.stored for r in found.good(container) if r.digest not in used)
             for container in keep.containers
+            if container.kind != EXTERNAL
         ),
         trash_bytes=_folder_bytes(objects, "trash"),
         containers=kinds,
         damaged_files=len(found.problems),
+        codecs=by_codec({c: held[c] for c in keep.containers}, used),
     )
 
 

@@ -9,6 +9,7 @@ StoreError
                      - EscapingPathError      a manifest names a path outside the export
                      - BadEncodingError       encoded bytes that cannot be decoded
                    MissingObjectError       a manifest, a page or a tensor's bytes are gone
+                     - ChangedExternalError   because a file that was indexed in place changed
                    CorruptTensorError       bytes that do not have their digest, and no others
                    UnfitForCollectionError  what is alive cannot be told, so nothing is deleted
 
@@ -137,6 +138,15 @@ class MissingObjectError(_AdvisedError):
     """Something that a checkpoint consists of is not in the store any more."""
 
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this checkpoint"
+
+
+class ChangedExternalError(MissingObjectError):
+    """A file that was indexed in place is gone, or not what it was: its tensors are absent."""
+
+    advice = (
+        "import it again with --external --replace, or run `tensor-dedup repair --from PATH` with "
+        "a path that holds what it held"
+    )
 
 
 class CorruptTensorError(_AdvisedError):

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
 
+import msgspec
 from blake3 import blake3
 
 from tensor_dedup.sqlite import transaction
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
+from tensor_dedup.store.external import EXTERNAL, Origin
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import Table
 
@@ -30,9 +32,11 @@ CREATE TABLE IF NOT EXISTS place (
     digest BLOB NOT NULL, container INTEGER NOT NULL, offset INTEGER NOT NULL,
     nbytes INTEGER NOT NULL, base BLOB, PRIMARY KEY (digest, container, offset)) WITHOUT ROWID;
 """
-# A delta can be read only with its base, and only from a place that is no delta itself.
+# A delta can be read only with its base, and only from a place that is no delta itself, nor in a
+# file that others may change.
 _READABLE = (
-    "(p.base IS NULL OR EXISTS (SELECT 1 FROM place b WHERE b.digest = p.base AND b.base IS NULL))"
+    "(p.base IS NULL OR EXISTS (SELECT 1 FROM place b JOIN container d ON d.id = b.container "
+    f"WHERE b.digest = p.base AND b.base IS NULL AND d.kind != '{EXTERNAL}'))"
 )
 _MEMORY = Path(":memory:")
 _BATCH = 500
@@ -89,7 +93,7 @@ class Index:
         bad = set(self._objects.bad_containers())
         there = set()
         for container in self._objects.containers():
-            state = self._state(container, bad)
+            state = self._state(container, bad, known.get(container))
             if state is not None:
                 there.add(container)
                 if known.get(container) != state:
@@ -98,14 +102,17 @@ class Index:
             for container in known.keys() - there:
                 self._delete(container)
 
-    def find(self, digests: Iterable[bytes]) -> dict[bytes, list[Place]]:
-        """The places of each of these digests that has any from which it can be read."""
+    def find(self, digests: Iterable[bytes], *, external: bool = False) -> dict[bytes, list[Place]]:
+        """The places of each of these digests that has any from which it can be read.
+
+        With `external` also those in files that others own and may change; those come late.
+        """
         wanted = list(digests)
         try:
-            return self._find(wanted)
+            return self._find(wanted, external=external)
         except sqlite3.DatabaseError:
             self._fall_back()
-            return self._find(wanted)
+            return self._find(wanted, external=external)
 
     def _fall_back(self) -> None:
         # It could be opened, so the damage is deeper inside: the containers know it all. The file
@@ -114,7 +121,8 @@ class Index:
         self._db = _in_memory(self._objects)
         self.update()
 
-    def _find(self, wanted: list[bytes]) -> dict[bytes, list[Place]]:
+    def _find(self, wanted: list[bytes], *, external: bool) -> dict[bytes, list[Place]]:
+        whose = "" if external else f"AND c.kind != '{EXTERNAL}' "
         found: dict[bytes, list[Place]] = {}
         for start in range(0, len(wanted), _BATCH):
             part = wanted[start : start + _BATCH]
@@ -122,7 +130,7 @@ class Index:
             rows = self._db.execute(
                 "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes FROM place p "
                 f"JOIN container c ON c.id = p.container WHERE p.digest IN ({marks}) "
-                f"AND {_READABLE} ORDER BY c.kind DESC, c.name, p.offset",
+                f"AND {_READABLE} {whose}ORDER BY c.kind DESC, c.name, p.offset",
                 part,
             )
             for digest, name, kind, offset, nbytes in rows:
@@ -154,8 +162,27 @@ class Index:
         rows = self._db.execute("SELECT name, kind FROM container ORDER BY name")
         return [ContainerId(name, kind) for name, kind in rows]
 
-    def _state(self, container: ContainerId, bad: set[str]) -> str | None:
+    def _state(self, container: ContainerId, bad: set[str], known: str | None) -> str | None:
         """Changes when what can be read from a container changes; None: nothing can be."""
+        state = self._own_state(container, bad)
+        if container.kind != EXTERNAL or state is None:
+            return state
+        origin = self._origin(container, known)
+        if origin is None:
+            return None
+        there = origin.is_still(self._objects.files.status(origin.path))
+        return f"{state} {there} {msgspec.json.encode(origin.to_texts()).decode()}"
+
+    def _origin(self, container: ContainerId, known: str | None) -> Origin | None:
+        """Which file a container indexes: as it was noted here, or as its table says."""
+        with contextlib.suppress(msgspec.MsgspecError, IndexError, ValueError, DamagedFileError):
+            texts = msgspec.json.decode((known or "").split(" ", 2)[2], type=list[str])
+            return Origin.from_texts(texts, int(texts[1]), _MEMORY)
+        with contextlib.suppress(DamagedFileError, NewerFormatError, MissingObjectError):
+            return self._objects.origin(container, self._objects.table(container))
+        return None
+
+    def _own_state(self, container: ContainerId, bad: set[str]) -> str | None:
         layout, files = self._objects.layout, self._objects.files
         status = files.status(layout.container(container.name, container.kind))
         if status is None:
@@ -177,8 +204,13 @@ class Index:
         with transaction(self._db):
             # In one step with what follows: other processes refresh the same file.
             self._delete(container)
-            if table is not None and self._objects.data_is_whole(container, table):
+            if table is None:
+                return
+            if self._objects.data_is_whole(container, table):
                 self._insert(container, table, state, bad)
+            elif container.kind == EXTERNAL:
+                # Noted, so that its table is not read in every session; and nothing in it is there.
+                self._insert(container, table, state, frozenset(r.offset for r in table.records))
 
     def _insert(
         self, container: ContainerId, table: Table, state: str, bad: frozenset[int]

@@ -13,9 +13,7 @@ FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
 KNOWN = frozenset({MARKER, LOCK, NAMES_LOCK, INDEX_LOCK, *INDEX_FILES, *FOLDERS})
 MARKER_LINES = ["tensor-dedup store", "version 1"]
 
-READABLE_KINDS = frozenset({"raw", "slab", "pack", "delta"})
-# Part of format 1 and written by later versions of this program: this one leaves them alone.
-RESERVED_KINDS = frozenset({"external"})
+READABLE_KINDS = frozenset({"raw", "slab", "pack", "delta", "external"})
 TABLE_SUFFIX = ".raw.table"
 BAD_SUFFIX = ".bad"
 

@@ -5,22 +5,25 @@ and its folder is synced before anything refers to it.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store import frames, manifests, tables
 from tensor_dedup.store.errors import (
+    ChangedExternalError,
     DamagedFileError,
     MissingObjectError,
     NameTakenError,
     NewerFormatError,
     UnknownNameError,
 )
-from tensor_dedup.store.files import Files
+from tensor_dedup.store.external import EXTERNAL, Origin
+from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.layout import (
     BAD_SUFFIX,
     READABLE_KINDS,
-    RESERVED_KINDS,
     TABLE_SUFFIX,
     Layout,
 )
@@ -139,9 +142,9 @@ class Objects:
         path = at or self.layout.table(container.name, container.kind)
         if container.kind not in READABLE_KINDS:
             # Not even its layout is known: it must not be taken for a damaged one.
-            what = "a" if container.kind in RESERVED_KINDS else "an unknown"
-            raise NewerFormatError.at(path, f"{what} container of the kind {container.kind!r}")
-        blob = self.read(path) if container.kind == "raw" else self._trailer(path)
+            raise NewerFormatError.at(path, f"a container of the unknown kind {container.kind!r}")
+        alone = container.kind in ("raw", EXTERNAL)
+        blob = self.read(path) if alone else self._trailer(path)
         return tables.decode(blob, container.name, container.kind, path)
 
     def _trailer(self, path: Path) -> bytes:
@@ -161,11 +164,58 @@ class Objects:
             self.files.close(handle)
 
     def data_is_whole(self, container: ContainerId, table: Table) -> bool:
-        """Whether the file with the data is there and has the size it should have."""
+        """Whether the file with the data is there and has the size it should have.
+
+        For one that is indexed in place: whether it is still what it was.
+        """
+        origin = self.origin(container, table)
+        if origin is not None:
+            return origin.is_still(self.files.status(origin.path))
         status = self.files.status(self.layout.container(container.name, container.kind))
         if status is None or status.kind != "file":
             return False
         return status.size == table.data_bytes or container.kind != "raw"
+
+    def origin(self, container: ContainerId, table: Table) -> Origin | None:
+        """The file that a container indexes in place; None: its data is its own."""
+        if container.kind != EXTERNAL:
+            return None
+        path = self.layout.table(container.name, container.kind)
+        return Origin.from_texts(table.origin, table.data_bytes, path)
+
+    def data_path(self, container: ContainerId, table: Table) -> Path:
+        """Where the bytes of a container are."""
+        origin = self.origin(container, table)
+        own = self.layout.container(container.name, container.kind)
+        return own if origin is None else origin.path
+
+    def open_data(self, container: ContainerId, table: Table) -> Handle:
+        """Open the bytes of a container. ChangedExternalError: the file is another one by now.
+
+        FileNotFoundError: one of the store's own is gone.
+        """
+        origin = self.origin(container, table)
+        if origin is None:
+            return self.files.open(self.layout.container(container.name, container.kind), "read")
+        try:
+            handle = self.files.open(origin.path, "read")
+        except OSError as error:
+            raise ChangedExternalError.at(origin.path, f"{error.strerror}") from error
+        if not origin.is_still(self.files.status_of(handle)):
+            self.files.close(handle)
+            raise ChangedExternalError.at(origin.path, "it changed since it was indexed in place")
+        return handle
+
+    def changed_holding(self, digest: bytes) -> Path | None:
+        """A file indexed in place that held these bytes and changed since; None: there is none."""
+        for container in self.containers():
+            if container.kind == EXTERNAL:
+                with suppress(StoreError):
+                    table = self.table(container)
+                    held = any(record.digest == digest for record in table.records)
+                    if held and not self.data_is_whole(container, table):
+                        return self.data_path(container, table)
+        return None
 
     def bad_offsets(self, container: str) -> frozenset[int]:
         """Where in this container bytes were found that are not what they should be."""

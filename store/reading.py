@@ -10,6 +10,7 @@ from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.decoding import Base, fill_leaves, read_range
 from tensor_dedup.store.errors import (
     BadRangeError,
+    ChangedExternalError,
     ClosedCheckpointError,
     CorruptTensorError,
     DamagedFileError,
@@ -95,15 +96,14 @@ class StoredPieces:
     def _open_all(self, index: Index, wanted: set[bytes]) -> list[tuple[ContainerId, Record]]:
         """Open the containers that hold these pieces; all good records of those newly opened."""
         found: list[tuple[ContainerId, Record]] = []
-        layout, files = self._objects.layout, self._objects.files
-        for container in {p.container: None for held in index.find(wanted).values() for p in held}:
+        places = index.find(wanted, external=True)
+        for container in {p.container: None for held in places.values() for p in held}:
             if container in self._handles:
                 continue
             with suppress(MissingObjectError, DamagedFileError, FileNotFoundError):
                 table = self._objects.table(container)
                 bad = self._objects.bad_offsets(container.name)
-                path = layout.container(container.name, container.kind)
-                self._handles[container] = files.open(path, "read")
+                self._handles[container] = self._objects.open_data(container, table)
                 found += [(container, r) for r in table.records if r.offset not in bad]
         return found
 
@@ -214,6 +214,11 @@ class StoredPieces:
         if anchors_only:
             spots = [spot for spot in spots if spot.record.base is None]
         if not spots:
+            changed = self._objects.changed_holding(digest)
+            if changed is not None:
+                raise ChangedExternalError.at(
+                    changed, f"it changed since it was indexed in place for {self.name!r}"
+                )
             raise MissingObjectError.at(
                 self._objects.layout.root,
                 f"no container holds {digest.hex()} of {self.name!r}",
@@ -321,6 +326,17 @@ class StoredCheckpoint(StoredPieces):
                 nbytes=wanted.nbytes,
             )
         return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
+
+    def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
+        """How a tensor is stored: codec, the bytes it takes, the digest it is a delta against.
+
+        What is in no container takes none and has no codec.
+        """
+        records = self.records(bytes.fromhex(tensor.digest))
+        if not records:
+            return "", 0, None
+        best = min(records, key=lambda record: record.stored)
+        return best.codec, best.stored, None if best.base is None else best.base.hex()
 
     def _names_of(self, digest: bytes) -> list[str]:
         return [t.name for t in self._tensors.values() if t.digest == digest.hex()]

@@ -17,12 +17,13 @@ from tensor_dedup.store import frames
 from tensor_dedup.store.codecs import CODECS
 from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
+from tensor_dedup.store.external import EXTERNAL, Origin
 
 KIND = b"tabl"
 PLAIN = "raw"  # the codec of bytes that are stored as they are
 DIGEST_BYTES = 32
 ENCODED = "delta"  # the kind of container whose records are all encoded
-ALIGNMENT = {"raw": 1, "slab": 4096, "pack": 64, ENCODED: 64}
+ALIGNMENT = {"raw": 1, "slab": 4096, "pack": 64, ENCODED: 64, EXTERNAL: 1}
 _TAIL = struct.Struct("<Q8s")
 _TAIL_MAGIC = b"TDSTEND\x01"
 TAIL_BYTES = _TAIL.size
@@ -51,7 +52,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A container: its kind, the size of its data, its records by offset.
 
-    `origin` belongs to kinds of later versions (the file an `external` one indexes).
+    `origin` says which file an `external` one indexes (store/external.py), else it is None.
     """
 
     kind: str
@@ -101,6 +102,8 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
     for record in table.records:
         _check_record(record, table, path)
     _check_places(table, path)
+    if kind == EXTERNAL:
+        Origin.from_texts(table.origin, table.data_bytes, path)
     return table
 
 
@@ -144,7 +147,7 @@ def _check_places(table: Table, path: PurePath) -> None:
     for before, after in pairwise(table.records):
         if before.offset + before.stored > after.offset:
             raise DamagedFileError.at(path, f"its records overlap at {after.offset}")
-    if table.kind == "raw" and any(gaps(table)):
+    if table.kind in ("raw", EXTERNAL) and any(gaps(table)):
         raise DamagedFileError.at(path, "its records do not cover the file")
 
 

@@ -133,7 +133,7 @@ def test_a_later_version_is_said_to_be_one(store: Store) -> None:
     assert (store._objects.layout.manifest(name)).exists()  # not damaged, so not set aside
 
 
-@pytest.mark.parametrize("kind", ["external", "hologram"])
+@pytest.mark.parametrize("kind", ["magnetic", "hologram"])
 def test_a_container_of_a_later_version_is_left_alone(store: Store, kind: str) -> None:
     path = store._objects.layout.container(digest(b"whatever"), kind)
     path.parent.mkdir(exist_ok=True)

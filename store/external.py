@@ -1,0 +1,62 @@
+"""Containers that are a table only: a file elsewhere, indexed in place, never changed or deleted.
+
+The table holds what the file was when it was hashed. While that is what the file system says of the
+path, the table's records can be read there, verified like any others; else they are absent.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Self
+
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.files import Status
+
+EXTERNAL = "external"
+_FIELDS = 6
+_MAX_DIGITS = 20  # of 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The file an external container indexes: its absolute path, and what it was when hashed."""
+
+    path: Path
+    size: int
+    device: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, path: Path, status: Status) -> Self:
+        """The file at a path, as it is now."""
+        return cls(
+            path,
+            status.size,
+            status.device,
+            status.inode,
+            status.mtime_ns,
+            status.ctime_ns,
+        )
+
+    def is_still(self, status: Status | None) -> bool:
+        """Whether this is what the file system says now."""
+        return status is not None and status.kind == "file" and Origin.of(self.path, status) == self
+
+    def to_texts(self) -> list[str]:
+        """As a table holds it: numbers in decimal, since an inode may need 64 bits."""
+        numbers = (self.size, self.device, self.inode, self.mtime_ns, self.ctime_ns)
+        return [str(self.path), *map(str, numbers)]
+
+    @classmethod
+    def from_texts(cls, texts: list[str] | None, data_bytes: int, table: PurePath) -> Self:
+        """Of a table, checked. DamagedFileError: no program wrote this."""
+        path, *numbers = texts or [""]
+        fit = all(text.removeprefix("-").isdecimal() for text in numbers)
+        short = all(len(text) <= _MAX_DIGITS for text in numbers)
+        if len(numbers) != _FIELDS - 1 or not fit or not short or "\0" in path:
+            raise DamagedFileError.at(table, "its origin has another form")
+        found = cls(Path(path), *map(int, numbers))
+        if not found.path.is_absolute() or found.size != data_bytes:
+            raise DamagedFileError.at(table, "its origin contradicts it", origin=path)
+        return found
