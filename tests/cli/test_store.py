@@ -121,12 +121,17 @@ def test_wrong_use_is_status_2(shell: Shell, arguments: list[str], said: str) ->
     assert not shell.store.exists()
 
 
+def test_a_path_that_leads_nowhere_is_wrong_use(shell: Shell) -> None:
+    result = shell.run("import", "nowhere")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "nowhere: no such file or folder" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["list"], "there is no store"),
         (["export", "m", "out"], "there is no store"),
-        (["import", "nowhere"], "nowhere"),
     ],
 )
 def test_what_is_not_there_is_status_1(shell: Shell, arguments: list[str], said: str) -> None:
