@@ -24,6 +24,7 @@ from tensor_dedup.errors import (
     CheckpointNotFoundError,
     ConfigError,
     FormatError,
+    StoreError,
 )
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.types import Fingerprint, TensorSpec
@@ -254,8 +255,10 @@ def test_what_cannot_be_analyzed_is_an_error_of_its_own(tmp_path: Path) -> None:
         analyze([tmp_path / "liar.safetensors"])
     with pytest.raises(CheckpointNotFoundError):
         analyze([tmp_path / "nothing.safetensors"])
-    with pytest.raises(ConfigError, match="store"):
-        analyze(["store://base"])
+    with pytest.raises(StoreError, match="store"):
+        analyze(["store://base"], store=tmp_path)
+    with pytest.raises(ConfigError, match="blake3"):
+        analyze(["store://base"], store=tmp_path, hash_algorithm="xxh3_128")
     with pytest.raises(ConfigError, match="min_tensor_bytes"):
         analyze([tmp_path], min_tensor_bytes=-1)
     with pytest.raises(ConfigError, match="blake3"):

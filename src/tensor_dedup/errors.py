@@ -4,6 +4,7 @@ TensorDedupError
   - ConfigError                 a setting is wrong, unknown, or cannot be combined with another
   - CheckpointError             a checkpoint is not usable
       - CheckpointNotFoundError   no weights at that path
+          - NoSuchPathError         there is nothing at all
       - FormatError               the file lies about itself (one subclass for each way to lie)
       - ChangedFileError          the file changed while it was being read
   - SharedWeightsError          a write to weights that others share, which cannot be served
@@ -47,6 +48,10 @@ class CheckpointError(TensorDedupError):
 
 class CheckpointNotFoundError(CheckpointError):
     """There are no weights at that path."""
+
+
+class NoSuchPathError(CheckpointNotFoundError):
+    """The path that was given leads to no file and no folder."""
 
 
 class FormatError(CheckpointError):

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import checkpoints
+from tensor_dedup.store import Store
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -97,11 +99,76 @@ def test_options_reach_the_numbers(pair: checkpoints.Pair) -> None:
 
 def test_wrong_data_ends_with_1_and_wrong_use_with_2(tmp_path: Path) -> None:
     (tmp_path / "liar.safetensors").write_bytes(b"\xff" * 100)
-    for arguments in ([tmp_path / "nothing"], [tmp_path / "liar.safetensors"], [tmp_path]):
+    (tmp_path / "empty").mkdir()
+    for arguments in ([tmp_path / "liar.safetensors"], [tmp_path], [tmp_path / "empty"]):
         result = run(*arguments, "--json")
         assert (result.returncode, result.stdout) == (1, ""), arguments
         assert result.stderr.startswith("Error: ")
-    for wrong in ([], ["--min-tensor-bytes", "-1", "x"], ["--hash-algorithm", "md5", "x"]):
+    nothing = [tmp_path / "nothing"]
+    for wrong in ([], ["--min-tensor-bytes", "-1", "x"], ["--hash-algorithm", "md5", "x"], nothing):
         result = run(*wrong, "--json")
         assert (result.returncode, result.stdout) == (2, ""), wrong
-    assert run("store://base").returncode == 2
+    assert "no such file or folder" in run(*nothing).stderr
+
+
+def test_labels_are_as_long_as_it_takes(tmp_path: Path) -> None:
+    for part in ("one/deep/model", "two/deep/model", "two/other"):
+        (tmp_path / part).mkdir(parents=True)
+        save_file({"weight": numpy.arange(4)}, tmp_path / part / "model.safetensors")
+    paths = [tmp_path / "one/deep/model", tmp_path / "two/deep/model", tmp_path / "two/other"]
+    result = run(*paths, paths[0])
+    for label in ("1 one/deep/model", "2 two/deep/model", "3 other", "4 one/deep/model"):
+        assert f" {label} " in result.stdout
+
+
+def test_of_two_equal_models_all_that_comes_second_is_shared(pair: checkpoints.Pair) -> None:
+    groups = document(pair.base, pair.base)["vllm"]["groups"]
+    assert [group["shared"] for group in groups] == [group["followers"] for group in groups]
+    assert [group["fused"] for group in groups] == [2 * group["shared"] for group in groups]
+    table = run(pair.base, pair.base).stdout.partition("Fused by vLLM, loaded in this order")[2]
+    rows = [line.split("│")[1:-1] for line in table.splitlines() if "_proj" in line]
+    assert len(rows) == len(groups)
+    for row in rows:
+        first, later, shared, broken, _ = map(str.strip, row[1:])
+        assert (first, later, broken) == (shared, shared, "0")
+
+
+def test_a_stored_checkpoint_is_known(pair: checkpoints.Pair, tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store")
+    store.import_(pair.base, "base")
+    store.import_(pair.fine_tune, "tune")
+    where = ("--store", tmp_path / "store")
+    wanted = document(pair.base, pair.fine_tune, "--no-hints")
+    found = document("store://base", "store://tune", *where, "--no-hints")
+    assert (found["bytes_read"], found["bytes_hashed"]) == (0, 0)
+    assert [c["path"] for c in found["checkpoints"]] == ["store://base", "store://tune"]
+    for key in ("total_bytes", "unique_bytes", "shared_bytes", "saving", "vllm"):
+        assert found[key] == wanted[key], key
+    mixed = document(
+        "store://base", pair.base, "store://base", *where, "--min-tensor-bytes", "65536"
+    )
+    assert mixed["unique_bytes"] * 3 == mixed["total_bytes"]
+    assert "1 store://base" in run("store://base", pair.base, *where).stdout
+
+
+def test_a_store_that_does_not_help(pair: checkpoints.Pair, tmp_path: Path) -> None:
+    Store.open(tmp_path / "store")
+    where = ("--store", tmp_path / "store")
+    assert run("store://nothing", *where).returncode == 1
+    assert run("store://nothing", "--store", tmp_path / "no store").returncode == 1
+    assert run("store://", *where).returncode == 1
+    refused = run("store://nothing", *where, "--hash-algorithm", "blake2b")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "blake3" in refused.stderr
+
+
+def test_other_formats_count_alike(pair: checkpoints.Pair, tmp_path: Path) -> None:
+    held = checkpoints.tensors(pair.base)
+    torch.save({"model": held}, tmp_path / "model.pt")
+    found = document(pair.base, tmp_path / "model.pt")
+    assert found["pairs"][0]["shared_tensors"] == len(held)
+    assert found["shared_bytes"] == checkpoints.nbytes(pair.base)
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    refused = run(tmp_path / "module.pt", "--json")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "torch.nn.modules.linear.Linear" in refused.stderr

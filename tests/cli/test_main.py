@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tensor_dedup.cli import VERBS, main
 from tensor_dedup.cli.errors import data_errors
-from tensor_dedup.errors import CheckpointNotFoundError, ConfigError
+from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, NoSuchPathError
 
 
 def failing(error: Exception) -> click.Command:
@@ -53,6 +53,7 @@ def test_wrong_use_ends_with_2_and_nothing_on_stdout(arguments: list[str]) -> No
     ("error", "status"),
     [
         (CheckpointNotFoundError("m: no weights\nthere; name a file"), 1),
+        (NoSuchPathError("m: no such file; name one"), 2),
         (ConfigError("audit is 7; give a share between 0.0 and 1.0"), 2),
         (PermissionError(errno.EACCES, "Permission denied", "model.safetensors"), 1),
     ],

@@ -11,14 +11,13 @@ from typing import Any
 from tensor_dedup.analyze.fusing import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.reading import Digests, Progress, read_digests
+from tensor_dedup.analyze.stored import StrPath, is_stored, measure_stored, open_store
 from tensor_dedup.analyze.tensors import Measured, Tensor
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.types import Fingerprint, TensorSpec
-
-STORE_SCHEME = "store://"
 
 
 class _Silent:
@@ -104,30 +103,38 @@ class Analysis:
 
 
 def analyze(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: Sequence[StrPath],
     *,
     min_tensor_bytes: int = 0,
     hash_algorithm: str = "blake3",
     hints: HintIndex | None = None,
+    store: StrPath | None = None,
     progress: Progress | None = None,
 ) -> Analysis:
     """Hash each tensor of these checkpoints once and say what they have in common.
 
-    A path is one checkpoint: a file, or a directory with its sub-folders. Tensors smaller than
-    `min_tensor_bytes` are left out of every number. With `hints`, remembered files are not read.
-    Safe from any thread; nothing is kept. ConfigError: a setting is wrong. CheckpointError: a
-    checkpoint is missing, lies about itself, or changed meanwhile.
+    A path is one checkpoint: a file, a directory with its sub-folders, or `store://NAME`, one of
+    the store in the folder `store` (by default the environment's, or the user's own), whose digests
+    are known. Tensors smaller than `min_tensor_bytes` are left out of every number. With `hints`,
+    remembered files are not read. Safe from any thread; nothing is kept. ConfigError: a setting is
+    wrong. CheckpointError: a checkpoint is missing, lies about itself, or changed meanwhile.
+    StoreError: the store, or the checkpoint in it, is not there or damaged.
     """
-    _check(paths, min_tensor_bytes, hash_algorithm)
-    opened = [open_checkpoint(Path(path)) for path in paths]
+    _check(min_tensor_bytes, hash_algorithm)
+    stored = dict.fromkeys(os.fspath(path) for path in paths if is_stored(path))
+    where = open_store(store, hash_algorithm) if stored else None
+    opened = {n: open_checkpoint(Path(p)) for n, p in enumerate(paths) if not is_stored(p)}
     files: dict[Path, list[TensorSpec]] = {}
-    for checkpoint in opened:
+    for checkpoint in opened.values():
         for file in checkpoint.files:
             files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
+    held = {p: measure_stored(p, where, min_tensor_bytes) for p in stored if where is not None}
     digests = read_digests(files, hash_algorithm, hints, progress or _Silent())
     measured = [
-        _measure(os.fspath(path), checkpoint, digests, min_tensor_bytes)
-        for path, checkpoint in zip(paths, opened, strict=True)
+        _measure(os.fspath(path), opened[number], digests, min_tensor_bytes)
+        if number in opened
+        else held[os.fspath(path)]
+        for number, path in enumerate(paths)
     ]
     return compare(measured, digests.bytes_read, digests.bytes_hashed)
 
@@ -149,9 +156,7 @@ def compare(
     )
 
 
-def _check(
-    paths: Sequence[str | os.PathLike[str]], min_tensor_bytes: int, hash_algorithm: str
-) -> None:
+def _check(min_tensor_bytes: int, hash_algorithm: str) -> None:
     if min_tensor_bytes < 0:
         raise ConfigError(
             f"min_tensor_bytes is {min_tensor_bytes}; give 0 or more", value=min_tensor_bytes
@@ -161,12 +166,6 @@ def _check(
             f"no hash algorithm {hash_algorithm!r}; use one of {', '.join(ALGORITHMS)}",
             algorithm=hash_algorithm,
         )
-    for path in map(str, paths):
-        if path.startswith(STORE_SCHEME):
-            raise ConfigError(
-                f"{path}: the store is not available in this version; give the checkpoint's files",
-                path=path,
-            )
 
 
 def _measure(
@@ -237,6 +236,7 @@ def _vllm_dict(fused: Fused) -> dict[str, Any]:
             {
                 "suffix": group.suffix,
                 "fused": group.fused,
+                "followers": group.followers,
                 "shared": group.shared,
                 "broken": group.broken,
                 "lost_bytes": group.lost_bytes,

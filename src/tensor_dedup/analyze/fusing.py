@@ -63,10 +63,15 @@ class Final:
 
 @dataclass(slots=True)
 class FusedGroup:
-    """All fused parameters of one kind: how many there are, are shared, and lost shared parts."""
+    """All fused parameters of one kind: how many there are, are shared, and lost shared parts.
+
+    `followers` counts those of all checkpoints but the first that has any: only they could find
+    another one in memory, so of two equal checkpoints all followers are shared.
+    """
 
     suffix: str
     fused: int = 0
+    followers: int = 0
     shared: int = 0
     broken: int = 0
     lost_bytes: int = 0
@@ -121,6 +126,7 @@ def survives(checkpoints: Sequence[Measured]) -> Fused:
     groups: dict[str, FusedGroup] = {}
     total = shared_tensors = shared_bytes = 0
     for checkpoint in checkpoints:
+        seen = frozenset(groups)
         finals = fuse(checkpoint)
         found = finals_held.take(final.key for final in finals if final.complete)
         sources = sources_held.take(tensor.fingerprint for tensor in checkpoint.tensors)
@@ -135,6 +141,7 @@ def survives(checkpoints: Sequence[Measured]) -> Fused:
             if final.suffix:
                 group = groups.setdefault(final.suffix, FusedGroup(final.suffix))
                 group.fused += 1
+                group.followers += final.suffix in seen
                 group.shared += shared
         for final in private:
             _lose(final, sources, groups)

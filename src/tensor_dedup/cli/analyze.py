@@ -17,6 +17,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from tensor_dedup.analyze import Analysis, analyze
+from tensor_dedup.analyze.stored import is_stored
+from tensor_dedup.cli.store_verbs import store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.report_table import human
@@ -44,6 +46,7 @@ _MATRIX = 8
     show_default=True,
     help="How many of the largest shared tensors, and layers, to list.",
 )
+@store_option
 @click.option("--no-hints", is_flag=True, help="Hash every file, also those remembered.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(
@@ -51,13 +54,15 @@ def command(
     min_tensor_bytes: int,
     hash_algorithm: str,
     top: int,
+    store: str | None,
     no_hints: bool,
     as_json: bool,
 ) -> None:
     """Say which tensors checkpoints have in common, and what sharing them saves.
 
-    Each PATH is one checkpoint: a safetensors file, or a directory with its sub-folders. Each file
-    is read once; one that was hashed before and has not changed is not read at all.
+    Each PATH is one checkpoint: a file (safetensors, GGUF, or one of torch.save, of which nothing
+    is run), a directory with its sub-folders, or store://NAME. Each file is read once; one that was
+    hashed before and has not changed is not read at all, and neither is what a store holds.
     """
     progress = _Progress()
     with progress.bar:
@@ -66,6 +71,7 @@ def command(
             min_tensor_bytes=min_tensor_bytes,
             hash_algorithm=hash_algorithm,
             hints=None if no_hints else HintIndex(),
+            store=store,
             progress=progress,
         )
     if as_json:
@@ -115,8 +121,26 @@ def show(analysis: Analysis, console: Console, top: int = 10) -> None:
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
-    """Numbered last parts of the paths: enough to tell them apart in a narrow column."""
-    return [f"{i} {Path(path).resolve().name}" for i, path in enumerate(paths, 1)]
+    """Numbered, the shortest ends of the paths that tell them apart.
+
+    A path that is given twice keeps its last part, and its number alone tells it from the other.
+    """
+    parts = [_parts(path) for path in paths]
+    different = set(parts)
+    shown = []
+    for number, own in enumerate(parts, 1):
+        others = different - {own}
+        count = 1
+        while count < len(own) and any(other[-count:] == own[-count:] for other in others):
+            count += 1
+        shown.append(f"{number} {'/'.join(own[-count:])}")
+    return shown
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    if is_stored(path):
+        return (path,)
+    return Path(path).resolve().parts or (path,)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -183,9 +207,11 @@ def _layer_table(analysis: Analysis, top: int) -> Table:
 
 
 def _fusing_table(analysis: Analysis) -> Table:
-    table = _table("Fused by vLLM", "parameter", "all", "shared", "broken", "lost")
+    # The first checkpoint finds nothing in memory: only what comes after it can be shared.
+    columns = ("parameter", "in the first", "in later ones", "of those shared", "broken", "lost")
+    table = _table("Fused by vLLM, loaded in this order", *columns)
     for group in analysis.vllm.groups:
-        row = (group.fused, group.shared, group.broken)
+        row = (group.fused - group.followers, group.followers, group.shared, group.broken)
         table.add_row(group.suffix, *map(str, row), human(group.lost_bytes))
     return table
 

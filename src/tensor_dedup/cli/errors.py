@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import click
 
-from tensor_dedup.errors import ConfigError, TensorDedupError
+from tensor_dedup.errors import ConfigError, NoSuchPathError, TensorDedupError
 
 
 class BadData(click.ClickException):
@@ -29,7 +29,7 @@ def data_errors() -> Iterator[None]:
     """Turn what a verb raises about its data, its settings or its files into an exit status."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, NoSuchPathError) as error:
         raise WrongUse(_one_line(error)) from error
     except TensorDedupError as error:
         raise BadData(_one_line(error)) from error

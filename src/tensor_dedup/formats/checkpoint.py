@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from tensor_dedup.errors import CheckpointNotFoundError, UnsupportedError
+from tensor_dedup.errors import CheckpointNotFoundError, NoSuchPathError, UnsupportedError
 from tensor_dedup.formats.data_files import data_files
 from tensor_dedup.formats.errors import (
     IndexFileError,
@@ -103,7 +103,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _open_file(path: Path) -> list[CheckpointFile]:
     if not path.exists():
-        raise CheckpointNotFoundError(
+        raise NoSuchPathError(
             f"{path}: no such file or folder; give the path of a local checkpoint", path=str(path)
         )
     if path.suffix in _UNREAD:

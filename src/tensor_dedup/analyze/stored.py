@@ -1,0 +1,42 @@
+"""Checkpoints of a store: their digests are in its manifests, nothing is read or hashed."""
+
+import os
+from pathlib import Path
+
+from tensor_dedup.analyze.tensors import Measured, Tensor
+from tensor_dedup.errors import ConfigError
+from tensor_dedup.store import Store
+from tensor_dedup.types import Fingerprint
+
+SCHEME = "store://"
+
+StrPath = str | os.PathLike[str]
+
+
+def is_stored(path: StrPath) -> bool:
+    """Whether this names a checkpoint of a store: store://NAME."""
+    return os.fspath(path).startswith(SCHEME)
+
+
+def measure_stored(path: StrPath, store: Store, min_tensor_bytes: int) -> Measured:
+    """The checkpoint `store://NAME`, as its manifest has it. StoreError: it is not there."""
+    name = os.fspath(path).removeprefix(SCHEME)
+    tensors, small = [], []
+    with store.checkpoint(name) as checkpoint:
+        for tensor in checkpoint:
+            if tensor.nbytes < min_tensor_bytes:
+                small.append(tensor.name)
+                continue
+            found = Fingerprint(tensor.shape, tensor.dtype, tensor.digest)
+            tensors.append(Tensor(tensor.name, found, tensor.nbytes))
+    return Measured(os.fspath(path), tensors, small)
+
+
+def open_store(store: StrPath | None, algorithm: str) -> Store:
+    """The store that `store://` means. ConfigError: digests of another algorithm are asked for."""
+    if algorithm != "blake3":
+        raise ConfigError(
+            f"a store names bytes by blake3, not {algorithm}; leave the hash algorithm as it is",
+            algorithm=algorithm,
+        )
+    return Store.open(Path(store) if store is not None else None, create=False)
