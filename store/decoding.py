@@ -36,12 +36,9 @@ def read_range(
     first = start // LEAF_BYTES * LEAF_BYTES
     last = min(-(-stop // LEAF_BYTES) * LEAF_BYTES, record.nbytes)
     data = bytearray(last - first)
-    with memoryview(data) as view:
-        if not fill_leaves(files, handle, record, first, view, base):
-            return None
-    del data[stop - first :]
-    del data[: start - first]
-    return data
+    if not fill_leaves(files, handle, record, first, memoryview(data), base):
+        return None
+    return data if (first, last) == (start, stop) else data[start - first : stop - first]
 
 
 def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
@@ -62,16 +59,23 @@ def _decode(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
     codec = CODECS[record.codec]
+    refused: list[str] = []
 
     def fill(piece: memoryview, offset: int) -> None:
         at = start + offset
         under = None if record.base is None else memoryview(base(at, piece.nbytes))
-        codec.decode(read_chunk(files, handle, record, found[at // LEAF_BYTES]), under, piece)
+        chunk = read_chunk(files, handle, record, found[at // LEAF_BYTES])
+        try:
+            codec.decode(chunk, under, piece)
+        except BadEncodingError as error:
+            refused.append(str(error))  # not raised: it would hold on to the caller's memory
 
     try:
         found = read_head(files, handle, record)
         digest = submit(view, fill=fill).result()
     except BadEncodingError:
+        return False
+    if refused:
         return False
     leaves = _leaves(record, start, view.nbytes)
     parts = [leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stores import KIB, content, noise, safetensors, u8, write
+from stores import KIB, content, noise, safetensors, tuned, u8, weights, write
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -73,6 +73,26 @@ def test_people_get_text(shell: Shell) -> None:
         assert expected in result.stdout
 
 
+def test_a_fine_tune_is_stored_as_what_differs(shell: Shell) -> None:
+    base = weights(1, 200 * KIB)
+    for name, data in (("base", base), ("tune", tuned(base, 2))):
+        tensor = ("BF16", (len(data) // 2,), data)
+        write(shell.root / name, {"model.safetensors": safetensors({"w": tensor})})
+    shell.document("import", shell.root / "base")
+    options = ("--compress", "auto", "--base", "base")
+    result = shell.document("import", shell.root / "tune", *options)
+    assert (result["encoded_tensors"], result["base"]) == (1, "base")
+    shown = shell.document("show", "tune")
+    (stored,) = shown["tensors"]
+    assert (stored["codec"], stored["bytes"]) == ("step2", 200 * KIB)
+    assert stored["stored_bytes"] == shown["stored_bytes"]
+    assert stored["stored_bytes"] == 200 * KIB - result["saved_bytes"]
+    assert shell.document("stats")["codecs"]["step2"]["pieces"] == 1
+    assert "encoded       200.0 KiB as " in shell.run("stats").stdout
+    shell.document("export", "tune", shell.root / "out")
+    assert content(shell.root / "out") == content(shell.root / "tune")
+
+
 def test_deleting_asks_first(shell: Shell) -> None:
     shell.document("import", shell.root / "m")
     refused = shell.run("delete", "m")
@@ -104,8 +124,8 @@ def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["import", "m", "--compress", "auto"], "--compress is not available"),
-        (["import", "m", "--base", "x"], "--base is not available"),
+        (["import", "m", "--compress", "most"], "--compress"),
+        (["import", "m", "--base", "x"], "give both"),
         (["import", "m", "--external"], "--external is not available"),
         (["import", "--hub-cache"], "--hub-cache is not available"),
         (["import"], "Missing argument 'PATH'"),

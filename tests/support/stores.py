@@ -5,6 +5,8 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store import Store
 from tensor_dedup.store.files import Files
@@ -17,6 +19,22 @@ Content = dict[str, bytes]
 
 def noise(seed: int, nbytes: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)
+
+
+def weights(seed: int, nbytes: int) -> bytes:
+    """Words of two bytes as models have them: few exponents, any mantissa."""
+    dice = np.random.default_rng(seed)
+    low, high = dice.integers(0, 256, nbytes // 2), dice.choice([0x3C, 0x3D, 0xBC], nbytes // 2)
+    data: bytes = (low + 256 * high).astype("<u2").tobytes()
+    return data
+
+
+def tuned(data: bytes, seed: int, share: float = 0.4) -> bytes:
+    """The same words, of which a share moved by up to three."""
+    dice = np.random.default_rng(seed)
+    words = np.frombuffer(data, "<u2")
+    moved = dice.integers(-3, 4, len(words)) * (dice.random(len(words)) < share)
+    return (words + moved).astype("<u2").tobytes()
 
 
 def safetensors(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -78,12 +96,12 @@ def size_on_disk(folder: Path) -> int:
 def three(root: Path) -> dict[str, Path]:
     """Three checkpoints that leave a raw file, a slab and a pack in a store.
 
-    `base` is one large file, `tune` differs from it in one large and one small tensor, `tiny` has
-    small tensors only.
+    `base` is one large file, `tune` differs from it in one large tensor (`b`, by little, so that it
+    leaves a delta when it is compressed) and in small ones, `tiny` has small tensors only.
     """
-    a, b = noise(1, 700 * KIB), noise(2, 400 * KIB)
+    a, b = noise(1, 700 * KIB), weights(2, 400 * KIB)
     base = safetensors(u8(a=a, b=b, c=noise(3, 100), tail=noise(9, 5 * KIB)), {"format": "pt"})
-    tune = safetensors(u8(a=a, b=noise(4, 400 * KIB), c=noise(5, 100), d=noise(6, 70 * KIB)))
+    tune = safetensors(u8(a=a, b=tuned(b, 4), c=noise(5, 100), d=noise(6, 70 * KIB)))
     tiny = safetensors(u8(x=noise(7, 5000), y=noise(8, 77)))
     config = b'{"model_type": "toy"}'
     return {

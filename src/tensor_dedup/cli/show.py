@@ -27,6 +27,7 @@ def command(name: str, store: str | None, as_json: bool) -> None:
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
     return {
         "name": checkpoint.name,
+        "stored_bytes": sum(stored for _, stored, _ in map(checkpoint.stored, checkpoint)),
         "manifest": checkpoint.manifest,
         "bytes": checkpoint.nbytes,
         "files": [{"path": file.path, "bytes": file.nbytes} for file in checkpoint.files],
@@ -37,8 +38,12 @@ def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
                 "shape": list(tensor.shape),
                 "bytes": tensor.nbytes,
                 "digest": tensor.digest,
+                "codec": codec,
+                "stored_bytes": stored,
+                "base": base,
             }
             for tensor in checkpoint
+            for codec, stored, base in [checkpoint.stored(tensor)]
         ],
     }
 
@@ -51,10 +56,12 @@ def _files(checkpoint: StoredCheckpoint) -> Table:
 
 
 def _tensors(checkpoint: StoredCheckpoint) -> Table:
-    table = Table("tensor", "dtype", "shape", "size", "digest")
+    table = Table("tensor", "dtype", "shape", "size", "stored", "codec", "digest")
     for tensor in checkpoint:
         shape = "x".join(map(str, tensor.shape)) or "-"
         # The beginning tells tensors apart; --json has all of it.
         digest = tensor.digest[:16]
-        table.add_row(tensor.name, tensor.dtype, shape, human(tensor.nbytes), digest)
+        codec, stored, _ = checkpoint.stored(tensor)
+        sizes = human(tensor.nbytes), human(stored)
+        table.add_row(tensor.name, tensor.dtype, shape, *sizes, codec, digest)
     return table
