@@ -117,8 +117,8 @@ class MemfdBackend:
 
     def close(self) -> None:
         """See Backend."""
+        # The threads stay for the jobs that are being ended; they go with this object.
         self._closed.set()
-        self._pool.shutdown(wait=True)
 
 
 def _leaves(part: object) -> list[bytes]:

@@ -1,0 +1,174 @@
+"""For tests: the contract that every kind of memory must keep (`BackendTests`)."""
+
+import fcntl
+import mmap
+import os
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+
+from tensor_dedup.digest import digest
+from tensor_dedup.memory_manager.backends.base import Backend, Memory
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    NotSealedError,
+    StillWritableError,
+)
+
+_SIZE = 1 << 20
+
+
+class BackendTests(ABC):
+    """What the manager relies on. Subclass it, say how to make yours, and let pytest collect it.
+
+    What only `hardware_readonly` or `hashes_itself` promises is tested where it is promised.
+    """
+
+    @abstractmethod
+    def make(self, folder: Path) -> Backend:
+        """A new backend; the folder is this test's own."""
+
+    def _written(self, backend: Backend, data: bytes) -> Memory:
+        memory = backend.reserve(_SIZE)
+        assert os.pwrite(memory.fileno, data, 0) == len(data)
+        return memory
+
+    def _sealed(self, backend: Backend, data: bytes) -> Memory:
+        memory = self._written(backend, data)
+        backend.seal(memory)
+        return memory
+
+    def test_a_slab_has_its_size_and_is_zeroed(self, tmp_path: Path) -> None:
+        """What nobody has written is zero, not another model's weights."""
+        memory = self.make(tmp_path).reserve(_SIZE)
+        assert memory.nbytes == os.fstat(memory.fileno).st_size == _SIZE
+        assert os.pread(memory.fileno, _SIZE, 0) == bytes(_SIZE)
+
+    def test_its_memory_exists_when_it_is_handed_out(self, tmp_path: Path) -> None:
+        """A writer never meets SIGBUS: every page is there (where the system tells)."""
+        backend = self.make(tmp_path)
+        memory = backend.reserve(_SIZE)
+        if backend.capabilities.hardware_readonly:
+            assert os.fstat(memory.fileno).st_blocks * 512 >= _SIZE
+
+    def test_two_slabs_are_two(self, tmp_path: Path) -> None:
+        """Writing one changes no other."""
+        backend = self.make(tmp_path)
+        first, second = self._written(backend, b"first"), backend.reserve(_SIZE)
+        assert os.pread(second.fileno, 5, 0) == bytes(5)
+        assert os.pread(first.fileno, 5, 0) == b"first"
+
+    def test_sealed_bytes_are_what_was_written(self, tmp_path: Path) -> None:
+        """Sealing changes nothing, and sealing twice is sealing."""
+        backend = self.make(tmp_path)
+        memory = self._sealed(backend, b"weights")
+        backend.seal(memory)
+        assert os.pread(memory.fileno, 7, 0) == b"weights"
+
+    def test_readers_map_it_and_have_their_own_copies_of_what_they_write(
+        self, tmp_path: Path
+    ) -> None:
+        """Copy-on-write: nobody else sees it."""
+        memory = self._sealed(self.make(tmp_path), b"weights")
+        with mmap.mmap(memory.fileno, _SIZE, flags=mmap.MAP_PRIVATE) as mine:
+            assert mine[:7] == b"weights"
+            mine[:7] = b"changed"
+            assert os.pread(memory.fileno, 7, 0) == b"weights"
+
+    def test_hardware_keeps_everybody_from_writing(self, tmp_path: Path) -> None:
+        """Not the writer's descriptor, no size, no new mapping; where it is promised."""
+        backend = self.make(tmp_path)
+        if not backend.capabilities.hardware_readonly:
+            return
+        memory = self._sealed(backend, b"weights")
+        for attempt in (
+            lambda: os.pwrite(memory.fileno, b"x", 0),
+            lambda: os.ftruncate(memory.fileno, 0),
+            lambda: os.ftruncate(memory.fileno, 2 * _SIZE),
+            lambda: mmap.mmap(memory.fileno, _SIZE),
+            lambda: fcntl.fcntl(memory.fileno, fcntl.F_ADD_SEALS, 0),
+        ):
+            refused = False
+            try:
+                attempt()
+            except PermissionError:
+                refused = True
+            assert refused
+        assert os.pread(memory.fileno, 7, 0) == b"weights"
+
+    def test_it_is_not_sealed_while_somebody_can_write(self, tmp_path: Path) -> None:
+        """Refused, and afterwards as it was; where it is promised."""
+        backend = self.make(tmp_path)
+        if not backend.capabilities.hardware_readonly:
+            return
+        memory = backend.reserve(_SIZE)
+        with mmap.mmap(memory.fileno, _SIZE) as view:
+            refused = False
+            try:
+                backend.seal(memory)
+            except StillWritableError:
+                refused = True
+            assert refused
+            view[:3] = b"yes"
+        backend.seal(memory)
+        assert os.pread(memory.fileno, 3, 0) == b"yes"
+
+    def test_digests_are_those_of_the_bytes(self, tmp_path: Path) -> None:
+        """Piece by piece, in order; what was announced, where it cannot hash."""
+        backend = self.make(tmp_path)
+        data = bytes(range(256)) * 1024
+        memory = self._sealed(backend, data)
+        spans = [(0, len(data)), (64, 1), (4096, 100_000)]
+        right = [digest(data[offset : offset + nbytes]) for offset, nbytes in spans]
+        pieces = [(*span, name) for span, name in zip(spans, right, strict=True)]
+        assert backend.digests(memory, pieces) == right
+        if backend.capabilities.hashes_itself:
+            lies = [(*span, "0" * 64) for span in spans]
+            assert backend.digests(memory, lies) == right
+            assert backend.digests(memory, [(*span, "") for span in spans]) == right
+
+    def test_nothing_stays_mapped_after_hashing(self, tmp_path: Path) -> None:
+        """Or its bytes would count for the manager, too."""
+        backend = self.make(tmp_path)
+        memory = self._sealed(backend, b"weights")
+        inode = os.fstat(memory.fileno).st_ino
+        backend.digests(memory, [(0, 7, digest(b"weights"))])
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        assert not [line for line in lines if f" {inode} " in line]
+
+    def test_a_sealed_slab_is_adopted_and_an_open_one_is_not(self, tmp_path: Path) -> None:
+        """A manager takes back only what nobody can change any more, and of the size it is told."""
+        backend = self.make(tmp_path)
+        sealed, unsealed = self._sealed(backend, b"weights"), self._written(backend, b"weights")
+        adopted = self.make(tmp_path).adopt(os.dup(sealed.fileno), _SIZE)
+        assert os.pread(adopted.fileno, 7, 0) == b"weights"
+        for memory, nbytes in ((unsealed, _SIZE), (sealed, 2 * _SIZE)):
+            refused = False
+            try:
+                backend.adopt(os.dup(memory.fileno), nbytes)
+            except NotSealedError:
+                refused = True
+            assert refused
+
+    def test_the_descriptor_goes_with_the_object(self, tmp_path: Path) -> None:
+        """Also after a refusal: nothing is leaked."""
+        backend = self.make(tmp_path)
+        fds = Path("/proc/self/fd")
+        before = len(list(fds.iterdir()))
+        memory = self._written(backend, b"weights")
+        with suppress(BackendError):
+            backend.adopt(os.dup(memory.fileno), _SIZE)
+        del memory
+        assert len(list(fds.iterdir())) == before
+
+    def test_closing_ends_hashing(self, tmp_path: Path) -> None:
+        """A manager ends in its time, whatever is being hashed."""
+        backend = self.make(tmp_path)
+        memory = self._sealed(backend, b"weights")
+        backend.close()
+        interrupted = False
+        try:
+            backend.digests(memory, [(0, 7, digest(b"weights"))])
+        except InterruptedError:
+            interrupted = True
+        assert interrupted
