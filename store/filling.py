@@ -26,7 +26,7 @@ from tensor_dedup.store.tables import Record
 from tensor_dedup.store.translating import translated
 
 # Long beside the cost of a request, short beside the time a disk takes for all of it.
-BLOCK_BYTES: Final = 2 * LEAF_BYTES
+BLOCK_BYTES: Final = 4 * LEAF_BYTES
 # Reading a gap costs less than another request.
 _GAP: Final = 256 << 10
 # Containers that can only be changed by who changes the store itself.

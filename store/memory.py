@@ -1,7 +1,7 @@
-"""Large memory for reading and writing: whole pages, huge ones where the kernel has them.
+"""Large memory for reading and writing: whole pages, used again where that is possible.
 
-First touch is the hidden cost of loading: a fresh page of 4 KiB costs more than the bytes read into
-it. Huge pages cost a small part of that, and memory that is used again costs nothing.
+First touch is the hidden cost of loading: a fresh page costs more than the bytes read into it, and
+memory that is used again costs nothing.
 """
 
 import ctypes
@@ -30,11 +30,15 @@ class _Pages(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in _names)
 
 
-def allocate(nbytes: int) -> memoryview:
-    """At least one page of zeros, writable; given back when nothing refers to it any more."""
+def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
+    """At least one page of zeros, writable; given back when nothing refers to it any more.
+
+    `huge` asks for huge pages: right for memory that is used again. For memory that is used once
+    they may cost more than they give, where a host must first find them.
+    """
     size = -(-max(nbytes, 1) // PAGE) * PAGE
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= HUGE_PAGE:
+    if huge and size >= HUGE_PAGE:
         with suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(region)
@@ -85,7 +89,7 @@ class Pool:
             fitting = [region for region in self._free if nbytes <= region.nbytes <= 2 * nbytes]
             region = min(fitting, key=lambda region: region.nbytes, default=None)
             if region is None:
-                region = allocate(nbytes)
+                region = allocate(nbytes, huge=self._keep > 0)
                 self.allocated += 1
             self._free = [other for other in self._free if other is not region]
         lent = region[:]

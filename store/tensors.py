@@ -43,7 +43,7 @@ TORCH_DTYPES: Final = {
 # Memory of a load comes in regions of this size and is given back region by region.
 _REGION: Final = 256 << 20
 # The disk wants several requests even where there are fewer cores.
-_THREADS: Final = 4
+_THREADS: Final = 8
 
 
 def load_tensors(

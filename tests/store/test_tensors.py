@@ -255,7 +255,7 @@ def test_an_error_that_does_not_come_again_is_none(own: tuple[Store, Path, Path]
     disk = Disk()
     store = Store.open(own[0].path, files=disk)
     with store.checkpoint("m") as checkpoint:
-        disk.failing = [errno.EIO] * 3
+        disk.failing = [errno.EIO] * 2
         assert raw(load_tensors(checkpoint)["a"]) == noise(1, 5 * MIB)
         disk.failing = [errno.EIO] * 1000
         with pytest.raises(StoreError, match="broken"):
