@@ -53,7 +53,7 @@ class ContainerWriter:
         for piece, where, hashed in zip(pieces, ranges, copied, strict=True):
             if hashed.digest != piece.digest:
                 raise changed(source, f"its bytes at {piece.start} were written while it was read")
-            self._records.append(_record(where.target, piece.nbytes, hashed))
+            self._records.append(record_of(where.target, piece.nbytes, hashed))
 
     def _opened(self) -> Handle:
         if self._handle is None:
@@ -117,7 +117,7 @@ class Copied:
         """Make the copy a container: its data first, then the table that makes it one."""
         files, layout = self._objects.files, self._objects.layout
         records = [
-            _record(segment.start, segment.nbytes, found)
+            record_of(segment.start, segment.nbytes, found)
             for segment, found in zip(segments, hashed, strict=True)
             if segment.nbytes
         ]
@@ -157,7 +157,8 @@ def check_space(objects: Objects, nbytes: int) -> None:
         )
 
 
-def _record(offset: int, nbytes: int, hashed: Hashed) -> Record:
+def record_of(offset: int, nbytes: int, hashed: Hashed) -> Record:
+    """Bytes that are stored as they are."""
     return Record(hashed.digest, offset, nbytes, nbytes, PLAIN, None, hashed.leaves)
 
 

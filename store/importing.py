@@ -18,6 +18,7 @@ from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.files import Handle, Status
 from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Silent, changed
 from tensor_dedup.store.index import Index
+from tensor_dedup.store.indexing import index_in_place
 from tensor_dedup.store.manifests import FileEntry, Piece
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.observing import Remembers
@@ -39,7 +40,8 @@ class ImportResult:
 
     `known_bytes` were in the store already (or came twice); `stored_bytes` is what the import added
     to the disk, bookkeeping included. `saved_bytes` is what encoding took off `encoded_tensors` of
-    the new ones; `base` the checkpoint they were compared with.
+    the new ones; `base` the checkpoint they were compared with. `external_bytes` are those of files
+    that were indexed where they are.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ImportResult:
     skipped: tuple[str, ...]
     encoded_tensors: int = 0
     saved_bytes: int = 0
+    external_bytes: int = 0
     base: str | None = None
 
     def to_dict(self) -> dict[str, object]:
@@ -73,8 +76,10 @@ class Import:
         progress: Progress,
         hints: Remembers,
         encoder: Encoder | None,
+        in_place: bool,
     ) -> None:
         self._encoder = encoder
+        self._in_place = in_place
         self._objects = objects
         self._index = index
         self._hasher = hasher
@@ -90,6 +95,7 @@ class Import:
         self.pieces: list[Piece] = []
         self.new_tensors = 0
         self.new_bytes = 0
+        self.external_bytes = 0
 
     def __enter__(self) -> "Import":
         for writer in self._writers.values():
@@ -108,9 +114,13 @@ class Import:
         try:
             before, began_ns = files.status_of(handle), time.time_ns()
             self._check_unchanged(handle, file, before)
-            hashed = self._store(handle, file)
+            in_place = self._in_place and file.weights
+            hashed = self._hash(handle, file) if in_place else self._store(handle, file)
             if files.status_of(handle) != before:
                 raise changed(handle, "it was written while it was read")
+            if in_place:
+                self._containers.append(index_in_place(self._objects, file, before, hashed))
+                self.external_bytes += file.nbytes
             self._remember(handle, file, before, began_ns, hashed)
         finally:
             files.close(handle)
@@ -142,6 +152,9 @@ class Import:
         # Its header was read through another descriptor, some time ago.
         if file.weights and segments_of(read_header(file.path, fd=handle.fd)) != file.segments:
             raise changed(handle, "its header is another one now")
+
+    def _hash(self, handle: Handle, file: SourceFile) -> list[Hashed]:
+        return hash_copy(self._hasher, handle, file.segments, self._progress)
 
     def _store(self, handle: Handle, file: SourceFile) -> list[Hashed]:
         if self._encoder is not None and file.weights:
@@ -237,7 +250,7 @@ class Import:
     def check_hits(self) -> None:
         """Look everything up again. LostHitError: something is not there any more."""
         wanted = {piece.digest for piece in self.pieces if piece.nbytes}
-        lost = wanted - self._index.find(wanted).keys()
+        lost = wanted - self._index.find(wanted, external=self._in_place).keys()
         if lost:
             raise LostHitError.at(
                 self._objects.layout.root,
@@ -258,13 +271,16 @@ def import_source(
     progress: Progress,
     hints: Remembers,
     encoder: Encoder | None = None,
+    in_place: bool = False,
 ) -> ImportResult:
     """Store a checkpoint and commit it under a name. In a session; all or nothing by that name.
+
+    `in_place`: its weights stay where they are and are indexed there; small files are stored.
 
     With an `encoder`, whose base is chosen, what it makes smaller is stored encoded.
     """
     progress.start(source.nbytes)
-    with Import(objects, index, hasher, progress, hints, encoder) as work:
+    with Import(objects, index, hasher, progress, hints, encoder, in_place) as work:
         for file in source.files:
             work.take(file)
         containers = work.finish()
@@ -282,7 +298,8 @@ def import_source(
         tensors=sum(piece.name is not None for piece in work.pieces),
         new_tensors=work.new_tensors,
         new_bytes=work.new_bytes,
-        known_bytes=source.nbytes - work.new_bytes,
+        known_bytes=source.nbytes - work.new_bytes - work.external_bytes,
+        external_bytes=work.external_bytes,
         stored_bytes=stored + sum(len(blobs[part]) for part in fresh),
         containers=tuple(f"{c.name}.{c.kind}" for c in containers),
         skipped=source.skipped,

@@ -18,6 +18,7 @@ from tensor_dedup.store.errors import (
     StoreAccessError,
     UnknownTensorError,
 )
+from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import Piece, by_file
@@ -135,10 +136,12 @@ class StoredPieces:
         """What a delta against this piece would be against: itself, or, when it is a delta, what
         that is against; None when neither is here.
         """
-        records = self.records(digest)
-        if any(record.base is None for record in records):
+        with self._lock:
+            spots = list(self._spots.get(digest, ()))
+        # A file that others may change is no ground to build on.
+        if any(s.record.base is None and s.container.kind != EXTERNAL for s in spots):
             return digest
-        bases = [record.base for record in records if record.base is not None]
+        bases = [spot.record.base for spot in spots if spot.record.base is not None]
         return next((base for base in bases if self.anchor(base) == base), None)
 
     @property
@@ -147,10 +150,16 @@ class StoredPieces:
         return self._objects.files
 
     def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Handle, Record]]:
-        """Where a piece is stored as it is, for who reads and compares it without this class."""
+        """Where a piece is stored as it is, for who reads and compares it without this class.
+
+        In the store itself: a file that others may change is read by this class only.
+        """
         with self._lock:
-            spots = self._spots.get(digest, ())
-            return [(s.container, s.handle, s.record) for s in spots if s.record.codec == PLAIN]
+            return [
+                (spot.container, spot.handle, spot.record)
+                for spot in self._spots.get(digest, ())
+                if spot.record.codec == PLAIN and spot.container.kind != EXTERNAL
+            ]
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
         """A range of the `nbytes` that have a digest, verified: the store's own way to read."""

@@ -84,6 +84,7 @@ class Store:
         hints: Remembers | None = None,
         compress: Literal["auto"] | None = None,
         base: str | None = None,
+        external: bool = False,
     ) -> ImportResult:
         """Take in a checkpoint: a safetensors file, an index, or a folder with what belongs to it.
 
@@ -94,6 +95,8 @@ class Store:
         With `compress` new tensors are stored encoded where samples say that this saves a tenth: by
         themselves, or as what differs from a tensor of the checkpoint `base` (which asks for
         `compress` too), by default the most similar one in the store. UnknownNameError: no `base`.
+        With `external` the weights stay where they are and are indexed there: no second copy, and
+        no promise beyond noticing when somebody changes them.
         NameTakenError without `replace`; ChangedFileError: a file was written meanwhile.
         """
         source_path = Path(path)
@@ -115,6 +118,7 @@ class Store:
                 progress=progress or Silent(),
                 hints=hints or Nobody(),
                 encoder=encoder,
+                in_place=external,
             )
 
     def _encoder(self, index: Index, hasher: Hasher, source: Source, base: str | None) -> Encoder:

@@ -6,6 +6,7 @@ from typing import Literal
 import click
 
 from tensor_dedup.cli.errors import WrongUse
+from tensor_dedup.cli.import_cache import import_cache
 from tensor_dedup.cli.store_verbs import ByteBar, json_option, say, store_option
 from tensor_dedup.loader.hinting import StoreHints
 from tensor_dedup.loader.report_table import human
@@ -18,8 +19,8 @@ from tensor_dedup.store import ImportResult, Store
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
 @click.option("--compress", type=click.Choice(["auto"]), help="Encode what gets a tenth smaller.")
 @click.option("--base", metavar="N", help="With --compress: what to store differences from.")
-@click.option("--external", is_flag=True, help="Not available in this version.")
-@click.option("--hub-cache", is_flag=True, help="Not available in this version.")
+@click.option("--external", is_flag=True, help="Index the weights where they are; copy none.")
+@click.option("--hub-cache", is_flag=True, help="All of your Hugging Face cache, in place.")
 @store_option
 @json_option
 def command(
@@ -41,16 +42,20 @@ def command(
     With --compress auto, new tensors are stored encoded where samples of them say that it saves a
     tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
     default the most similar one. Exports are byte for byte the same; reading takes longer.
+
+    With --external the weights are indexed where they are: no second copy is made, they are never
+    changed or deleted, and a file that somebody else changes is missed and named. --hub-cache does
+    so with every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
     """
-    later = {
-        "--external": external,
-        "--hub-cache": hub_cache,
-    }
-    for option, given in later.items():
-        if given:
-            raise WrongUse(f"{option} is not available in this version; import without it")
+    if (external or hub_cache) and compress is not None:
+        raise WrongUse("--compress stores weights, --external and --hub-cache leave them in place")
     if base is not None and compress is None:
         raise WrongUse("--base says what --compress auto compares with; give both")
+    if hub_cache:
+        if path is not None or name is not None:
+            raise WrongUse("--hub-cache names every snapshot itself: no PATH, no --name")
+        import_cache(Store.open(store), replace, as_json)
+        return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a safetensors file or a folder")
     with ByteBar("importing") as progress:
@@ -62,6 +67,7 @@ def command(
             hints=StoreHints(),
             compress=compress,
             base=base,
+            external=external,
         )
     say(result.to_dict(), as_json, *_lines(result))
 
@@ -78,6 +84,8 @@ def _lines(result: ImportResult) -> list[str]:
             f"saved {human(result.saved_bytes)} by encoding {result.encoded_tensors} tensors"
             f"{against}"
         )
+    if result.external_bytes:
+        lines.append(f"indexed in place {human(result.external_bytes)}")
     if result.skipped:
         lines.append(f"left out, weights in another form or copy: {', '.join(result.skipped)}")
     return lines

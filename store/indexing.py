@@ -1,0 +1,30 @@
+"""Indexing a file where it is: a container that is a table only."""
+
+from collections.abc import Sequence
+
+from tensor_dedup.store import tables
+from tensor_dedup.store.containers import record_of
+from tensor_dedup.store.external import EXTERNAL, Origin
+from tensor_dedup.store.files import Status
+from tensor_dedup.store.hashing import Hashed
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.sources import SourceFile
+from tensor_dedup.store.tables import Table
+
+
+def index_in_place(
+    objects: Objects, file: SourceFile, status: Status, hashed: Sequence[Hashed]
+) -> ContainerId:
+    """Make a file whose segments have these digests a container, durably; it is only read.
+
+    `status` is what the file was before and after it was hashed.
+    """
+    records = [
+        record_of(segment.start, segment.nbytes, found)
+        for segment, found in zip(file.segments, hashed, strict=True)
+        if segment.nbytes
+    ]
+    origin = Origin.of(file.path.absolute(), status)
+    name, blob = tables.encode(Table(EXTERNAL, status.size, records, origin.to_texts()))
+    objects.publish(blob, objects.layout.container(name, EXTERNAL))
+    return ContainerId(name, EXTERNAL)
