@@ -72,6 +72,10 @@ class Manager:
         self._process.terminate()
         return self._process.wait(timeout=10)
 
+    def wait(self) -> int:
+        """The exit status, when it ends by itself."""
+        return self._process.wait(timeout=PATIENCE_S)
+
     def close(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
@@ -111,6 +115,15 @@ def steady(number: Callable[[], int]) -> int:
 
     until(is_steady)
     return found[-1]
+
+
+def open_files() -> set[Path]:
+    """What the descriptors of this process lead to."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            found.add(link.readlink())
+    return found
 
 
 def pattern(seed: int, nbytes: int) -> bytes:
