@@ -35,9 +35,11 @@ _INDEX = re.compile(
 _SECOND_LAYOUT = "consolidated"
 _WEIGHTS = re.compile(
     r"(pytorch_model|diffusion_pytorch_model|adapter_model|pytorch_lora_weights|model|weights"
-    r"|open_clip_pytorch_model)\b.*"
+    r"|open_clip_pytorch_model)(?![A-Za-z]).*"
 )
-_NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)\b.*")
+_NO_WEIGHTS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)(?![A-Za-z]).*"
+)
 
 
 def _files_of(suffix: str) -> re.Pattern[str]:

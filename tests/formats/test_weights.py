@@ -1,0 +1,203 @@
+"""Checkpoints of several formats: which file is which, and which of a folder's are its weights."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gguf_liars
+import pytorch_files
+from tensor_dedup.errors import FormatError, NoSuchPathError, UnsupportedError
+from tensor_dedup.formats import gguf_errors, naming
+from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.formats.errors import (
+    HeaderTooLargeError,
+    IndexTensorError,
+    MissingShardError,
+    RepeatedTensorError,
+    SafetensorsError,
+)
+from tensor_dedup.formats.gguf import GgufHeader
+from tensor_dedup.formats.pytorch.errors import LegacyPytorchError, NotPytorchError
+from tensor_dedup.formats.pytorch.reader import PytorchHeader
+from tensor_dedup.formats.safetensors import SafetensorsHeader
+from tensor_dedup.formats.weights import read_header
+
+
+def made(path: Path, *names: str) -> Path:
+    """A file of these tensors, in the format of its suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: torch.arange(8) for name in names}
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    elif path.suffix == ".gguf":
+        infos = [gguf_liars.info(name, offset=32 * i) for i, name in enumerate(names)]
+        path.write_bytes(gguf_liars.file_of((), infos, bytes(32 * len(names))))
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+def names(opened: Checkpoint) -> list[str]:
+    return [name for name, _, _ in opened.tensors()]
+
+
+def files(opened: Checkpoint) -> list[str]:
+    return [file.path.relative_to(opened.path).as_posix() for file in opened.files]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "header"),
+    [
+        (".safetensors", SafetensorsHeader),
+        (".gguf", GgufHeader),
+        *((suffix, PytorchHeader) for suffix in (".bin", ".pt", ".pth", ".ckpt")),
+    ],
+)
+def test_a_file_of_each_format_and_its_blob_without_a_suffix(
+    tmp_path: Path, suffix: str, header: type
+) -> None:
+    path = made(tmp_path / f"model{suffix}", "a", "b")
+    opened = open_checkpoint(path)
+    assert (names(opened), opened.tensor_count) == (["a", "b"], 2)
+    assert isinstance(opened.files[0].header, header)
+    data = path.read_bytes()
+    for _, _, spec in opened.tensors():
+        assert len(data[spec.start : spec.start + spec.nbytes]) == spec.nbytes
+    blob = path.rename(tmp_path / "0123abcd")
+    assert isinstance(read_header(blob), header)
+    with blob.open("rb") as file:
+        assert read_header("0123abcd", fd=file.fileno()).tensors == read_header(blob).tensors
+
+
+def test_bin_may_be_gguf(tmp_path: Path) -> None:
+    path = made(tmp_path / "model.gguf", "a").rename(tmp_path / "ggml-model.bin")
+    assert isinstance(read_header(path), GgufHeader)
+
+
+def test_a_header_whose_length_reads_as_a_zip_is_safetensors(tmp_path: Path) -> None:
+    length = int.from_bytes(b"PK\x03\x04", "little")
+    path = tmp_path / "blob"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", length) + b"{}")
+        file.truncate(8 + length)
+    with pytest.raises(FormatError) as caught:
+        read_header(path)
+    assert not isinstance(caught.value, NotPytorchError)
+    assert caught.type.__module__ == SafetensorsError.__module__
+
+
+def test_the_suffix_says_what_is_expected(tmp_path: Path) -> None:
+    for name, lie in (
+        ("a.safetensors", HeaderTooLargeError),
+        ("a.gguf", gguf_errors.GgufMagicError),
+        ("a.pt", NotPytorchError),
+        ("a.bin", NotPytorchError),
+    ):
+        (tmp_path / name).write_bytes(b"nothing of the kind")
+        with pytest.raises(lie):
+            open_checkpoint(tmp_path / name)
+    (tmp_path / "old.bin").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+    with pytest.raises(LegacyPytorchError, match="and torch"):
+        open_checkpoint(tmp_path / "old.bin")
+    with pytest.raises(NoSuchPathError):
+        open_checkpoint(tmp_path / "nothing.gguf")
+
+
+def test_safetensors_come_first(tmp_path: Path) -> None:
+    made(tmp_path / "pytorch_model.bin", "b")
+    made(tmp_path / "model.gguf", "g")
+    made(tmp_path / "training_args.bin", "t")
+    assert files(open_checkpoint(tmp_path)) == ["pytorch_model.bin"]
+    made(tmp_path / "model.safetensors", "s")
+    made(tmp_path / "deep" / "some.pt", "p")
+    assert files(open_checkpoint(tmp_path)) == ["model.safetensors"]
+    # A part that only has the older format belongs to it all the same.
+    made(tmp_path / "2_Dense" / "pytorch_model.bin", "d")
+    assert names(open_checkpoint(tmp_path)) == ["s", "2_Dense/d"]
+
+
+def test_without_a_known_name_every_file_counts_but_what_training_leaves(tmp_path: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"):
+        made(tmp_path / name, "x")
+    made(tmp_path / "training_args.bin", "x")
+    with pytest.raises(UnsupportedError, match=r"optimizer\.pt"):
+        open_checkpoint(tmp_path)
+    made(tmp_path / "encoder.pt", "e")
+    made(tmp_path / "decoder.pth", "d")
+    assert names(open_checkpoint(tmp_path)) == ["d", "e"]
+    assert names(open_checkpoint(tmp_path / "optimizer.pt")) == ["x"]
+
+
+def test_gguf_comes_last(tmp_path: Path) -> None:
+    made(tmp_path / "model.Q4_K_M.gguf", "a")
+    assert files(open_checkpoint(tmp_path)) == ["model.Q4_K_M.gguf"]
+    made(tmp_path / "mmproj-model.gguf", "v")
+    assert names(open_checkpoint(tmp_path)) == ["v", "a"]
+    made(tmp_path / "model.Q8_0.gguf", "a")
+    with pytest.raises(RepeatedTensorError, match="name it alone"):
+        open_checkpoint(tmp_path)
+    made(tmp_path / "weights.pt", "w")
+    assert files(open_checkpoint(tmp_path)) == ["weights.pt"]
+
+
+def test_parts_of_a_gguf(tmp_path: Path) -> None:
+    made(tmp_path / "m-00001-of-00002.gguf", "a")
+    with pytest.raises(MissingShardError, match="m-00002-of-00002"):
+        open_checkpoint(tmp_path)
+    made(tmp_path / "m-00002-of-00002.gguf", "b")
+    assert names(open_checkpoint(tmp_path)) == ["a", "b"]
+
+
+def test_shards_of_torch_save_are_those_of_the_index(tmp_path: Path) -> None:
+    parts = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    made(tmp_path / parts[0], "a", "b")
+    made(tmp_path / parts[1], "c")
+    made(tmp_path / "pytorch_model.fp16.bin", "z")
+    weight_map = {"a": parts[0], "b": parts[0], "c": parts[1]}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    for path in (tmp_path, index):
+        assert names(open_checkpoint(path)) == ["a", "b", "c"]
+    index.write_text(json.dumps({"weight_map": {**weight_map, "d": parts[1]}}))
+    with pytest.raises(IndexTensorError, match="'d'"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_may_name_a_tied_tensor_by_each_of_its_names(tmp_path: Path) -> None:
+    weight = torch.ones(2)
+    torch.save({"embed": weight, "head": weight}, tmp_path / "pytorch_model.bin")
+    index = tmp_path / "pytorch_model.bin.index.json"
+    weight_map = dict.fromkeys(("embed", "head"), "pytorch_model.bin")
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert names(open_checkpoint(tmp_path)) == ["embed"]
+
+
+def test_each_component_of_a_pipeline_has_its_own_format(tmp_path: Path) -> None:
+    entries = {part: ["diffusers", "Model"] for part in ("unet", "vae", "safety_checker")}
+    (tmp_path / "model_index.json").write_text(json.dumps(entries))
+    made(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", "w")
+    made(tmp_path / "unet" / "diffusion_pytorch_model.bin", "x")
+    made(tmp_path / "vae" / "diffusion_pytorch_model.fp16.bin", "w")
+    made(tmp_path / "safety_checker" / "odd.ckpt", "w")
+    made(tmp_path / "v1-5-pruned.ckpt", "all")
+    assert names(open_checkpoint(tmp_path)) == ["safety_checker/w", "unet/w", "vae/w"]
+
+
+def test_a_dot_begins_no_variant_of_a_gguf() -> None:
+    chosen = naming.choose(["m.Q4_0.gguf", "m.gguf", "m.safetensors", "m.bin"], naming.GGUF)
+    assert chosen.files == ("m.gguf", "m.Q4_0.gguf")
+
+
+def test_one_of_two_suffixes_is_taken() -> None:
+    assert naming.choose(["m.pt", "m.bin"], naming.PYTORCH).files == ("m.bin",)
+
+
+def test_bytes_that_are_no_tensors_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    path.write_bytes(pytorch_files.file_of())
+    header = read_header(path)
+    assert header.header_bytes == path.stat().st_size - 8
