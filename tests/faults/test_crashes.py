@@ -1,8 +1,8 @@
 """A process dies in place of every single operation; nothing that was committed is lost or wrong.
 
-Import, replace, delete, gc and repair run on a store with three references and a raw file, a slab
-and a pack. After each death the disk forgets: nothing (a kill), the bytes that were not synced, or
-names and bytes (a power cut); writes are torn in their middle too.
+Import, replace, delete, gc and repair run on a store with three references and a raw file, a slab,
+a pack and a delta. After each death the disk forgets: nothing (a kill), the bytes that were not
+synced, or names and bytes (a power cut); writes are torn in their middle too.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ from stores import (
     safetensors,
     stored,
     three,
+    tuned,
     u8,
+    weights,
     write,
 )
 from tensor_dedup.errors import StoreError
@@ -47,7 +49,7 @@ from tensor_dedup.store.testing import (
 )
 
 Expected = Mapping[str, Content]
-_SOME = 12
+_SOME = 20
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,17 @@ def world(shared_folder: Path) -> World:
     paths = three(root)
     shared = (paths["base"] / "model.safetensors").read_bytes()[-5 * KIB :]
     new = safetensors(u8(p=noise(20, 1100 * KIB), q=noise(21, 90)))
-    part = safetensors(u8(known=shared, r=noise(22, 80 * KIB), s=noise(23, 3 * KIB)))
+    # Stored against a tensor of `base`, in a container beside the one of `tune`.
+    delta = tuned(weights(2, 400 * KIB), 24)
+    part = safetensors(u8(known=shared, r=noise(22, 80 * KIB), s=noise(23, 3 * KIB), b=delta))
     files = {"big.safetensors": new, "small.safetensors": part, "config.json": b"{}"}
     paths["new"] = write(root / "new", files)
     (root / "limbo").mkdir()
     store = open_store(root / "store", FaultyFiles(root / "limbo"))
     for name in ("base", "tune", "tiny"):
-        store.import_(paths[name])
+        store.import_(paths[name], base="base" if name == "tune" else None)
     kinds = {container.suffix for container in (root / "store" / "containers").rglob("*")}
-    assert kinds >= {".raw", ".slab", ".pack"}
+    assert kinds >= {".raw", ".slab", ".pack", ".delta"}
     return World(root, root / "store", paths, {n: content(p) for n, p in paths.items()})
 
 
@@ -184,7 +188,7 @@ def test_replacing(world: World, folder: Path, every: bool) -> None:
     seen = set()
 
     def act(store: Store) -> None:
-        store.import_(world.paths["new"], "tiny", replace=True)
+        store.import_(world.paths["new"], "tiny", replace=True, base="base")
 
     for store in scene.deaths(act, every):
         # One or the other, whole: never no checkpoint of that name, never a mixture.
@@ -204,7 +208,7 @@ def test_delete(world: World, folder: Path) -> None:
 @pytest.mark.parametrize("grace", [0, 24])
 def test_gc(world: World, folder: Path, grace: int, every: bool) -> None:
     def before(store: Store) -> None:
-        store.import_(world.paths["new"])
+        store.import_(world.paths["new"], compress="auto")
         store.delete("new")
         (store.path / "tmp" / "left-behind").write_bytes(b"half a tensor")
 
@@ -213,9 +217,28 @@ def test_gc(world: World, folder: Path, grace: int, every: bool) -> None:
         assert_clean(store, world.committed)
 
 
+def test_gc_of_a_base_whose_deltas_live_on(world: World, folder: Path) -> None:
+    scene = Scene(world, folder, lambda store: store.delete("base"))
+    for store in scene.deaths(lambda store: store.gc(0), False):
+        assert_clean(store, world.only("tune", "tiny"))
+
+
+def test_repair_of_an_anchor(world: World, folder: Path) -> None:
+    def before(store: Store) -> None:
+        store.delete("base")
+        (raw,) = (store.path / "containers").rglob("*.raw")
+        flip(raw, raw.read_bytes().index(weights(2, 400 * KIB)[:64]) + 9)
+        assert not store.verify(full=True).fine
+
+    scene = Scene(world, folder, before)
+    for store in scene.deaths(lambda store: store.repair([world.paths["base"]]), False):
+        assert store.repair([world.paths["base"]]).missing == []
+        assert_clean(store, world.only("tune", "tiny"))
+
+
 def _damage(store: Store) -> None:
     """A flipped bit in the bytes of each kind of container, in a page and in a reference."""
-    for suffix in ("raw", "slab", "pack"):
+    for suffix in ("raw", "slab", "pack", "delta"):
         for path in (store.path / "containers").rglob(f"*.{suffix}"):
             flip(path, 6)
     with store.checkpoint("tiny") as checkpoint:
@@ -243,8 +266,8 @@ def test_repair(world: World, folder: Path, every: bool) -> None:
 
 
 ACTS: dict[str, Callable[[World, Store], object]] = {
-    "import": lambda world, store: store.import_(world.paths["new"]),
-    "replace": lambda world, store: store.import_(world.paths["new"], "tiny", replace=True),
+    "import": lambda world, store: store.import_(world.paths["new"], base="base"),
+    "replace": lambda world, store: store.import_(world.paths["new"], "tiny", True, base="base"),
     "delete": lambda world, store: store.delete("tune"),
     "gc": lambda world, store: store.gc(0),
 }
@@ -312,7 +335,7 @@ def test_that_was_often_enough(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _import_new(world: World) -> Callable[[Store], object]:
-    return lambda store: store.import_(world.paths["new"])
+    return lambda store: store.import_(world.paths["new"], base="base")
 
 
 @pytest.mark.parametrize("code", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.long)])

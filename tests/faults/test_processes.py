@@ -12,8 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from stores import KIB, Content, assert_clean, content, noise, open_store, safetensors, stored, u8
+from stores import (
+    KIB,
+    Content,
+    assert_clean,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    tuned,
+    u8,
+    weights,
+)
 from stores import write as write_folder
+from tensor_dedup.digest import digest
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NameTakenError, StoreBusyError, UnknownNameError
@@ -21,6 +34,7 @@ from tensor_dedup.store.errors import NameTakenError, StoreBusyError, UnknownNam
 # A fresh interpreter for each would take longer than what it does.
 _FORK = multiprocessing.get_context("fork")
 _SHARED = noise(100, 300 * KIB)
+_NEAR = weights(101, 300 * KIB)
 
 
 @pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.long)])
@@ -29,8 +43,11 @@ def long(request: pytest.FixtureRequest) -> bool:
 
 
 def checkpoint(root: Path, number: int) -> Path:
-    """A checkpoint that has one tensor in common with all others, and some of its own."""
-    tensors = u8(shared=_SHARED, own=noise(number, 200 * KIB), small=noise(-number, 999))
+    """A checkpoint that has one tensor in common with all others, some of its own, and one that is
+    the others' but for small steps.
+    """
+    own, near = noise(number, 200 * KIB), tuned(_NEAR, number)
+    tensors = u8(shared=_SHARED, own=own, small=noise(-number, 999), near=near)
     big = u8(large=noise(number + 50, 1100 * KIB))
     files = {"a.safetensors": safetensors(tensors), "b.safetensors": safetensors(big)}
     return write_folder(root / f"m{number}", {**files, "config.json": b"%d" % number})
@@ -53,7 +70,8 @@ def work(root: Path, paths: Mapping[str, Path], seed: int) -> None:
 
 
 def _import(store: Store, path: Path, name: str) -> None:
-    store.import_(path, name, replace=True)
+    # Some as they are, some encoded: alone, or against whichever there is then.
+    store.import_(path, name, replace=True, compress="auto" if name != "m1" else None)
 
 
 def _delete(store: Store, path: Path, name: str) -> None:
@@ -144,7 +162,7 @@ def test_a_stopped_writer_keeps_its_hits(tmp_path: Path) -> None:
     assert_clean(store, {"second": content(second)})
 
 
-def stopping(root: Path, path: Path) -> None:
+def stopping(root: Path, path: Path, base: str | None = None) -> None:
     stopped = False
 
     class Stops:
@@ -157,7 +175,34 @@ def stopping(root: Path, path: Path) -> None:
                 stopped = True
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-    Store.open(root, worker_count=1).import_(path, "second", progress=Stops())
+    Store.open(root, worker_count=1).import_(path, "second", progress=Stops(), base=base)
+
+
+def test_a_stopped_writer_keeps_the_anchors_of_its_hits(tmp_path: Path) -> None:
+    """What it found is a delta; what that is against belongs to nobody any more when it goes on."""
+    base, tune = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    root = tmp_path / "store"
+    store = open_store(root)
+    store.import_(base, "base")
+    assert store.import_(tune, "tune", base="base").encoded_tensors == 1
+    tensors = u8(near=tuned(_NEAR, 2), more=noise(77, 200 * KIB), near3=tuned(_NEAR, 3))
+    both = write_folder(tmp_path / "both", {"a.safetensors": safetensors(tensors)})
+    process = start(stopping, root, both, "base")
+    assert process.pid is not None
+    os.waitpid(process.pid, os.WUNTRACED)
+    store.delete("base")
+    store.delete("tune")
+    for grace in (0, 24):
+        with pytest.raises(StoreBusyError):
+            store.gc(grace, wait_s=0.1)
+    os.kill(process.pid, signal.SIGCONT)
+    process.join()
+    assert process.exitcode == 0
+    with store.checkpoint("second") as opened:
+        assert [opened.stored(opened[name])[2] for name in ("near", "near3")] == [
+            digest(tuned(_NEAR, 1))
+        ] * 2
+    assert_clean(store, {"second": content(both)})
 
 
 def test_two_importers_of_one_name(tmp_path: Path) -> None:
