@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
@@ -29,6 +30,8 @@ from tensor_dedup.store.translating import translated
 BLOCK_BYTES: Final = 4 * LEAF_BYTES
 # Reading a gap costs less than another request.
 _GAP: Final = 256 << 10
+# Below this a mapping of its own would cost more than the bytes.
+_SMALL: Final = 64 << 10
 # Containers that can only be changed by who changes the store itself.
 _IMMUTABLE: Final = frozenset({"raw", "slab", "pack"})
 
@@ -149,6 +152,45 @@ class Filler:
             while waiting and (ahead is None or len(started) <= ahead):
                 started.append(self._start(waiting.pop()))
             yield self._finished(*started.popleft())
+
+    def read(
+        self, pieces: Sequence[tuple[bytes, int]], ahead_bytes: int | None = None
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        """Pieces that are nowhere as they are, digest and size: decoded, always compared, in order.
+
+        The memory may be larger than the piece. As many bytes as `ahead_bytes` (or one piece) are
+        read in advance, or all. Errors as `fill`.
+        """
+        waiting = deque(pieces)
+        started: deque[tuple[bytes, int, memoryview, list[Future[None]]]] = deque()
+        flying = 0
+        while waiting or started:
+            while waiting and (ahead_bytes is None or not started or flying < ahead_bytes):
+                started.append(self._start_piece(*waiting.popleft()))
+                flying += started[-1][1]
+            flying -= started[0][1]
+            yield self._read_piece(*started.popleft())
+
+    def _start_piece(
+        self, digest: bytes, nbytes: int
+    ) -> tuple[bytes, int, memoryview, list[Future[None]]]:
+        large = nbytes >= _SMALL
+        memory = self._pool.take(nbytes) if large else memoryview(bytearray(nbytes))
+
+        def read(start: int) -> None:
+            with memory[start : min(start + BLOCK_BYTES, nbytes)] as view:
+                self._pieces.read_piece_into(digest, start, view, nbytes)
+
+        starts = range(0, nbytes, BLOCK_BYTES)
+        return digest, nbytes, memory, [self._threads.submit(read, start) for start in starts]
+
+    def _read_piece(
+        self, digest: bytes, nbytes: int, memory: memoryview, futures: Sequence[Future[None]]
+    ) -> tuple[bytes, memoryview]:
+        with translated(Path(self._pieces.name)):
+            for future in futures:
+                future.result()
+        return digest, memory
 
     def _finished(self, work: "_Work", futures: Sequence[Future[None]]) -> Filled:
         # In a function: this generator, which waits meanwhile, must not hold the memory.

@@ -116,10 +116,14 @@ def _tensors(
     for filled in filler.fill(spans, ahead):
         yield from _of_span(filled, users)
         del filled
-    # What is nowhere as it is: decoded, and compared, piece by piece.
-    for same in users.values():
-        data = torch.frombuffer(checkpoint.read(same[0]), dtype=torch.uint8)
+    others = [(digest, same[0].nbytes) for digest, same in users.items()]
+    ahead_bytes = None if ahead is None else ahead * span_bytes
+    for digest, memory in filler.read(others, ahead_bytes):
+        same = users.pop(digest)
+        data = torch.frombuffer(memory, dtype=torch.uint8)[: same[0].nbytes]
+        del memory
         yield from _named(data, same)
+        del data
 
 
 def _of_span(

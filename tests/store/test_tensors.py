@@ -326,3 +326,26 @@ def run_all() -> Callable[..., list[Any]]:
             return [future.result() for future in [pool.submit(work) for _ in range(count)]]
 
     return run
+
+
+def test_files_indexed_in_place_and_deltas_come_back(tmp_path: Path) -> None:
+    base = {"w": ("BF16", (3 * MIB,), noise(1, 6 * MIB)), "b": ("F32", (9,), noise(2, 36))}
+    near = bytearray(base["w"][2])
+    near[::1000] = bytes(len(near[::1000]))
+    tuned = {**base, "w": ("BF16", (3 * MIB,), bytes(near))}
+    store = Store.open(tmp_path / "store")
+    for name, tensors in (("base", base), ("tuned", tuned)):
+        write(tmp_path / name, {"m.safetensors": safetensors(tensors)})
+    store.import_(tmp_path / "base")
+    store.import_(tmp_path / "tuned", compress="auto", base="base")
+    assert store.stats().containers["delta"] == 1
+    other = Store.open(tmp_path / "other")
+    other.import_(tmp_path / "tuned", external=True)
+    for opened in (store, other):
+        with opened.checkpoint("tuned") as checkpoint:
+            assert_same(load_tensors(checkpoint), tuned)
+            assert_same(load_tensors(checkpoint, mapped=True, verify=False), tuned)
+            assert_same(dict(iter_tensors(checkpoint, buffer_bytes=PAGE)), tuned)
+    flip(tmp_path / "tuned" / "m.safetensors", 3 * MIB)
+    with pytest.raises(StoreError), other.checkpoint("tuned") as checkpoint:
+        load_tensors(checkpoint, verify=False)
