@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stores import KIB, content, noise, safetensors, tuned, u8, weights, write
+from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -121,13 +121,54 @@ def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
     assert shell.document("verify", "--full")["fine"]
 
 
+def test_weights_are_indexed_where_they_are(shell: Shell) -> None:
+    imported = shell.document("import", shell.root / "m", "--external")
+    assert imported["external_bytes"] > 90 * KIB
+    assert imported["stored_bytes"] < 20 * KIB
+    shell.run("export", "m", shell.root / "out")
+    assert content(shell.root / "out") == content(shell.root / "m")
+    (shell.root / "m" / "model.safetensors").write_bytes(b"something else")
+    assert shell.run("export", "m", shell.root / "again").returncode == 1
+    [fault, *_] = shell.document("verify", status=1)["faults"]
+    assert fault["path"] == str(shell.root / "m" / "model.safetensors")
+    assert "--external --replace" in fault["what"]
+
+
+def test_a_hub_cache_is_indexed_in_place(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = shell.root / "hub"
+    repo = cache / "models--org--name"
+    blob = write(repo / "blobs", {"f00": (shell.root / "m" / "model.safetensors").read_bytes()})
+    for revision in ("abc", "def"):
+        snapshot = write(repo / "snapshots" / revision, {"config.json": revision.encode()})
+        (snapshot / "model.safetensors").symlink_to(blob / "f00")
+    write(cache / "models--org--old" / "snapshots" / "abc", {"pytorch_model.h5": b"weights"})
+    bad = write(cache / "models--org--bad" / "snapshots" / "abc", {"model.safetensors": b"no"})
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    run = shell.run("import", "--hub-cache", "--json")
+    document = json.loads(run.stdout)
+    assert run.returncode == 1
+    assert "org/bad@abc" in run.stderr
+    assert [result["name"] for result in document["imported"]] == ["org/name@abc", "org/name@def"]
+    assert list(document["failed"]) == ["org/bad@abc"]
+    assert list(document["left_out"]) == ["org/old@abc"]
+    assert size_on_disk(shell.store / "containers") < 30 * KIB
+    (bad / "model.safetensors").unlink()
+    again = shell.document("import", "--hub-cache")
+    assert again["imported"] == []
+    assert "is there already" in again["left_out"]["org/name@abc"]
+    shell.run("export", "org/name@def", shell.root / "out")
+    assert content(shell.root / "out")["config.json"] == b"def"
+    assert content(shell.root / "out")["model.safetensors"] == (blob / "f00").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["import", "m", "--compress", "most"], "--compress"),
         (["import", "m", "--base", "x"], "give both"),
-        (["import", "m", "--external"], "--external is not available"),
-        (["import", "--hub-cache"], "--hub-cache is not available"),
+        (["import", "m", "--external", "--compress", "auto"], "leave them in place"),
+        (["import", "m", "--hub-cache"], "no PATH, no --name"),
+        (["import", "--hub-cache"], "set HF_HUB_CACHE"),
         (["import"], "Missing argument 'PATH'"),
         (["verify", "--full", "--sample", "5"], "exclude each other"),
         (["verify", "--sample", "500"], "--sample"),

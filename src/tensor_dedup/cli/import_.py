@@ -54,7 +54,7 @@ def command(
     if hub_cache:
         if path is not None or name is not None:
             raise WrongUse("--hub-cache names every snapshot itself: no PATH, no --name")
-        import_cache(Store.open(store), replace, as_json)
+        import_cache(store, replace, as_json)
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a safetensors file or a folder")

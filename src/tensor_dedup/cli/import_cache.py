@@ -12,15 +12,15 @@ from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.hub import Snapshot, cache_path, snapshots
 
 
-def import_cache(store: Store, replace: bool, as_json: bool) -> None:
-    """Index all snapshots; say which could not be, and go on.
+def import_cache(store: str | None, replace: bool, as_json: bool) -> None:
+    """Index all snapshots in the store of this path; say which could not be, and go on.
 
-    BadData, after all others were done: something is wrong with one.
+    WrongUse: there are none. BadData, after all others were done: something is wrong with one.
     """
     found = list(snapshots(cache_path()))
     if not found:
         raise WrongUse(f"{cache_path()} holds no models; set HF_HUB_CACHE to your cache")
-    work = _Work(store, replace)
+    work = _Work(Store.open(store), replace)
     for snapshot in found:
         work.take(snapshot)
     document = {
