@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy
@@ -41,11 +42,15 @@ def check_round_trip(store: Store, source: Path, target: Path, name: str) -> Non
     assert store.verify(full=True).faults == []
 
 
-def write_gguf(path: Path, arrays: dict[str, numpy.ndarray]) -> Path:
+def write_gguf(
+    path: Path, arrays: dict[str, numpy.ndarray], packed: dict[str, Any] | None = None
+) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(500)])
     for name, array in arrays.items():
         writer.add_tensor(name, array)
+    for name, (blocks, kind) in (packed or {}).items():
+        writer.add_tensor(name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -152,12 +157,7 @@ def test_a_gguf_file(store: Store, tmp_path: Path) -> None:
 def test_quantised_tensors_keep_their_type(store: Store, tmp_path: Path) -> None:
     weight = numpy.random.default_rng(0).random((64, 256), dtype=numpy.float32)
     packed = gguf.quantize(weight, gguf.GGMLQuantizationType.Q4_0)
-    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
-    writer.add_tensor("w", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(tmp_path / "q.gguf", {}, {"w": (packed, gguf.GGMLQuantizationType.Q4_0)})
     store.import_(tmp_path / "q.gguf")
     with store.checkpoint("q") as checkpoint:
         assert (checkpoint["w"].dtype, checkpoint["w"].shape) == ("gguf:Q4_0", (64, 256))
@@ -190,3 +190,18 @@ def test_repair_takes_tensors_from_a_file_of_the_other_format(store: Store, tmp_
     assert store.verify(full=True).faults != []
     store.repair([tmp_path / "same.pt"])
     check_round_trip(store, tmp_path / "base.safetensors", tmp_path / "out", "base")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.gguf"])
+@pytest.mark.parametrize("how", [{"external": True}, {"compress": "auto"}])
+def test_other_ways_to_import(store: Store, tmp_path: Path, name: str, how: dict[str, Any]) -> None:
+    path = tmp_path / name
+    if name == "model.pt":
+        odd = {"z": torch.zeros(70_000, dtype=torch.complex128), "t": torch.ones(300, 400).t()}
+        torch.save({**weights(), **odd}, path)
+    else:
+        arrays = {f"w{i}": numpy.full((300, 256), i, dtype=numpy.float32) for i in range(3)}
+        packed = numpy.zeros((64, 8 * 144), dtype=numpy.uint8)
+        write_gguf(path, arrays, {"q": (packed, gguf.GGMLQuantizationType.Q4_K)})
+    store.import_(path, **how)
+    check_round_trip(store, path, tmp_path / "out", "model")
