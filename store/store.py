@@ -86,7 +86,7 @@ class Store:
         base: str | None = None,
         external: bool = False,
     ) -> ImportResult:
-        """Take in a checkpoint: a safetensors file, an index, or a folder with what belongs to it.
+        """Take in a checkpoint: a file of weights, an index, or a folder with what belongs to it.
 
         `name` is by default that of the folder or file. When this returns it is committed; when it
         raises, nothing is, but a failing disk may have left it undecided whether the name is there.
