@@ -36,7 +36,7 @@ def command(
 ) -> None:
     """Take a checkpoint into the store: what is new is stored, the rest only referred to.
 
-    PATH is a safetensors file, an index, or a folder; a folder's other files (config, tokenizer)
+    PATH is a file (safetensors, GGUF, torch.save), an index, or a folder; a folder's other files (config, tokenizer)
     are kept too, so that an export works anywhere.
 
     With --compress auto, new tensors are stored encoded where samples of them say that it saves a
@@ -57,7 +57,7 @@ def command(
         import_cache(store, replace, as_json)
         return
     if path is None:
-        raise WrongUse("Missing argument 'PATH': name a safetensors file or a folder")
+        raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
     with ByteBar("importing") as progress:
         result = Store.open(store).import_(
             path,
