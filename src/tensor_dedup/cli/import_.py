@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """Take a checkpoint into the store: what is new is stored, the rest only referred to.
 
-    PATH is a file (safetensors, GGUF, torch.save), an index, or a folder; a folder's other files (config, tokenizer)
-    are kept too, so that an export works anywhere.
+    PATH is a file (safetensors, GGUF, torch.save), an index, or a folder; a folder's other files
+    (config, tokenizer) are kept too, so that an export works anywhere.
 
     With --compress auto, new tensors are stored encoded where samples of them say that it saves a
     tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
