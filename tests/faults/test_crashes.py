@@ -1,8 +1,9 @@
 """A process dies in place of every single operation; nothing that was committed is lost or wrong.
 
-Import, replace, delete, gc and repair run on a store with three references and a raw file, a slab,
-a pack and a delta. After each death the disk forgets: nothing (a kill), the bytes that were not
-synced, or names and bytes (a power cut); writes are torn in their middle too.
+Import, replace, delete, gc and repair run on a store with four references and a raw file, a slab,
+a pack, a delta and a file indexed in place. After each death the disk forgets: nothing (a kill),
+the bytes that were not synced, or names and bytes (a power cut); writes are torn in their middle
+too.
 """
 
 import contextlib
@@ -62,7 +63,8 @@ class World:
     content: Mapping[str, Content]
 
     def only(self, *names: str) -> Expected:
-        return {name: self.content[name] for name in names}
+        """These, and the one whose weights are indexed where they are."""
+        return {name: self.content[name] for name in (*names, "outside")}
 
     @property
     def committed(self) -> Expected:
@@ -80,12 +82,15 @@ def world(shared_folder: Path) -> World:
     part = safetensors(u8(known=shared, r=noise(22, 80 * KIB), s=noise(23, 3 * KIB), b=delta))
     files = {"big.safetensors": new, "small.safetensors": part, "config.json": b"{}"}
     paths["new"] = write(root / "new", files)
+    outside = safetensors(u8(o=noise(30, 300 * KIB), known=shared), {"format": "pt"})
+    paths["outside"] = write(root / "outside", {"o.safetensors": outside, "config.json": b"[]"})
     (root / "limbo").mkdir()
     store = open_store(root / "store", FaultyFiles(root / "limbo"))
     for name in ("base", "tune", "tiny"):
         store.import_(paths[name], base="base" if name == "tune" else None)
+    store.import_(paths["outside"], external=True)
     kinds = {container.suffix for container in (root / "store" / "containers").rglob("*")}
-    assert kinds >= {".raw", ".slab", ".pack", ".delta"}
+    assert kinds >= {".raw", ".slab", ".pack", ".delta", ".external"}
     return World(root, root / "store", paths, {n: content(p) for n, p in paths.items()})
 
 
@@ -179,7 +184,19 @@ def test_import(world: World, folder: Path, every: bool) -> None:
         assert_clean(store, state)
         store.import_(world.paths["new"], replace=True)
         assert_clean(store, after)
-    assert seen == {3, 4}
+    assert seen == {4, 5}
+
+
+def test_indexing_in_place(world: World, folder: Path) -> None:
+    scene = Scene(world, folder, _nothing)
+    after = world.only("base", "tune", "tiny", "new")
+
+    def act(store: Store) -> None:
+        store.import_(world.paths["new"], external=True)
+
+    for store in scene.deaths(act, False):
+        assert_clean(store, _either(store, world.committed, after))
+    assert content(world.paths["new"]) == world.content["new"]
 
 
 def test_replacing(world: World, folder: Path, every: bool) -> None:
@@ -238,7 +255,7 @@ def test_repair_of_an_anchor(world: World, folder: Path) -> None:
 
 def _damage(store: Store) -> None:
     """A flipped bit in the bytes of each kind of container, in a page and in a reference."""
-    for suffix in ("raw", "slab", "pack", "delta"):
+    for suffix in ("raw", "slab", "pack", "delta", "external"):
         for path in (store.path / "containers").rglob(f"*.{suffix}"):
             flip(path, 6)
     with store.checkpoint("tiny") as checkpoint:
@@ -256,7 +273,7 @@ def flip(path: Path, offset: int) -> None:
 
 def test_repair(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _damage)
-    paths = [world.paths[name] for name in ("base", "tune", "tiny")]
+    paths = [world.paths[name] for name in world.committed]
     for store in scene.deaths(lambda store: store.repair(paths), every):
         for name, files in world.committed.items():
             with contextlib.suppress(DamagedFileError, CorruptTensorError, MissingObjectError):
@@ -297,7 +314,7 @@ def test_what_was_repaired_survives_a_power_cut(world: World, folder: Path, loss
     scene = Scene(world, folder, _damage)
     stage, files = scene.stage(Faults())
     store = open_store(stage / "store", files)
-    store.repair([world.paths[name] for name in ("base", "tune", "tiny")])
+    store.repair([world.paths[name] for name in world.committed])
     files.lose(loss)
     Scene.points += 1
     assert_clean(scene.reopened(stage), world.committed)
