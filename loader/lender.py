@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -119,17 +120,18 @@ class Lender:
             granted = {key: wanted[key] for key in reservation.of("granted")}
             with reservation.put as put:
                 found = self._fill(put, granted)
-                for key, each in granted.items():
-                    record = msgspec.msgpack.encode(_geometry(resident_key(each.tensor, "")))
-                    put.publish(key, record, [each.digest])
+                for key, (resident, _) in found.items():
+                    record = msgspec.msgpack.encode(_geometry(resident.key))
+                    put.publish(key, record, [resident.key.digest])
+                    self._remember(key, record, resident)
         for key in reservation.of("building"):
             if self.client.wait(key, _WAIT_S) == "building":
                 self._fail(f"another process has been building {key} for {_WAIT_S:.0f} s")
         for key in (*reservation.of("ready"), *reservation.of("building")):
             each = wanted[key]
-            resident = self._found(key, resident_key(each.tensor, each.digest))
-            if resident is not None:
-                found[key] = resident, False
+            lent = self._found(key, resident_key(each.tensor, each.digest))
+            if lent is not None:
+                found[key] = lent, False
         return found
 
     def _fill(self, put: Put, granted: dict[str, Wanted]) -> dict[str, tuple[Resident, bool]]:
@@ -166,8 +168,16 @@ class Lender:
         if recorded != _geometry(wanted):
             return None
         [lease] = layer.leases
-        exact = replace(wanted, digest=lease.digest)
-        return None if wanted.digest not in ("", lease.digest) else LentResident(exact, lease)
+        if wanted.digest not in ("", lease.digest):
+            return None
+        resident = LentResident(replace(wanted, digest=lease.digest), lease)
+        self._remember(key, layer.record, resident)
+        return resident
+
+    def _remember(self, key: str, record: bytes, resident: Resident) -> None:
+        """While it is resident here, the manager that comes after this one is told of its key."""
+        self.client.remember(key, record, [resident.key.digest])
+        weakref.finalize(resident, self.client.forget, key).atexit = False
 
     def _fail(self, why: object) -> None:
         self.failed = str(why)

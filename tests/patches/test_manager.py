@@ -1,0 +1,107 @@
+"""Engines in separate processes, one copy of the weights in the memory manager."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fleet
+from tensor_dedup.memory_manager.client.admin import Admin
+
+# Large enough that whole pages for small tensors do not matter, small enough to load in no time.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+}
+
+
+def make(root: Path) -> tuple[Path, Path]:
+    """A checkpoint, and a fine-tune of it with one changed matrix."""
+    torch.manual_seed(0)
+    kind: Any = LlamaForCausalLM
+    model = kind(LlamaConfig(**_SIZES)).bfloat16()
+    model.save_pretrained(root / "base")
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(1.01)
+    model.save_pretrained(root / "fine-tune")
+    return root / "base", root / "fine-tune"
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
+    return make(tmp_path)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[fleet.Fleet]:
+    with fleet.fleet(tmp_path) as found:
+        yield found
+
+
+def test_engines_that_start_at_once_hold_one_copy(
+    tmp_path: Path, checkpoints: tuple[Path, Path], engines: fleet.Fleet
+) -> None:
+    base, fine_tune = checkpoints
+    alone = {path: engines.start(path, None) for path in checkpoints}
+    expected = {path: engine.loaded for path, engine in alone.items()}
+    for engine in alone.values():
+        engine.end()
+    assert expected[base]["outputs"] != expected[fine_tune]["outputs"]
+
+    with fleet.manager(tmp_path) as manager:
+        config = {"memory_manager": str(manager.socket)}
+        paths = [base, base, fine_tune]
+        three = [engines.start(path, config) for path in paths]
+        reports = [engine.loaded["report"] for engine in three]
+        total = reports[0]["total_bytes"]
+        unique = total + 512 * 1408 * 2
+        # Whatever the order in which they came: every byte was made by one of them.
+        assert sum(report["private_bytes"] for report in reports) == unique
+        assert sum(report["shared_bytes"] for report in reports) == 3 * total - unique
+        assert len(manager.built()) == len(set(manager.built())) > 0
+        check_memory(manager, three, unique)
+        for path, engine in zip(paths, three, strict=True):
+            assert engine.loaded["outputs"] == expected[path]["outputs"]
+            assert engine.loaded["anonymous"] <= 1.05 * (expected[path]["anonymous"] - total)
+        manager.kill()
+        assert three[2].outputs() == expected[fine_tune]["outputs"]
+
+    with fleet.manager(tmp_path) as manager:
+        # Another manager at the same socket is given what engines still hold.
+        newcomer = engines.start(base, config)
+        report = newcomer.loaded["report"]
+        assert (report["shared_bytes"], report["bytes_read"]) == (total, 0)
+        assert newcomer.loaded["outputs"] == expected[base]["outputs"]
+        assert manager.built() == []
+
+
+def check_memory(manager: fleet.Manager, engines: list[fleet.Engine], unique: int) -> None:
+    """All of them hold leases, and together one copy."""
+    with Admin(manager.socket) as admin:
+        overview = admin.overview()
+    assert {row.pid for row in overview.clients} == {engine.pid for engine in engines}
+    assert all(row.leases for row in overview.clients)
+    # The norms of a model nobody trained are equal, and one.
+    assert 0.99 * unique <= overview.totals.charged <= 1.06 * unique
+    mapped = [fleet.slab_pss(pid) for pid in (manager.process.pid, *(e.pid for e in engines))]
+    # Pages of an embedding that nobody has looked at are in no process's share.
+    assert 0.5 * unique <= sum(mapped) <= 1.06 * unique
+
+
+def test_where_nobody_answers_a_model_loads_by_itself(
+    tmp_path: Path, checkpoints: tuple[Path, Path], engines: fleet.Fleet
+) -> None:
+    home = tmp_path / "socket"
+    home.mkdir(mode=0o700)
+    engine = engines.start(checkpoints[0], {"memory_manager": str(home / "nobody.sock")})
+    plain = engines.start(checkpoints[0], None)
+    assert engine.loaded["outputs"] == plain.loaded["outputs"]
+    assert engine.loaded["report"]["shared_bytes"] == 0

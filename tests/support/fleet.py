@@ -1,0 +1,177 @@
+"""Engines in processes of their own, and the memory manager they use.
+
+with manager(folder) as running, fleet(folder) as engines:
+    first = engines.start(checkpoint, {"memory_manager": str(running.socket)})
+    first.loaded["outputs"]
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+SLAB = "/memfd:tensor-dedup"
+
+
+@dataclass
+class Manager:
+    """A running `tensor_dedup.memory_manager.server`, and what it writes."""
+
+    socket: Path
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def built(self) -> list[str]:
+        """The layer keys that were built, as often as they were."""
+        lines = self.log.read_text().splitlines()
+        return [line.split("key=")[1].split()[0] for line in lines if " built key=" in line]
+
+
+@contextmanager
+def manager(folder: Path) -> Iterator[Manager]:
+    """A manager at a socket in `folder`, in the foreground of a process; ended at the end."""
+    home = folder / "socket"
+    home.mkdir(mode=0o700, exist_ok=True)
+    path, log = home / "manager.sock", folder / f"manager-{time.monotonic_ns()}.log"
+    module = "tensor_dedup.memory_manager.server"
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-m", module, "--socket", path], stderr=out)
+    try:
+        until = time.monotonic() + 60
+        while not path.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, "the manager does not listen"
+            time.sleep(0.05)
+        yield Manager(path, process, log)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@dataclass
+class Engine:
+    """A vLLM engine in a process of its own."""
+
+    process: "subprocess.Popen[str]"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise AssertionError(f"the engine ended with {self.process.wait()}")
+
+    @cached_property
+    def loaded(self) -> dict[str, Any]:
+        """What it said when it had loaded: `outputs`, `report` (or None), `anonymous` bytes."""
+        found: dict[str, Any] = self._answer()
+        return found
+
+    def outputs(self) -> Any:
+        """What it answers to the prompts now."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("again\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> None:
+        """Let the process end by itself."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@dataclass
+class Fleet:
+    """Engines that share one index of hints; whatever still runs at the end is killed."""
+
+    hints: Path
+    _engines: list[Engine] = field(default_factory=list)
+
+    def start(self, path: Path, config: dict[str, Any] | None) -> Engine:
+        """Begin to load `path` in a new process; `config` None is plain vLLM."""
+        environment = {**os.environ, "TENSOR_DEDUP_HINTS": str(self.hints)}
+        command = [sys.executable, __file__, json.dumps([str(path), config])]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+        self._engines.append(Engine(process))
+        return self._engines[-1]
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.process.kill()
+            engine.end()
+
+
+@contextmanager
+def fleet(folder: Path) -> Iterator[Fleet]:
+    """Engines for a test, unknown checkpoints first."""
+    engines = Fleet(folder / "hints.sqlite")
+    try:
+        yield engines
+    finally:
+        engines.close()
+
+
+def smaps(pid: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Every mapping of a process: its line, and its numbers in bytes."""
+    head, numbers = "", dict[str, int]()
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            if head:
+                yield head, numbers
+            head, numbers = line, {}
+        elif words[-1] == "kB":
+            numbers[words[0][:-1]] = int(words[1]) << 10
+    yield head, numbers
+
+
+def slab_pss(pid: int) -> int:
+    """This process's share of the slabs that it maps."""
+    return sum(numbers.get("Pss", 0) for head, numbers in smaps(pid) if SLAB in head)
+
+
+def anonymous(pid: int) -> int:
+    """Memory that is this process's own."""
+    return sum(numbers.get("Anonymous", 0) for _, numbers in smaps(pid))
+
+
+def _serve(path: str, config: dict[str, Any] | None) -> None:
+    import plain
+    from tensor_dedup import report
+
+    llm = plain.engine(path, tensor_dedup=False if config is None else config)
+    outputs = plain.outputs(llm)
+    loaded = None if config is None else report().models[-1].to_dict()
+    answer = {"outputs": outputs, "report": loaded, "anonymous": anonymous(os.getpid())}
+    _say(answer)
+    for _ in sys.stdin:
+        _say(plain.outputs(llm))
+
+
+def _say(answer: object) -> None:
+    sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(*json.loads(sys.argv[1]))
