@@ -24,7 +24,12 @@ from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
 from tensor_dedup.patches.vllm.loader import TensorDedupLoader
 from tensor_dedup.store import Store
-from tensor_dedup.store.errors import CorruptTensorError, NotAStoreError, UnknownNameError
+from tensor_dedup.store.errors import (
+    ChangedExternalError,
+    CorruptTensorError,
+    NotAStoreError,
+    UnknownNameError,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -157,6 +162,35 @@ def test_it_loads_plainly_where_it_cannot_be_shared(
     assert answers == expected[FINE_TUNE]
     assert report.skipped == [("<model>", "this test wants it")]
     assert report.name == FINE_TUNE
+
+
+def test_stored_encoded_it_is_the_same_model(
+    pair: checkpoints.Pair, expected: dict[str, tuple[plain.Answer, ...]], tmp_path: Path
+) -> None:
+    with Store.open(tmp_path / "store") as store:
+        store.import_(pair.base, BASE.removeprefix("store://"))
+        url = FINE_TUNE.removeprefix("store://")
+        result = store.import_(pair.fine_tune, url, compress="auto")
+        assert result.encoded_tensors > 0
+    answers, report = answers_and_report(FINE_TUNE, tmp_path / "store")
+    assert report.bytes_from_store == checkpoints.nbytes(pair.fine_tune)
+    assert answers == expected[FINE_TUNE]
+
+
+def test_indexed_in_place_it_is_the_same_model_until_its_file_changes(
+    pair: checkpoints.Pair, expected: dict[str, tuple[plain.Answer, ...]], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(pair.fine_tune, tmp_path / "fine_tune"))
+    Store.open(tmp_path / "store").import_(path, external=True)
+    with reads.counted(path) as seen:
+        answers, report = answers_and_report(FINE_TUNE, tmp_path / "store")
+    assert answers == expected[FINE_TUNE]
+    assert report.known
+    assert seen.data_bytes() == report.bytes_from_store == checkpoints.nbytes(path)
+    # Of the same size, and with a header of the same form.
+    shutil.copyfile(pair.base / checkpoints.WEIGHTS, path / checkpoints.WEIGHTS)
+    with pytest.raises(ChangedExternalError, match=str(path / checkpoints.WEIGHTS)):
+        engines.sharing(FINE_TUNE, store=str(tmp_path / "store"))
 
 
 def test_a_reload_reads_the_store_again(
