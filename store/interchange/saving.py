@@ -27,7 +27,7 @@ from tensor_dedup.formats.tensor_index import (
 )
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.interchange.folder import new_folder, write_file
-from tensor_dedup.store.interchange.storages import Held, hold, pieces
+from tensor_dedup.store.interchange.storages import Held, copy_into, hold
 from tensor_dedup.store.interchange.streaming import DataFiles, Stream, StreamingConfig
 from tensor_dedup.store.memory import allocate
 from tensor_dedup.store.translating import translated
@@ -137,11 +137,10 @@ def _write_data(held: Held, stream: Stream) -> None:
 def _copy(storage: torch.Tensor, stream: Stream) -> None:
     done = 0
     while done < storage.nbytes:
-        with stream.room()[: storage.nbytes - done] as room:
-            part = storage[done : done + room.nbytes]
-            torch.frombuffer(room, dtype=torch.uint8).copy_(part)
-        done += part.nbytes
-        stream.commit(part.nbytes)
+        with stream.room() as room:
+            copied = copy_into(room, storage, done)
+        done += copied
+        stream.commit(copied)
     stream.pad(-done % ALIGNMENT)
 
 
@@ -152,12 +151,11 @@ def _verify_view(held: Held, view: str, names: Collection[str]) -> bytes:
     total = max((offsets[e.storage_id] + e.nbytes for e in graph.storage_entries), default=0)
     verifier = Verifier(total, view)
     buffer, at = allocate(_VIEW_STEP), 0
-    landing = torch.frombuffer(buffer, dtype=torch.uint8)
     for storage_id, offset in offsets.items():
         verifier.update(memoryview(bytes(offset - at)))
-        storage = held.storages[storage_id]
-        for part in pieces(storage, _VIEW_STEP):
-            landing[: part.nbytes].copy_(part)
-            verifier.update(buffer[: part.nbytes])
-        at = offset + storage.nbytes
+        storage, at = held.storages[storage_id], offset
+        while at < offset + storage.nbytes:
+            copied = copy_into(buffer, storage, at - offset)
+            verifier.update(buffer[:copied])
+            at += copied
     return verifier.result().encode()

@@ -1,6 +1,7 @@
 """The storages behind the tensors of a state dict, found and put together again. Needs torch."""
 
-from collections.abc import Iterator, Mapping
+import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +90,14 @@ def _alias(name: str, tensor: torch.Tensor, storage_id: str) -> TensorAlias:
     )
 
 
-def pieces(storage: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
-    """The bytes of a storage in order, at most `nbytes` at a time."""
-    for start in range(0, storage.nbytes, nbytes):
-        yield storage[start : start + nbytes]
+def copy_into(room: memoryview, storage: torch.Tensor, start: int) -> int:
+    """Copy bytes of a storage, wherever it is, until `room` is full or they end; how many."""
+    part = storage[start : start + room.nbytes]
+    with room[: part.nbytes] as target:
+        if part.device.type == "cpu":
+            # Not by torch: its threads wait for each other on a busy machine, and one is enough.
+            source = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
+            target[:] = memoryview(source).cast("B")
+        else:
+            torch.frombuffer(target, dtype=torch.uint8).copy_(part)
+    return part.nbytes

@@ -18,6 +18,7 @@ from tensor_dedup.store.memory import PAGE, allocate
 
 Sink = Callable[[memoryview], None]
 DATA_NAME = "tensor.data_"
+_LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,10 @@ class Stream:
     ) -> None:
         self._data = data
         self._hash = hash_
-        self._size = min(config.buffer_bytes, -(-max(expected_bytes, 1) // PAGE) * PAGE)
+        # All buffers together hold at most half of it, or nothing would be written meanwhile.
+        share = max(_LEAST_BYTES, expected_bytes // (2 * config.num_buffers))
+        wanted = min(share, max(expected_bytes, 1))
+        self._size = min(config.buffer_bytes, -(-wanted // PAGE) * PAGE)
         self._unmade = config.num_buffers
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._current: memoryview | None = None
