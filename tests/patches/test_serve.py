@@ -19,6 +19,7 @@ import pytest
 
 import plain
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
+from tensor_dedup.store import Store
 
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 SMALL = (
@@ -153,6 +154,41 @@ def test_a_server_answers_as_plain_vllm_does(
     assert answer == expected(model)
     (load,) = reported(environment)
     assert load["total_bytes"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_stored_checkpoint_is_served(
+    model: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    Store.open(tmp_path / "store").import_(model, "org/tiny@v1")
+    environment["TENSOR_DEDUP_CACHE"] = str(tmp_path / "cache")
+    config = json.dumps({"store": str(tmp_path / "store")})
+    arguments = ["store://org/tiny@v1", "--tensor-dedup", config]
+    with server(arguments, environment, tmp_path / "log") as address:
+        answer = complete(address)
+
+    assert answer == expected(model)
+    (load,) = reported(environment)
+    assert load["name"] == "store://org/tiny@v1"
+    assert load["bytes_from_store"] == load["bytes_read"] == load["checkpoint_bytes"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_stored_checkpoint_without_us_ends_with_our_words(
+    environment: dict[str, str],
+) -> None:
+    done = subprocess.run(
+        [*COMMAND, "store://tiny"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "--tensor-dedup" in done.stderr + done.stdout
 
 
 @pytest.mark.parametrize(
