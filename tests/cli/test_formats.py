@@ -82,3 +82,23 @@ def test_what_would_run_is_named_on_one_line(folder: Path) -> None:
         assert "torch.nn.modules.linear.Linear" in result.stderr
         assert "nothing was run" in result.stderr
         assert len(result.stderr.splitlines()) == 1
+
+
+def test_names_from_files_are_shown_as_they_are(tmp_path: Path) -> None:
+    names = ["[/x]", "[red]h.0.w", "\x1b]0;title\x07", "a\u202eb", "重み"]
+    tensors = {name: torch.full((4,), number) for number, name in enumerate(names)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    where = ("--store", tmp_path / "store")
+    run("import", tmp_path / "m.safetensors", *where)
+    for result in (
+        run("analyze", tmp_path / "m.safetensors", tmp_path / "m.safetensors"),
+        run("show", "m", *where),
+    ):
+        assert (result.returncode, result.stderr) == (0, "")
+        for name in ("[/x]", "[red]h.0.w", "\\x1b]0;title\\x07", "a\\u202eb", "重み"):
+            assert name in result.stdout
+        assert not set("\x1b\x07\u202e") & set(result.stdout)
+    (tmp_path / "\x1b[31m.safetensors").write_bytes(b"")
+    refused = run("analyze", tmp_path / "\x1b[31m.safetensors")
+    assert "\\x1b[31m.safetensors: the file is empty" in refused.stderr
+    assert "\x1b" not in refused.stderr

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tensor_dedup.analyze import Analysis, analyze
 from tensor_dedup.analyze.stored import is_stored
+from tensor_dedup.cli.names import cell
 from tensor_dedup.cli.store_verbs import store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.hints import HintIndex
@@ -153,7 +154,7 @@ def _table(title: str, *columns: str) -> Table:
 def _checkpoint_table(analysis: Analysis, labels: Sequence[str]) -> Table:
     table = _table("Checkpoints", "checkpoint", "tensors", "size")
     for label, checkpoint in zip(labels, analysis.checkpoints, strict=True):
-        table.add_row(label, str(len(checkpoint.tensors)), human(checkpoint.nbytes))
+        table.add_row(cell(label), str(len(checkpoint.tensors)), human(checkpoint.nbytes))
     tensors = sum(len(checkpoint.tensors) for checkpoint in analysis.checkpoints)
     table.add_section()
     table.add_row("total", str(tensors), human(analysis.total_bytes))
@@ -171,14 +172,16 @@ def _pair_matrix(analysis: Analysis, labels: Sequence[str]) -> Table:
             pair = next(pairs)
             rows[a][b] = rows[b][a] = f"{human(pair.shared_bytes)}\n{pair.shared_tensors}"
     for label, row in zip(labels, rows, strict=True):
-        table.add_row(label, *row)
+        table.add_row(cell(label), *row)
     return table
 
 
 def _pair_list(analysis: Analysis, top: int) -> Table:
     table = _table("Pairs that share most", "a", "b", "tensors", "size")
     for pair in sorted(analysis.pairs, key=lambda pair: -pair.shared_bytes)[:top]:
-        table.add_row(pair.a, pair.b, str(pair.shared_tensors), human(pair.shared_bytes))
+        table.add_row(
+            cell(pair.a), cell(pair.b), str(pair.shared_tensors), human(pair.shared_bytes)
+        )
     return table
 
 
@@ -188,7 +191,7 @@ def _largest_table(analysis: Analysis, top: int) -> Table:
         kind = tensor.fingerprint
         shape = "x".join(map(str, kind.shape)) or "-"
         copies = str(len(tensor.places))
-        table.add_row(tensor.places[0][1], kind.dtype, shape, human(tensor.nbytes), copies)
+        table.add_row(cell(tensor.places[0][1]), kind.dtype, shape, human(tensor.nbytes), copies)
     return table
 
 
@@ -199,7 +202,7 @@ def _layer_table(analysis: Analysis, top: int) -> Table:
     table = _table(title, "layer", "tensors", "size", "checkpoints")
     for layer in shown:
         holders = str(len({path for path, _ in layer.places}))
-        table.add_row(layer.places[0][1], str(layer.tensors), human(layer.nbytes), holders)
+        table.add_row(cell(layer.places[0][1]), str(layer.tensors), human(layer.nbytes), holders)
     if len(layers) > len(shown):
         rest = sum(layer.nbytes for layer in layers[len(shown) :])
         table.add_row(f"... {len(layers) - len(shown)} more", "", human(rest), "")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import click
 
+from tensor_dedup.cli.names import printable
 from tensor_dedup.errors import ConfigError, NoSuchPathError, TensorDedupError
 
 
@@ -40,4 +41,4 @@ def data_errors() -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()))

@@ -4,6 +4,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from tensor_dedup.cli.names import cell
 from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import StoredCheckpoint
@@ -51,7 +52,7 @@ def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
 def _files(checkpoint: StoredCheckpoint) -> Table:
     table = Table("file", "size", title=checkpoint.name, title_justify="left")
     for file in checkpoint.files:
-        table.add_row(file.path, human(file.nbytes))
+        table.add_row(cell(file.path), human(file.nbytes))
     return table
 
 
@@ -63,5 +64,5 @@ def _tensors(checkpoint: StoredCheckpoint) -> Table:
         digest = tensor.digest[:16]
         codec, stored, _ = checkpoint.stored(tensor)
         sizes = human(tensor.nbytes), human(stored)
-        table.add_row(tensor.name, tensor.dtype, shape, *sizes, codec, digest)
+        table.add_row(cell(tensor.name), cell(tensor.dtype), shape, *sizes, codec, digest)
     return table

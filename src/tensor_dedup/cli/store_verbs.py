@@ -17,6 +17,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from tensor_dedup.cli.errors import WrongUse
+from tensor_dedup.cli.names import printable
 from tensor_dedup.store import Store
 from tensor_dedup.store.creation import ENVIRONMENT
 
@@ -56,7 +57,7 @@ def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
         click.echo(json.dumps(document, indent=2))
     else:
         for line in lines:
-            click.echo(line)
+            click.echo(printable(line))
 
 
 def ask(question: str, yes: bool) -> None:
