@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
-from tensor_dedup.store.codecs import CODECS
 from tensor_dedup.store.codecs.records import Chunk, chunks, head_bytes
 from tensor_dedup.store.errors import BadEncodingError
 from tensor_dedup.store.files import Files, Handle
@@ -58,6 +57,8 @@ def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> me
 def _decode(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
+    from tensor_dedup.store.codecs.registry import CODECS  # and with it numpy
+
     codec = CODECS[record.codec]
     refused: list[str] = []
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store import manifests
-from tensor_dedup.store.compressing import Encoder
 from tensor_dedup.store.containers import ContainerWriter, Copied, New, hash_copy, kind_for
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.files import Handle, Status
@@ -24,6 +24,9 @@ from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.observing import Remembers
 from tensor_dedup.store.sources import Segment, Source, SourceFile, segments_of
 from tensor_dedup.store.tables import ENCODED
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.compressing import Encoder
 
 # A file stays whole when at most this part of it is in the store already: bytes that are stored
 # twice count against the promise that a fine-tune costs what differs and 0.1 %.
@@ -75,7 +78,7 @@ class Import:
         hasher: Hasher,
         progress: Progress,
         hints: Remembers,
-        encoder: Encoder | None,
+        encoder: "Encoder | None",
         in_place: bool,
     ) -> None:
         self._encoder = encoder
@@ -169,7 +172,7 @@ class Import:
         large = file.weights and file.nbytes >= RAW_FROM
         return large and self._looks_new(handle, file.segments)
 
-    def _encode(self, encoder: Encoder, handle: Handle, file: SourceFile) -> list[Hashed]:
+    def _encode(self, encoder: "Encoder", handle: Handle, file: SourceFile) -> list[Hashed]:
         """Store the new tensors that this makes smaller encoded, the rest as ever."""
         hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
         known = self._index.find({found.digest for found in hashed})
@@ -270,7 +273,7 @@ def import_source(
     replace: bool,
     progress: Progress,
     hints: Remembers,
-    encoder: Encoder | None = None,
+    encoder: "Encoder | None" = None,
     in_place: bool = False,
 ) -> ImportResult:
     """Store a checkpoint and commit it under a name. In a session; all or nothing by that name.

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from tensor_dedup.store.checking import Level, VerifyResult, verify
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
-from tensor_dedup.store.compressing import Encoder
 from tensor_dedup.store.creation import default_path, prepare, workers
 from tensor_dedup.store.describing import Listed, Stats, listed, stats
 from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError
@@ -27,6 +26,9 @@ from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.repairing import Repair, RepairResult
 from tensor_dedup.store.sources import Source, read_source
 from tensor_dedup.store.translating import translated
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.compressing import Encoder
 
 StrPath = str | PathLike[str]
 
@@ -121,7 +123,9 @@ class Store:
                 in_place=external,
             )
 
-    def _encoder(self, index: Index, hasher: Hasher, source: Source, base: str | None) -> Encoder:
+    def _encoder(self, index: Index, hasher: Hasher, source: Source, base: str | None) -> "Encoder":
+        from tensor_dedup.store.compressing import Encoder  # and with it numpy
+
         encoder = Encoder(self._objects, index, hasher)
         if base is not None:
             encoder.open_base(check_name(base))

@@ -14,7 +14,7 @@ import msgspec
 from tensor_dedup.digest import combine, digest
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.store import frames
-from tensor_dedup.store.codecs import CODECS
+from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
 from tensor_dedup.store.external import EXTERNAL, Origin
@@ -131,11 +131,11 @@ def _plain_fits(record: Record) -> bool | None:
 
 def _encoded_fits(record: Record) -> bool | None:
     """Whether sizes and base are those that its codec makes; None: nobody knows the codec."""
-    codec = CODECS.get(record.codec)
-    if codec is None:
+    against_base = AGAINST_BASE.get(record.codec)
+    if against_base is None:
         return None
     base = record.base
-    if codec.against_base != (base is not None):
+    if against_base != (base is not None):
         return False
     if base is not None and (len(base) != DIGEST_BYTES or base == record.digest):
         return False

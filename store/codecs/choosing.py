@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tensor_dedup.store.codecs import CODECS, Codec, Effort
+from tensor_dedup.store.codecs.interface import Codec, Effort
+from tensor_dedup.store.codecs.registry import CODECS
 
 # What is encoded at all must save a tenth: else it is not worth being decoded.
 WORTH = 0.9

@@ -6,8 +6,7 @@ import tracemalloc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec
-from tensor_dedup.store.codecs.streams import Effort
+from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec, Effort
 from tensor_dedup.store.errors import BadEncodingError
 
 _EFFORTS: tuple[Effort, ...] = ("entropy", "matches")

@@ -1,12 +1,13 @@
 """What a codec is."""
 
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.codecs.streams import Effort
 
 # What is encoded at once: a leaf, so that a range costs the leaves it touches.
 CHUNK_BYTES = LEAF_BYTES
+Effort: TypeAlias = Literal["entropy", "matches"]
+"""What an encoder looks for: how often bytes occur, or also what repeats. Decoders do not care."""
 
 
 class Codec(Protocol):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tensor_dedup.store.codecs.elements import UNSIGNED, join, split, words
-from tensor_dedup.store.codecs.streams import Effort, Reader, pack
+from tensor_dedup.store.codecs.interface import Effort
+from tensor_dedup.store.codecs.streams import Reader, pack
 
 
 @dataclass(frozen=True, slots=True)

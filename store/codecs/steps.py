@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensor_dedup.store.codecs.elements import SIGNED, Words, join, positions, split, words
-from tensor_dedup.store.codecs.streams import Bytes, Effort, Reader, pack
+from tensor_dedup.store.codecs.interface import Effort
+from tensor_dedup.store.codecs.streams import Bytes, Reader, pack
 
 _BLOCK = 256 << 10  # elements
 _ESCAPE = -128

@@ -9,16 +9,16 @@ memory is taken, so nobody can ask for more than the reader expects.
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from tensor_dedup.store.codecs.interface import Effort
 from tensor_dedup.store.errors import BadEncodingError
 
 Bytes: TypeAlias = NDArray[np.uint8]
-Effort: TypeAlias = Literal["entropy", "matches"]
 
 _HEAD = struct.Struct("<BII")
 _PLAIN, _ZSTD = 0, 1

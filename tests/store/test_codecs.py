@@ -5,10 +5,12 @@ import struct
 
 import pytest
 
-from tensor_dedup.store.codecs import CHUNK_BYTES, CODECS, Codec
 from tensor_dedup.store.codecs.choosing import Sample, choose, distance, places
 from tensor_dedup.store.codecs.contract import CodecTests
+from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec
+from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
+from tensor_dedup.store.codecs.registry import CODECS
 from tensor_dedup.store.errors import BadEncodingError
 
 
@@ -35,6 +37,11 @@ def _chosen(data: bytes, base: bytes | None, width: int) -> str | None:
     sample = Sample(memoryview(data), None if base is None else memoryview(base))
     choice = choose([sample], width)
     return None if choice is None else choice.codec.name
+
+
+def test_each_name_a_record_may_have_is_that_of_its_codec() -> None:
+    assert {c.name: c.against_base for c in CODECS.values()} == dict(AGAINST_BASE)
+    assert list(CODECS) == [codec.name for codec in CODECS.values()]
 
 
 def test_noise_is_left_alone() -> None:

@@ -1,0 +1,25 @@
+"""The codecs themselves."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from tensor_dedup.store.codecs.interface import Codec
+from tensor_dedup.store.codecs.names import FAMILIES
+from tensor_dedup.store.codecs.planes import Planes
+from tensor_dedup.store.codecs.sparse import Sparse
+from tensor_dedup.store.codecs.steps import Steps
+
+_MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
+    "planes": lambda name, width: Planes(name, width, "nothing"),
+    "xor": lambda name, width: Planes(name, width, "xor"),
+    "diff": lambda name, width: Planes(name, width, "difference"),
+    "step": Steps,
+    "sparse": Sparse,
+}
+CODECS: Mapping[str, Codec] = MappingProxyType(
+    {
+        f"{name}{width}": _MAKERS[name](f"{name}{width}", width)
+        for name, family in FAMILIES.items()
+        for width in family.widths
+    }
+)
