@@ -1,5 +1,7 @@
 """Engines in separate processes, one copy of the weights in the memory manager."""
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,3 +107,25 @@ def test_where_nobody_answers_a_model_loads_by_itself(
     plain = engines.start(checkpoints[0], None)
     assert engine.loaded["outputs"] == plain.loaded["outputs"]
     assert engine.loaded["report"]["shared_bytes"] == 0
+
+
+def test_a_manager_is_started_where_none_answers(
+    tmp_path: Path, checkpoints: tuple[Path, Path], engines: fleet.Fleet
+) -> None:
+    """As a user has it: nothing set up, and vLLM's engine in a process below the one that asks."""
+    home = Path(tempfile.mkdtemp(prefix="td-"))  # the path of a socket is short
+    environ = {"XDG_RUNTIME_DIR": str(home), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    both = [engines.start(checkpoints[0], {"memory_manager": "auto"}, **environ) for _ in range(2)]
+    try:
+        first, second = (engine.loaded for engine in both)
+        total = first["report"]["total_bytes"]
+        assert first["report"]["shared_bytes"] + second["report"]["shared_bytes"] == total
+        assert first["outputs"] == second["outputs"]
+        with Admin(home / "tensor-dedup" / "manager.sock") as admin:
+            clients = {row.pid for row in admin.overview().clients}
+            assert len(clients) == 2
+            assert not clients & {engine.pid for engine in both}
+    finally:
+        with Admin(home / "tensor-dedup" / "manager.sock") as admin:
+            admin.stop()
+        shutil.rmtree(home)

@@ -106,9 +106,9 @@ class Fleet:
     hints: Path
     _engines: list[Engine] = field(default_factory=list)
 
-    def start(self, path: Path, config: dict[str, Any] | None) -> Engine:
+    def start(self, path: Path, config: dict[str, Any] | None, **environ: str) -> Engine:
         """Begin to load `path` in a new process; `config` None is plain vLLM."""
-        environment = {**os.environ, "TENSOR_DEDUP_HINTS": str(self.hints)}
+        environment = {**os.environ, "TENSOR_DEDUP_HINTS": str(self.hints), **environ}
         command = [sys.executable, __file__, json.dumps([str(path), config])]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
