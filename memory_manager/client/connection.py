@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tensor_dedup.memory_manager import paths, wire
-from tensor_dedup.memory_manager.codec import decode_reply, encode
+from tensor_dedup.memory_manager.codec import decode_reply, decode_request, encode
 from tensor_dedup.memory_manager.errors import (
     ManagerGoneError,
     NoMemoryError,
@@ -97,7 +97,7 @@ class Connection:
         `extra_s`: how much longer than usual the reply may take. RefusedError when the manager
         says no; ManagerGoneError when it does not answer or not as it should.
         """
-        data = encode(request)
+        data = _checked(request)
         with self._lock:
             self._send_releases()
             reply, arrived = self._exchange(data, descriptors, extra_s)
@@ -232,6 +232,13 @@ class Connection:
             if self._owner == os.getpid():
                 _shut_down(connection)
             connection.close()
+
+
+def _checked(request: Request) -> bytes:
+    """The datagram; ProtocolError for what the manager would take for garbage and hang up on."""
+    data = encode(request)
+    decode_request(data)
+    return data
 
 
 def _has_hung_up(fd: int) -> bool:

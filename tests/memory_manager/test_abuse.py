@@ -5,6 +5,7 @@ import contextlib
 import mmap
 import os
 import resource
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from tensor_dedup.memory_manager.errors import (
 )
 from tensor_dedup.memory_manager.limits import MAX_MESSAGE
 from tensor_dedup.memory_manager.messages import (
+    FoundDigests,
     Hello,
     LookupDigests,
     Offer,
@@ -37,6 +39,7 @@ from tensor_dedup.memory_manager.messages import (
     Stop,
     Welcome,
 )
+from tensor_dedup.memory_manager.server.main import Start, serve
 
 MIB = 1 << 20
 DATA = managers.pattern(1, MIB)
@@ -323,6 +326,49 @@ def test_another_user_is_refused_by_the_kernels_word(folder: Path) -> None:
         visitor = managers.Actor(manager.socket, visit)
         assert visitor.step() is True
         visitor.join()
+
+
+def test_descriptors_in_flight_are_waited_for(folder: Path) -> None:
+    """An unprivileged manager may not have more descriptors under way than it may have open."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    for place in (folder, *folder.parents[:-1]):
+        place.chmod(place.stat().st_mode | stat.S_IXOTH)
+    (folder / "own").mkdir(mode=0o700)
+    os.chown(folder / "own", 65534, 65534)
+    path = folder / "own" / "m.sock"
+
+    def drop() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
+        os.setgid(65534)
+        os.setuid(65534)
+
+    def be_manager(state: dict[str, object]) -> None:
+        drop()
+        serve(Start(path, 64 * MIB, stall_timeout_s=30.0))
+
+    def be_clients(state: dict[str, object]) -> list[bool]:
+        drop()
+        with connect(path, keep_connected=False) as client:
+            leases = [managers.build(client, f"k{n}", bytes([n]) * 5000)[0] for n in range(24)]
+            question = codec.encode(LookupDigests([lease.digest for lease in leases]))
+            crowd = [Raw(path) for _ in range(6)]
+            for each in crowd:
+                assert isinstance(each.say(Hello("in flight")), Welcome)
+            for each in crowd:
+                each.send(question)  # 144 descriptors in all, and nobody reads
+            client.lookup(["others"])
+            return [isinstance(each.hear(), FoundDigests) for each in crowd]
+
+    manager = managers.Actor(path, be_manager)
+    manager.begin()
+    managers.until(path.exists)
+    clients = managers.Actor(path, be_clients)
+    assert clients.step() == [True] * 6
+    clients.join()
+    manager.signal(signal.SIGTERM)
+    assert manager.result() is None
+    manager.join()
 
 
 def test_a_folder_that_is_open_to_others_is_refused_by_both_sides(folder: Path) -> None:

@@ -17,6 +17,7 @@ from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import (
     LeaseClosedError,
     ManagerGoneError,
+    ProtocolError,
     RefusedError,
     UnsafeSocketError,
 )
@@ -285,6 +286,15 @@ def test_client_and_server_do_not_know_each_other(here: str, there: str) -> None
             reached.add(name)
             wanted += graph[name]
     assert not [name for name in reached if name.startswith(f"{package}.{there}")]
+
+
+def test_a_request_that_is_none_is_not_sent(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        with pytest.raises(ProtocolError, match="regex"):
+            client.lookup(["a key with spaces"])
+        with pytest.raises(ProtocolError):
+            client.reserve([])
+        assert client.lookup(["none"]) == [None]
 
 
 def test_a_closed_client_does_not_come_back(manager: managers.Manager) -> None:

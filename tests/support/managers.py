@@ -85,6 +85,7 @@ class Manager:
 @contextlib.contextmanager
 def running(folder: Path, *options: str, limit: int | None = None) -> Iterator[Manager]:
     """A manager with its socket in this folder, for the length of the context."""
+    # The last of two --budget counts.
     manager = Manager(folder / "m.sock", "--budget", str(256 << 20), *options, limit=limit)
     try:
         yield manager
@@ -155,7 +156,9 @@ class Actor:
 
     def __init__(self, path: Path, *steps: Callable[[dict[str, object]], object]) -> None:
         self._ours, theirs = _FORK.Pipe()
-        self._process = _FORK.Process(target=_act, args=(path, steps, theirs, self._ours))
+        self._process = _FORK.Process(
+            target=_act, args=(path, steps, theirs, self._ours), daemon=True
+        )
         with warnings.catch_warnings():
             # Of Python 3.12 on: this process may have threads. The child uses none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)

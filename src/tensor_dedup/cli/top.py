@@ -1,6 +1,7 @@
 """`tensor-dedup top`: the memory manager's numbers, live."""
 
 import time
+from contextlib import suppress
 
 import click
 from rich.console import Console, Group
@@ -23,7 +24,9 @@ def command(every: float, socket: str | None, as_json: bool) -> None:
         if as_json:
             say(admin.overview().to_dict(), as_json)
             return
-        with Live(console=Console(), auto_refresh=False, screen=True) as live:
+        console = Console()
+        live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
+        with suppress(KeyboardInterrupt), live:
             while True:
                 live.update(_screen(admin), refresh=True)
                 time.sleep(every)

@@ -1,0 +1,125 @@
+"""The verbs of the memory manager, against one that runs."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import managers
+from tensor_dedup.cli import main
+
+SIZE = 1 << 20
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    done = CliRunner().invoke(main, list(arguments))
+    assert done.exit_code == status, done.output
+    return done.output if status else done.stdout
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[managers.Manager]:
+    tmp_path.chmod(0o700)
+    with managers.running(tmp_path, "--metrics", "0") as running:
+        monkeypatch.setenv("TENSOR_DEDUP_SOCKET", str(running.socket))
+        yield running
+
+
+def test_status_says_what_is_there_and_who_uses_it(manager: managers.Manager) -> None:
+    with manager.client("an engine") as client:
+        [lease] = managers.build(client, "layer", bytes(SIZE), checkpoint="base")
+        client.lookup(["layer", "none"], "tuned")
+        document = json.loads(run("status", "--json"))
+        text = run("status")
+    totals = document["totals"]
+    assert (totals["hits"], totals["misses"], totals["published"]) == (1, 1, 1)
+    assert [row["name"] for row in document["checkpoints"]] == ["base", "tuned"]
+    assert [row["nbytes"] for row in document["checkpoints"]] == [SIZE, SIZE]
+    [row] = document["clients"]
+    assert (row["name"], row["leases"], row["leased_bytes"]) == ("an engine", 1, SIZE)
+    [tensor] = document["residents"]
+    assert (tensor["digest"], tensor["nbytes"]) == (lease.digest, SIZE)
+    assert "an engine" in text
+    assert "1.0 MiB of 256.0 MiB in use" in text
+    assert json.loads(run("top", "--json"))["totals"]["residents"] == 1
+
+
+def test_pin_unpin_and_evict(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        managers.build(client, "layer", bytes(SIZE), checkpoint="base")
+    managers.until(lambda: manager.overview().totals.leases == 0)
+    assert json.loads(run("pin", "base", "--json")) == {
+        "name": "base",
+        "pinned": True,
+        "tensors": 1,
+        "bytes": SIZE,
+    }
+    assert "in use, or pinned" in run("evict", "base", status=1)
+    run("unpin", "base")
+    assert json.loads(run("evict", "base", "--json"))["bytes"] == SIZE
+    assert manager.overview().totals.residents == 0
+
+
+def test_stop_ends_it(manager: managers.Manager) -> None:
+    assert json.loads(run("stop", "--json"))["pid"] == manager.pid
+    assert manager.wait() == 0
+    assert "tensor-dedup serve" in run("status", status=1)
+
+
+def test_metrics_are_the_totals(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        managers.build(client, "layer", bytes(SIZE), checkpoint="base")
+        address = re.search(r"metrics=(\S+)", manager.log.read_text())
+        assert address is not None
+        assert address[1].startswith("http://127.0.0.1:")
+
+        def numbers() -> dict[str, str]:
+            text = urllib.request.urlopen(address[1]).read().decode()
+            lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+            return dict(lines)
+
+        managers.until(lambda: float(numbers()["tensor_dedup_resident_bytes"]) == SIZE)
+        assert float(numbers()["tensor_dedup_layers_published_total"]) == 1
+
+
+def test_top_draws_until_it_is_interrupted(manager: managers.Manager) -> None:
+    code = "from tensor_dedup.cli import main; main(['top', '--every', '0.1'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    managers.until(lambda: manager.lines("connected"))
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=managers.PATIENCE_S)
+    assert process.returncode == 0
+    assert not output or "budget" in output  # not a terminal: nothing, or the last picture
+
+
+def test_serve_says_when_it_is_ready_and_refuses_a_second(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    socket = tmp_path / "m.sock"
+    code = "from tensor_dedup.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", "--budget", "1M", "--json", "--socket"]
+    process = subprocess.Popen(
+        [*command, str(socket)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"socket": str(socket), "pid": process.pid}
+    second = subprocess.run([*command, str(socket)], capture_output=True, text=True, check=False)
+    assert second.returncode == 1
+    assert "owns" in second.stderr
+    assert second.stdout == ""
+    process.terminate()
+    output, log = process.communicate(timeout=managers.PATIENCE_S)
+    assert process.returncode == 0
+    assert output == ""
+    assert "budget=1048576" in log
+
+
+@pytest.mark.parametrize("budget", ["much", "-1", "1K", "12X"])
+def test_a_wrong_budget_is_wrong_use(budget: str) -> None:
+    run("serve", "--budget", budget, status=2)
