@@ -30,8 +30,8 @@ from tensor_dedup.store.translating import translated
 BLOCK_BYTES: Final = 4 * LEAF_BYTES
 # Reading a gap costs less than another request.
 _GAP: Final = 256 << 10
-# Below this a mapping of its own would cost more than the bytes.
-_SMALL: Final = 64 << 10
+# Smaller pieces get no mapping of their own: a process may have some 65,000.
+_SMALL: Final = 4 << 20
 # Containers that can only be changed by who changes the store itself.
 _IMMUTABLE: Final = frozenset({"raw", "slab", "pack"})
 

@@ -11,11 +11,14 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
 PAGE: Final = mmap.PAGESIZE
 HUGE_PAGE: Final = 2 << 20
+_REGION: Final = 64 << 20
+_ALIGNMENT: Final = 64
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
@@ -42,6 +45,26 @@ def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
         with suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(region)
+
+
+def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
+    """Memory for each size, at multiples of 64 bytes; many small ones share a region.
+
+    A process may have some 65,000 mappings, and a checkpoint more tensors. A region is given back
+    when nothing refers to any part of it.
+    """
+    found: list[memoryview] = []
+    at = 0
+    while at < len(sizes):
+        starts, end = [], 0
+        while at < len(sizes) and (not starts or end + sizes[at] <= _REGION):
+            starts.append(end)
+            end = -(-(end + sizes[at]) // _ALIGNMENT) * _ALIGNMENT
+            at += 1
+        region = allocate(end)
+        group = zip(starts, sizes[at - len(starts) : at], strict=True)
+        found += [region[start : start + size] for start, size in group]
+    return found
 
 
 def map_file(fd: int, start: int, nbytes: int) -> memoryview:

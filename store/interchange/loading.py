@@ -24,7 +24,7 @@ from tensor_dedup.store.creation import workers
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.interchange.artifact_folder import ArtifactFolder
 from tensor_dedup.store.interchange.storages import TORCH_DTYPES
-from tensor_dedup.store.memory import allocate
+from tensor_dedup.store.memory import allocate_all
 from tensor_dedup.store.translating import translated
 
 
@@ -69,7 +69,9 @@ class _Loading:
             raise ConfigError(f"{folder.path}: no tensor {min(missing)!r}; see its index")
         wanted = {entry.offset for entry in self._entries}
         self._storages = [s for s in folder.index.storages if s.offset in wanted]
-        self._memory = {s.offset: allocate(s.nbytes)[: s.nbytes] for s in self._storages}
+        sizes = [storage.nbytes for storage in self._storages]
+        places = (storage.offset for storage in self._storages)
+        self._memory = dict(zip(places, allocate_all(sizes), strict=True))
 
     def read(self, *, hashed: bool) -> None:
         """Fill the storages; with `hashed`, compare all bytes with the descriptor's multihash."""

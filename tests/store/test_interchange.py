@@ -35,7 +35,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Every byte of a tensor, NaN payloads and all."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -19,7 +19,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
 from tensor_dedup.store.filling import BLOCK_BYTES, plan
-from tensor_dedup.store.memory import HUGE_PAGE, Pool, allocate
+from tensor_dedup.store.memory import HUGE_PAGE, Pool, allocate, allocate_all
 from tensor_dedup.store.tensors import TORCH_DTYPES, iter_tensors, load_tensors
 
 LEAF = 2 * MIB
@@ -309,6 +309,18 @@ def test_memory_comes_in_zeroed_pages(nbytes: int) -> None:
     assert not any(region[:PAGE])
     region[-1] = 1
     assert torch.frombuffer(region, dtype=torch.uint8).data_ptr() % PAGE == 0
+
+
+def test_memory_for_many_comes_in_few_regions() -> None:
+    sizes = [0, 1, 64, 65, 100, *[1000] * 70_000, 65 * MIB, 1, 64 * MIB, 7]
+    views = allocate_all(sizes)
+    assert [view.nbytes for view in views] == sizes
+    starts = [torch.frombuffer(v, dtype=torch.uint8).data_ptr() for v in views if v.nbytes]
+    assert all(start % 64 == 0 for start in starts)
+    assert len({id(view.obj) for view in views}) <= 6
+    views[5][:] = b"x" * 1000
+    assert not any(views[4])
+    assert not any(views[6])
 
 
 def test_threads_share_a_checkpoint(folder: Path, run_all: Callable[..., list[Any]]) -> None:
