@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import click
 
-from tensor_dedup.cli.names import printable
 from tensor_dedup.errors import ConfigError, NoSuchPathError, TensorDedupError
 
 
@@ -42,3 +41,10 @@ def data_errors() -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
+
+
+def printable(name: str) -> str:
+    """The text with what no reader can see (escapes, controls, direction marks) written out."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)

@@ -16,8 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from tensor_dedup.cli.errors import WrongUse
-from tensor_dedup.cli.names import printable
+from tensor_dedup.cli.errors import WrongUse, printable
 from tensor_dedup.store import Store
 from tensor_dedup.store.creation import ENVIRONMENT
 
