@@ -200,6 +200,19 @@ def test_what_other_options_write(tmp_path: Path) -> None:
     check(tmp_path / "empty.pt", {})
 
 
+@pytest.mark.long
+def test_sizes_and_places_beyond_4_gib(tmp_path: Path) -> None:
+    path = tmp_path / "large.pt"
+    held = {"a": torch.ones(3), "b": torch.zeros((1 << 32) + 100, dtype=torch.uint8)}
+    torch.save({**held, "c": torch.arange(5)}, path)
+    a, b, c = read_header(path).tensors
+    assert (a.name, b.name, c.name, b.nbytes) == ("a", "b", "c", (1 << 32) + 100)
+    with path.open("rb") as file:
+        for spec, tensor in ((a, held["a"]), (c, torch.arange(5))):
+            file.seek(spec.start)
+            assert file.read(spec.nbytes) == bytes_of(tensor)
+
+
 def test_what_another_zip_tool_packed_again(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(5)}, tmp_path / "w.pt")
     with zipfile.ZipFile(tmp_path / "w.pt") as old, zipfile.ZipFile(tmp_path / "x.pt", "w") as new:
