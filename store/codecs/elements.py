@@ -94,14 +94,3 @@ def unfold(values: Words) -> None:
     np.negative(signs, out=signs)
     np.right_shift(values, one, out=values)
     np.bitwise_xor(values, signs, out=values)
-
-
-def positions(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Where a mask is set: where few in a hundred are, three times as fast as numpy's own way."""
-    body = len(mask) - len(mask) % 8
-    eights = mask[:body].view(np.uint64)
-    some = np.flatnonzero(eights != 0)
-    within = np.flatnonzero(eights[some].view(np.bool_))
-    return np.concatenate(
-        [some[within >> 3] * 8 + (within & 7), np.flatnonzero(mask[body:]) + body]
-    )

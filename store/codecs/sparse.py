@@ -6,12 +6,13 @@ import numpy as np
 
 from tensor_dedup.store.codecs.elements import UNSIGNED, join, split, words
 from tensor_dedup.store.codecs.interface import Effort
+from tensor_dedup.store.codecs.places import read_places, streams_of
 from tensor_dedup.store.codecs.streams import Reader, pack
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """`sparse`, followed by the width: how many stay before each changed one, and its XOR."""
+    """`sparse`, followed by the width."""
 
     name: str
     width: int
@@ -23,9 +24,8 @@ class Sparse:
         if base is not None:
             values = values ^ words(base, self.width)[0]
         where = np.flatnonzero(values)
-        steps = np.diff(where, prepend=-1).astype(UNSIGNED[4]) - np.uint32(1)
         count = np.array([len(values)], UNSIGNED[4]).view(np.uint8)
-        return pack([count, *split(steps), *split(values[where]), rest], effort)
+        return pack([count, *streams_of(where), *split(values[where]), rest], effort)
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
         """As Codec says."""
@@ -34,14 +34,9 @@ class Sparse:
         reader = Reader(blob, self.name)
         if reader.take(4).view(UNSIGNED[4])[0] != len(values):
             raise reader.bad(f"it is not that of {len(values)} words")
-        first = reader.take_up_to(len(values))
-        steps = np.empty(len(first), UNSIGNED[4])
-        join([first, *(reader.take(len(first)) for _ in range(3))], steps)
-        changes = np.empty(len(first), values.dtype)
-        join([reader.take(len(first)) for _ in range(self.width)], changes)
+        where = read_places(reader, len(values))
+        changes = np.empty(len(where), values.dtype)
+        join([reader.take(len(where)) for _ in range(self.width)], changes)
         rest[:] = reader.take(len(rest))
         reader.end()
-        where = np.cumsum(steps, dtype=np.int64) + np.arange(len(steps))
-        if len(where) and where[-1] >= len(values):
-            raise reader.bad("a change behind the last element")
         values[where] ^= changes

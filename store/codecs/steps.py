@@ -8,14 +8,13 @@ quicker than either. Half a byte each, two to a byte, is 11.6 % and took half as
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tensor_dedup.store.codecs.elements import SIGNED, Words, join, positions, split, words
+from tensor_dedup.store.codecs.elements import SIGNED, join, split, words
 from tensor_dedup.store.codecs.interface import Effort
-from tensor_dedup.store.codecs.streams import Bytes, Reader, pack
+from tensor_dedup.store.codecs.places import read_places, streams_of
+from tensor_dedup.store.codecs.streams import Reader, pack
 
-_BLOCK = 256 << 10  # elements
-_ESCAPE = -128
+_BLOCK = 256 << 10  # elements: what two passes find in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +31,25 @@ class Steps:
         if base is not None:
             values = values - words(base, self.width)[0]
         signed = values.view(SIGNED[self.width])
-        near = signed == signed.astype(np.int8)
-        near &= signed != _ESCAPE
-        steps = np.where(near, signed, _ESCAPE).astype(np.int8)
-        return pack([steps.view(np.uint8), *split(values[~near]), rest], effort)
+        steps = signed.astype(np.int8)
+        far = np.flatnonzero(steps != signed)
+        steps[far] = 0
+        return pack([steps.view(np.uint8), *streams_of(far), *split(values[far]), rest], effort)
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
         """As Codec says."""
         values, rest = words(out, self.width)
         under = words(base, self.width)[0] if base is not None else np.zeros_like(values)
         reader = Reader(blob, self.name)
-        escaped = self._add_near(reader.take(len(values)), under, values)
-        planes = [reader.take(len(escaped)) for _ in range(self.width)]
+        steps = reader.take(len(values)).view(np.int8)
+        far = read_places(reader, len(values))
+        differences = np.empty(len(far), values.dtype)
+        join([reader.take(len(far)) for _ in range(self.width)], differences)
         rest[:] = reader.take(len(rest))
         reader.end()
-        far = np.empty(len(escaped), values.dtype)
-        join(planes, far)
-        values[escaped] = under[escaped] + far
-
-    def _add_near(self, packed: Bytes, under: Words, values: Words) -> NDArray[np.int64]:
-        """Put the sums with small differences into `values`; where the others belong."""
-        steps, signed = packed.view(np.int8), values.view(SIGNED[self.width])
-        found = []
-        for at in range(0, len(steps), _BLOCK):
-            part = steps[at : at + _BLOCK]
-            found.append(positions(part == _ESCAPE) + at)
-            block = signed[at : at + _BLOCK]
-            block[:] = part
+        signed = values.view(SIGNED[self.width])
+        for at in range(0, len(values), _BLOCK):
+            signed[at : at + _BLOCK] = steps[at : at + _BLOCK]
             sums = values[at : at + _BLOCK]
             np.add(sums, under[at : at + _BLOCK], out=sums)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        values[far] = under[far] + differences
