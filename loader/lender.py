@@ -193,12 +193,16 @@ def lender_for(where: str | os.PathLike[str] | None, checkpoint: str) -> Lender 
     """
     if where is None:
         return None
-    name = "".join(char for char in checkpoint if char.isprintable())[-MAX_NAME:]
     try:
-        return Lender(_client(os.fspath(where)), name)
+        return Lender(_client(os.fspath(where)), checkpoint_name(checkpoint))
     except MemoryManagerError as error:
         _log.warning("%s: loading without a memory manager: %s", checkpoint, error)
         return None
+
+
+def checkpoint_name(path: str) -> str:
+    """What a manager calls a checkpoint: its path, or as much of its end as a name may have."""
+    return "".join(char for char in path if char.isprintable())[-MAX_NAME:]
 
 
 _clients: dict[tuple[int, str], Client] = {}

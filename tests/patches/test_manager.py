@@ -1,5 +1,6 @@
 """Engines in separate processes, one copy of the weights in the memory manager."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -96,6 +97,35 @@ def check_memory(manager: fleet.Manager, engines: list[fleet.Engine], unique: in
     mapped = [fleet.slab_pss(pid) for pid in (manager.process.pid, *(e.pid for e in engines))]
     # Pages of an embedding that nobody has looked at are in no process's share.
     assert 0.5 * unique <= sum(mapped) <= 1.06 * unique
+
+
+def test_what_was_preloaded_is_there_for_the_first_engine(
+    tmp_path: Path, checkpoints: tuple[Path, Path], engines: fleet.Fleet
+) -> None:
+    base, _ = checkpoints
+    settings = json.dumps({"skip_tokenizer_init": True, "max_model_len": 256})
+    options = ("--preload", str(base), "--engine-args", settings)
+    with fleet.manager(tmp_path, *options) as manager:
+        manager.wait_for(" preloaded ")
+        with Admin(manager.socket) as admin:
+            totals = admin.totals()
+        assert (totals.clients, totals.leases) == (1, 0)
+        assert totals.pinned_bytes == totals.resident_bytes > 0
+        built = manager.built()
+
+        engine = engines.start(base, {"memory_manager": str(manager.socket)})
+        report = engine.loaded["report"]
+        assert report["shared_bytes"] == report["total_bytes"]
+        assert manager.built() == built
+        plain = engines.start(base, None)
+        assert engine.loaded["outputs"] == plain.loaded["outputs"]
+
+
+def test_a_preload_that_fails_is_said_and_the_manager_serves(tmp_path: Path) -> None:
+    with fleet.manager(tmp_path, "--preload", str(tmp_path / "nothing")) as manager:
+        manager.wait_for("preload failed")
+        with Admin(manager.socket) as admin:
+            assert admin.totals().residents == 0
 
 
 def test_where_nobody_answers_a_model_loads_by_itself(

@@ -33,6 +33,14 @@ class Manager:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
+    def wait_for(self, text: str) -> None:
+        """Return when the log has this text."""
+        until = time.monotonic() + 300
+        while text not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.2)
+
     def built(self) -> list[str]:
         """The layer keys that were built, as often as they were."""
         lines = self.log.read_text().splitlines()
@@ -40,14 +48,14 @@ class Manager:
 
 
 @contextmanager
-def manager(folder: Path) -> Iterator[Manager]:
-    """A manager at a socket in `folder`, in the foreground of a process; ended at the end."""
+def manager(folder: Path, *options: str) -> Iterator[Manager]:
+    """`tensor-dedup serve` at a socket in `folder`; ended at the end."""
     home = folder / "socket"
     home.mkdir(mode=0o700, exist_ok=True)
     path, log = home / "manager.sock", folder / f"manager-{time.monotonic_ns()}.log"
-    module = "tensor_dedup.memory_manager.server"
+    command = Path(sys.executable).with_name("tensor-dedup")
     with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", module, "--socket", path], stderr=out)
+        process = subprocess.Popen([command, "serve", "--socket", path, *options], stderr=out)
     try:
         until = time.monotonic() + 60
         while not path.exists():

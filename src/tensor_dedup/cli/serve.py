@@ -10,6 +10,7 @@ from tensor_dedup.cli.manager_verbs import socket_option
 from tensor_dedup.cli.store_verbs import json_option
 from tensor_dedup.memory_manager.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
+from tensor_dedup.memory_manager.server.preload import Preload
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -25,6 +26,16 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
     if nbytes < MIN_BUDGET:
         raise click.BadParameter(f"{nbytes} bytes are too few, {MIN_BUDGET} the least")
     return nbytes
+
+
+def _json_object(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    try:
+        given = json.loads(value)
+    except ValueError as error:
+        raise click.BadParameter(f"no JSON ({error})") from error
+    if not isinstance(given, dict):
+        raise click.BadParameter('give an object, for example {"dtype": "bfloat16"}')
+    return value
 
 
 @click.command(name="serve")
@@ -54,9 +65,26 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
     metavar="SECONDS",
     help="How long the builder of a layer may be silent before another one takes over.",
 )
+@click.option(
+    "--preload",
+    multiple=True,
+    metavar="PATH...",
+    help="Build the final tensors of these checkpoints in a helper process, and keep them.",
+)
+@click.option(
+    "--engine-args",
+    default="{}",
+    metavar="JSON",
+    callback=_json_object,
+    help="The engine arguments that --preload builds for.",
+)
+@click.argument("more", nargs=-1, metavar="")
 @socket_option
 @json_option
 def command(
+    preload: tuple[str, ...],
+    engine_args: str,
+    more: tuple[str, ...],
     budget: int | None,
     metrics: int | None,
     idle_exit: float | None,
@@ -68,6 +96,8 @@ def command(
 
     Logs on stderr. With --json: one document on stdout, as soon as clients can connect.
     """
+    if more and not preload:
+        raise click.UsageError(f"{more[0]!r} belongs to no option; did you mean --preload?")
     start = Start(
         socket_path(socket),
         budget,
@@ -76,9 +106,14 @@ def command(
         build_timeout,
     )
     log_to()
+    helpers = Preload(start.socket, (*preload, *more), engine_args)
 
     def ready() -> None:
+        helpers.start()
         if as_json:
             click.echo(json.dumps({"socket": str(start.socket), "pid": os.getpid()}))
 
-    serve(start, ready)
+    try:
+        serve(start, ready)
+    finally:
+        helpers.close()

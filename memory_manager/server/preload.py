@@ -1,0 +1,56 @@
+"""Helpers that fill a manager before anybody asks: one process after the other, then gone."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tensor_dedup.memory_manager.server.server import log
+
+# By name: the manager never loads torch or vLLM.
+_MODULE: Final = "tensor_dedup.patches.vllm.preload"
+
+
+class Preload:
+    """Runs a helper for each checkpoint, in order, in a thread. `close` ends what still runs."""
+
+    def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
+        self._command = [sys.executable, "-m", _MODULE, "--socket", str(socket)]
+        self._command += ["--engine-args", engine_args]
+        self._checkpoints = tuple(checkpoints)
+        self._lock = threading.Lock()
+        self._running: subprocess.Popen[str] | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        threading.Thread(target=self._run, name="tensor-dedup-preload", daemon=True).start()
+
+    def close(self) -> None:
+        """End the helper that runs, and start no other."""
+        with self._lock:
+            self._closed = True
+            if self._running is not None:
+                self._running.terminate()
+
+    def _run(self) -> None:
+        for checkpoint in self._checkpoints:
+            with self._lock:
+                if self._closed:
+                    return
+                log.info("preloading checkpoint=%s", checkpoint)
+                self._running = subprocess.Popen(
+                    [*self._command, checkpoint],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            _, said = self._running.communicate()
+            last = said.strip().rpartition("\n")[2]
+            if self._running.returncode == 0:
+                log.info("preloaded %s", last)
+            elif not self._closed:
+                log.warning("preload failed status=%d %s", self._running.returncode, last)

@@ -1,0 +1,62 @@
+"""Build a model's final tensors in a memory manager, before anybody asks for them, and end.
+
+python -m tensor_dedup.patches.vllm.preload --socket SOCKET [--engine-args JSON] CHECKPOINT
+
+Runs as a process of its own: the manager never runs models. What it built stays pinned under the
+checkpoint's name until `tensor-dedup unpin`. Exit status 1 when anything could not be lent.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import click
+
+from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.loader.lender import checkpoint_name
+from tensor_dedup.memory_manager.client.admin import Admin
+
+# Engine arguments do not change weights, but for those the user gives; the engine is dropped.
+_SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
+
+
+def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
+    """Load `path` in an engine of this process and pin what it put; why not, or None."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+
+    from tensor_dedup.loader.report import report
+
+    given = {**_SMALL, **engine_args}
+    dedup = {**(given.pop("tensor_dedup", None) or {}), "memory_manager": socket}
+    llm = LLM(model=path, tensor_dedup=dedup, **given)
+    loaded = report().models
+    lent = sum(model.total_bytes for model in loaded if not model.skipped)
+    with Admin(socket) as admin:
+        pinned = admin.pin(checkpoint_name(path))
+    del llm
+    if not lent or not pinned.count:
+        reasons = sorted({reason for model in loaded for _, reason in model.skipped})
+        return "; ".join(reasons[:3]) or "the manager holds nothing of it"
+    sys.stderr.write(f"{path}: {pinned.count} tensors, {pinned.nbytes} bytes pinned\n")
+    return None
+
+
+@click.command()
+@click.option("--socket", required=True)
+@click.option("--engine-args", default="{}")
+@click.argument("checkpoint")
+def main(socket: str, engine_args: str, checkpoint: str) -> None:
+    """Build the final tensors of CHECKPOINT in the memory manager at SOCKET."""
+    try:
+        given = json.loads(engine_args)
+        reason = build(checkpoint, socket, given)
+    except (TensorDedupError, ValueError, OSError) as error:
+        reason = str(error)
+    if reason is not None:
+        raise SystemExit(f"{checkpoint}: not preloaded: {reason}")
+
+
+if __name__ == "__main__":
+    main()
