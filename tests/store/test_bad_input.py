@@ -234,8 +234,10 @@ def test_bad_checkpoints_leave_no_trace(store: Store, tmp_path: Path) -> None:
     for name, (data, kind) in bad.items():
         with pytest.raises(kind):
             store.import_(write(tmp_path / name, {"model.safetensors": data}))
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(FormatError, match=r"pytorch_model\.bin"):
         store.import_(write(tmp_path / "pickle", {"pytorch_model.bin": b"x"}))
+    with pytest.raises(UnsupportedError):
+        store.import_(write(tmp_path / "foreign", {"tf_model.h5": b"x"}))
     with pytest.raises(CheckpointNotFoundError):
         store.import_(tmp_path / "nothing")
     assert content(store.path / "containers") == before
