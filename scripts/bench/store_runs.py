@@ -37,6 +37,7 @@ def rounds(
             touch(tensors)
             found[method.name].append(time.perf_counter() - began)
             del tensors
+            method.release()
         say(f"{state}: {number + 1} of {count}")
     settle()
     return found
