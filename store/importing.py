@@ -163,7 +163,7 @@ class Import:
         if self._encoder is not None and file.weights:
             return self._encode(self._encoder, handle, file)
         if self._may_stay_whole(handle, file):
-            return self._copy_whole(handle, file.segments, self._progress)
+            return self._copy_whole(handle, file.segments)
         hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
         self._write(handle, self._news(file.segments, hashed))
         return hashed
@@ -174,7 +174,8 @@ class Import:
 
     def _encode(self, encoder: "Encoder", handle: Handle, file: SourceFile) -> list[Hashed]:
         """Store the new tensors that this makes smaller encoded, the rest as ever."""
-        hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
+        # Progress is that of encoding, which takes several times as long as hashing.
+        hashed = hash_copy(self._hasher, handle, file.segments, Silent())
         known = self._index.find({found.digest for found in hashed})
         plans = {
             found.digest: (plan, found)
@@ -183,12 +184,14 @@ class Import:
             and (plan := encoder.plan(handle, part, file.prefix)) is not None
         }
         if not plans and self._may_stay_whole(handle, file):
-            return self._copy_whole(handle, file.segments, Silent())
-        plain = []
-        for new in self._news(file.segments, hashed):
+            return self._copy_whole(handle, file.segments)
+        plain, news = [], self._news(file.segments, hashed)
+        self._progress.advance(file.nbytes - sum(new.nbytes for new in news))
+        for new in news:
             plan, found = plans.get(new.digest, (None, None))
             if plan is None or found is None or not encoder.write(handle, new, found, plan):
                 plain.append(new)
+            self._progress.advance(new.nbytes)
         self._write(handle, plain)
         return hashed
 
@@ -202,15 +205,13 @@ class Import:
         digests = {h.digest for h in hash_copy(self._hasher, handle, sample, None)}
         return not (self._index.find(digests) or digests & self._fresh)
 
-    def _copy_whole(
-        self, handle: Handle, segments: Sequence[Segment], progress: Progress
-    ) -> list[Hashed]:
+    def _copy_whole(self, handle: Handle, segments: Sequence[Segment]) -> list[Hashed]:
         nbytes = sum(part.nbytes for part in segments)
         copy = Copied(self._objects, handle, nbytes)
         try:
             # What is hashed is the copy: whatever was written to the source meanwhile, the
             # container holds what its table says.
-            hashed = hash_copy(self._hasher, copy.handle, segments, progress)
+            hashed = hash_copy(self._hasher, copy.handle, segments, self._progress)
             news = self._news(segments, hashed)
             if nbytes - sum(new.nbytes for new in news) > nbytes * KNOWN_SHARE:
                 self._write(copy.handle, news)
