@@ -4,9 +4,10 @@ A job never touches the core: its outcome is queued, and the event loop is woken
 """
 
 import contextlib
+import logging
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, TypeAlias
@@ -20,6 +21,7 @@ from tensor_dedup.memory_manager.errors import (
 )
 from tensor_dedup.memory_manager.limits import Code
 
+log = logging.getLogger("tensor_dedup.memory_manager")
 Failure: TypeAlias = tuple[Code, str]
 # Jobs wait for the backend's own threads most of the time.
 _JOBS_AT_ONCE: Final = 4
@@ -76,16 +78,19 @@ class Work:
         kind: Literal["allocated", "hashed"] = "allocated",
     ) -> None:
         def run() -> None:
+            # Whatever happens, the core hears of it: or this slab would be busy for ever.
+            outcome = Outcome(kind, slab, failure=("no_memory", "it failed; see the manager's log"))
             try:
                 outcome = job()
             except BackendError as error:
                 outcome = Outcome(kind, slab, failure=(_code(error), error.message))
             except InterruptedError:
                 outcome = Outcome(kind, slab, failure=("stopping", "the manager is about to end"))
-            self._done.put(outcome)
-            self.ring()
+            finally:
+                self._done.put(outcome)
+                self.ring()
 
-        self._pool.submit(run)
+        self._pool.submit(run).add_done_callback(_log_failure)
 
     def ring(self) -> None:
         """Wake the event loop. Safe from any thread and from signal handlers."""
@@ -110,6 +115,11 @@ class Work:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.wake_up.close()
         self._bell.close()
+
+
+def _log_failure(job: "Future[None]") -> None:
+    if not job.cancelled() and (error := job.exception()) is not None:
+        log.error("a job failed", exc_info=error)
 
 
 def _code(error: BackendError) -> Code:
