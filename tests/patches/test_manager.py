@@ -63,7 +63,7 @@ def test_engines_that_start_at_once_hold_one_copy(
         config = {"memory_manager": str(manager.socket)}
         paths = [base, base, fine_tune]
         three = [engines.start(path, config) for path in paths]
-        reports = [engine.loaded["report"] for engine in three]
+        reports = [engine.report for engine in three]
         total = reports[0]["total_bytes"]
         unique = total + 512 * 1408 * 2
         # Whatever the order in which they came: every byte was made by one of them.
@@ -80,7 +80,7 @@ def test_engines_that_start_at_once_hold_one_copy(
     with fleet.manager(tmp_path) as manager:
         # Another manager at the same socket is given what engines still hold.
         newcomer = engines.start(base, config)
-        report = newcomer.loaded["report"]
+        report = newcomer.report
         assert (report["shared_bytes"], report["bytes_read"]) == (total, 0)
         assert newcomer.loaded["outputs"] == expected[base]["outputs"]
         assert manager.built() == []
@@ -114,7 +114,7 @@ def test_what_was_preloaded_is_there_for_the_first_engine(
         built = manager.built()
 
         engine = engines.start(base, {"memory_manager": str(manager.socket)})
-        report = engine.loaded["report"]
+        report = engine.report
         assert report["shared_bytes"] == report["total_bytes"]
         assert manager.built() == built
         plain = engines.start(base, None)
@@ -136,7 +136,7 @@ def test_where_nobody_answers_a_model_loads_by_itself(
     engine = engines.start(checkpoints[0], {"memory_manager": str(home / "nobody.sock")})
     plain = engines.start(checkpoints[0], None)
     assert engine.loaded["outputs"] == plain.loaded["outputs"]
-    assert engine.loaded["report"]["shared_bytes"] == 0
+    assert engine.report["shared_bytes"] == 0
 
 
 def test_a_manager_is_started_where_none_answers(
@@ -145,12 +145,12 @@ def test_a_manager_is_started_where_none_answers(
     """As a user has it: nothing set up, and vLLM's engine in a process below the one that asks."""
     home = Path(tempfile.mkdtemp(prefix="td-"))  # the path of a socket is short
     environ = {"XDG_RUNTIME_DIR": str(home), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    both = [engines.start(checkpoints[0], {"memory_manager": "auto"}, **environ) for _ in range(2)]
+    both = [engines.start(checkpoints[0], {"memory_manager": "auto"}, environ) for _ in range(2)]
     try:
-        first, second = (engine.loaded for engine in both)
-        total = first["report"]["total_bytes"]
-        assert first["report"]["shared_bytes"] + second["report"]["shared_bytes"] == total
-        assert first["outputs"] == second["outputs"]
+        first, second = both
+        total = first.report["total_bytes"]
+        assert first.report["shared_bytes"] + second.report["shared_bytes"] == total
+        assert first.loaded["outputs"] == second.loaded["outputs"]
         with Admin(home / "tensor-dedup" / "manager.sock") as admin:
             clients = {row.pid for row in admin.overview().clients}
             assert len(clients) == 2
@@ -159,3 +159,29 @@ def test_a_manager_is_started_where_none_answers(
         with Admin(home / "tensor-dedup" / "manager.sock") as admin:
             admin.stop()
         shutil.rmtree(home)
+
+
+@pytest.mark.long
+def test_ranks_of_engines_with_tensor_parallelism_share_their_slices(
+    tmp_path: Path, checkpoints: tuple[Path, Path], engines: fleet.Fleet
+) -> None:
+    """Four workers and the four halves of two equal models: each half is there once."""
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    options = {"tensor_parallel_size": 2}
+    plain = engines.start(checkpoints[0], None, environ, **options)
+    expected = plain.loaded["outputs"]
+    plain.end()
+    with fleet.manager(tmp_path) as manager:
+        config = {"memory_manager": str(manager.socket)}
+        both = [engines.start(checkpoints[0], config, environ, **options) for _ in range(2)]
+        reports = [report for engine in both for report in engine.loaded["reports"]]
+        assert sorted(report["rank"] for report in reports) == [0, 0, 1, 1]
+        total = sum(report["total_bytes"] for report in reports)
+        # Norms and such are whole in both ranks, and one among all four.
+        assert sum(report["shared_bytes"] for report in reports) >= total / 2
+        assert len(manager.built()) == len(set(manager.built())) > 0
+        with Admin(manager.socket) as admin:
+            assert admin.totals().clients == 5
+            assert admin.totals().charged <= 1.06 * total / 2
+        for engine in both:
+            assert engine.loaded["outputs"] == expected

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 SLAB = "/memfd:tensor-dedup"
@@ -87,8 +88,15 @@ class Engine:
 
     @cached_property
     def loaded(self) -> dict[str, Any]:
-        """What it said when it had loaded: `outputs`, `report` (or None), `anonymous` bytes."""
+        """What it said when it had loaded: `outputs`, `reports` by rank, `anonymous` bytes."""
         found: dict[str, Any] = self._answer()
+        return found
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the only process that loaded reported."""
+        [report] = self.loaded["reports"]
+        found: dict[str, Any] = report
         return found
 
     def outputs(self) -> Any:
@@ -114,10 +122,19 @@ class Fleet:
     hints: Path
     _engines: list[Engine] = field(default_factory=list)
 
-    def start(self, path: Path, config: dict[str, Any] | None, **environ: str) -> Engine:
-        """Begin to load `path` in a new process; `config` None is plain vLLM."""
+    def start(
+        self,
+        path: Path,
+        config: dict[str, Any] | None,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
+    ) -> Engine:
+        """Begin to load `path` in a new process; `config` None is plain vLLM.
+
+        `options` are the engine's.
+        """
         environment = {**os.environ, "TENSOR_DEDUP_HINTS": str(self.hints), **environ}
-        command = [sys.executable, __file__, json.dumps([str(path), config])]
+        command = [sys.executable, __file__, json.dumps([str(path), config, options])]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
         self._engines.append(Engine(process))
@@ -163,14 +180,14 @@ def anonymous(pid: int) -> int:
     return sum(numbers.get("Anonymous", 0) for _, numbers in smaps(pid))
 
 
-def _serve(path: str, config: dict[str, Any] | None) -> None:
+def _serve(path: str, config: dict[str, Any] | None, options: dict[str, Any]) -> None:
     import plain
     from tensor_dedup import report
 
-    llm = plain.engine(path, tensor_dedup=False if config is None else config)
+    llm = plain.engine(path, tensor_dedup=False if config is None else config, **options)
     outputs = plain.outputs(llm)
-    loaded = None if config is None else report().models[-1].to_dict()
-    answer = {"outputs": outputs, "report": loaded, "anonymous": anonymous(os.getpid())}
+    reports = [] if config is None else [model.to_dict() for model in report().models]
+    answer = {"outputs": outputs, "reports": reports, "anonymous": anonymous(os.getpid())}
     _say(answer)
     for _ in sys.stdin:
         _say(plain.outputs(llm))
