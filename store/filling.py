@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.files import PAGE, Files, Handle
-from tensor_dedup.store.memory import Pool
+from tensor_dedup.store.memory import Pool, bring_in
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading import StoredPieces
 from tensor_dedup.store.tables import Record
@@ -257,6 +257,10 @@ class _Work:
 
     def run(self, block: _Block) -> None:
         """Read a block, and hash what is complete now."""
+        if self._mapped:
+            # Threads that fault page by page spoil each other's read-ahead.
+            start = block.start - self._span.start
+            bring_in(self._memory, start, min(block.stop - block.start, len(self._memory) - start))
         whole = self._mapped or self._read(block)
         ready = []
         with self._lock:

@@ -21,6 +21,8 @@ _REGION: Final = 64 << 20
 _ALIGNMENT: Final = 64
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
+# Not in Python's mmap yet.
+_POPULATE_READ: Final = 22
 _CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
 
 
@@ -76,6 +78,14 @@ def map_file(fd: int, start: int, nbytes: int) -> memoryview:
     if os.fstat(fd).st_size < start + nbytes:
         raise OSError(errno.EINVAL, f"it ends before {start + nbytes}")
     return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, access, offset=start))
+
+
+def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
+    """Read a range of what map_file gave, not fault by fault; `start` is a multiple of PAGE."""
+    region = mapped.obj
+    if isinstance(region, mmap.mmap):
+        with suppress(OSError):  # before Linux 5.14; and what cannot be read is found when it is
+            region.madvise(_POPULATE_READ, start, nbytes)
 
 
 def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:

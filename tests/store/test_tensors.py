@@ -183,8 +183,8 @@ def test_one_by_one_they_take_few_buffers(tmp_path: Path, monkeypatch: pytest.Mo
         first = pools.pop().allocated
         held = dict(iter_tensors(checkpoint, buffer_bytes=2 * MIB, ahead=2))
         second = pools.pop().allocated
-    # Two in advance, the one that is looked at, and the one after it.
-    assert first <= 4
+    # Two in advance, the one that is looked at, and those that a thread has just not let go of.
+    assert first <= 8
     assert second >= 12
     assert_same(held, tensors)
 
