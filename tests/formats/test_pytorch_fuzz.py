@@ -104,8 +104,8 @@ def test_fuzz(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_fuzz_a_million(tmp_path: Path) -> None:
-    fuzz(1_000_000, 1, tmp_path / "fuzzed.pt")
+def test_fuzz_for_minutes(tmp_path: Path) -> None:
+    fuzz(150_000, 1, tmp_path / "fuzzed.pt")
 
 
 def careful(file: bytes) -> None:
