@@ -32,6 +32,17 @@ class Verification:
         """Did every resident that can be hashed match?"""
         return not self.mismatches
 
+    def __str__(self) -> str:
+        """One line for people; another for each resident whose bytes have changed."""
+        lines = [
+            f"{self.residents} residents of {self.nbytes} bytes hashed again: "
+            + ("all as they were" if self.ok else f"{len(self.mismatches)} DIFFER"),
+            *(f"  differs: {name}" for name in self.mismatches),
+        ]
+        if self.not_verifiable:
+            lines[0] += f"; {len(self.not_verifiable)} packed copies cannot be hashed"
+        return "\n".join(lines)
+
 
 def verify() -> Verification:
     """Hash every resident of this process again. Safe from any thread; takes as long as hashing.

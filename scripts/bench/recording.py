@@ -75,7 +75,7 @@ def _microseconds(path: Path, count: int, work: Callable[[Run, Any, Any, Path], 
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
         opening = FromDisk(HintIndex(), "blake3", trust=True)
-        run = stack.enter_context(Run(TensorDedupConfig(), model_config.dtype, opening))
+        run = stack.enter_context(Run(TensorDedupConfig(), model_config.dtype, opening, "bench"))
         stack.enter_context(set_default_torch_dtype(model_config.dtype))
         model = loader.create_model(vllm_config=config, model_config=model_config)
         load_weights = functools.partial(loader.load_weights, model, model_config)
