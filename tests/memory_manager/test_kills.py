@@ -3,13 +3,17 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
+from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import ManagerGoneError, RefusedError
+from tensor_dedup.memory_manager.limits import MAX_DESCRIPTORS
+from tensor_dedup.memory_manager.messages import FoundDigests, LookupDigests
 
 MIB = 1 << 20
 DATA = managers.pattern(1, MIB)
@@ -106,6 +110,25 @@ def test_a_client_killed_after_any_step_leaves_nothing(
         else:
             [lease] = found.leases
         assert managers.bytes_of(lease) == DATA
+
+
+def test_a_client_killed_between_two_pages_leaves_nothing(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        datas = [n.to_bytes(2, "little") * 50 for n in range(MAX_DESCRIPTORS + 5)]
+        for n, data in enumerate(datas):
+            managers.build(client, f"k{n}", data)
+
+    def ask_for_the_first_page(state: State) -> int:
+        connection = Connection(Path(str(state["path"])), "doomed")
+        state["connection"] = connection
+        question = LookupDigests([digest(data) for data in datas])
+        return len(connection.ask(question, FoundDigests)[0].extents)
+
+    doomed = managers.Actor(manager.socket, ask_for_the_first_page)
+    assert doomed.step() == MAX_DESCRIPTORS
+    assert manager.overview().totals.leases == MAX_DESCRIPTORS
+    doomed.kill()
+    managers.until(lambda: settled(manager, residents=len(datas)))
 
 
 def test_a_client_killed_while_it_waits_leaves_nothing(manager: managers.Manager) -> None:
