@@ -58,7 +58,8 @@ def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
     found: list[memoryview] = []
     at = 0
     while at < len(sizes):
-        starts, end = [], 0
+        starts: list[int] = []
+        end = 0
         while at < len(sizes) and (not starts or end + sizes[at] <= _REGION):
             starts.append(end)
             end = -(-(end + sizes[at]) // _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,8 @@
 """Reading a folder of data files with an index back to tensors. Needs torch."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
@@ -63,15 +64,16 @@ class _Loading:
     def __init__(self, folder: ArtifactFolder, names: Collection[str] | None) -> None:
         self._folder = folder
         self._all = names is None
-        self._entries = [e for e in folder.index.entries if names is None or e.name in names]
-        missing = set(names or ()) - {entry.name for entry in self._entries}
+        chosen = None if names is None else set(names)
+        self._entries = [e for e in folder.index.entries if chosen is None or e.name in chosen]
+        missing = (chosen or set()) - {entry.name for entry in self._entries}
         if missing:
             raise ConfigError(f"{folder.path}: no tensor {min(missing)!r}; see its index")
         wanted = {entry.offset for entry in self._entries}
         self._storages = [s for s in folder.index.storages if s.offset in wanted]
         sizes = [storage.nbytes for storage in self._storages]
-        places = (storage.offset for storage in self._storages)
-        self._memory = dict(zip(places, allocate_all(sizes), strict=True))
+        self._places = [storage.offset for storage in self._storages]
+        self._memory = dict(zip(self._places, allocate_all(sizes), strict=True))
 
     def read(self, *, hashed: bool) -> None:
         """Fill the storages; with `hashed`, compare all bytes with the descriptor's multihash."""
@@ -92,17 +94,20 @@ class _Loading:
         """Read one piece of the data into its storages, and hash it while it is in the cache."""
         stop = min(start + HASH_LEAF_BYTES, self._folder.index.total_size)
         digest = hashlib.sha256()
-        for at, part in self._parts(self._storages, start, stop):
+        first = bisect_right(self._places, start) - 1
+        for at, part in self._parts(max(0, first), start, stop):
             self._folder.read(part, at)
             digest.update(part)
         return digest.digest()
 
-    def _parts(
-        self, storages: Sequence[StorageExtent], start: int, stop: int
-    ) -> Iterator[tuple[int, memoryview]]:
-        """The memory of a range of the data; for what lies between storages, some of its own."""
+    def _parts(self, first: int, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """The memory of a range of the data, which no storage before the `first` reaches.
+
+        For what lies between storages, some of its own.
+        """
         at = start
-        for storage in storages:
+        last = bisect_left(self._places, stop)
+        for storage in self._storages[first:last]:
             begin, end = max(storage.offset, at), min(storage.end, stop)
             if begin >= end:
                 continue
