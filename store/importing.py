@@ -22,7 +22,7 @@ from tensor_dedup.store.indexing import index_in_place
 from tensor_dedup.store.manifests import FileEntry, Piece
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.observing import Remembers
-from tensor_dedup.store.sources import Segment, Source, SourceFile, segments_of
+from tensor_dedup.store.sources import Segment, Source, SourceFile, aliases_of, segments_of
 from tensor_dedup.store.tables import ENCODED
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def import_source(
             work.take(file)
         containers = work.finish()
         work.check_hits()
-        manifest, blobs = manifests.build(work.files, work.pieces)
+        manifest, blobs = manifests.build(work.files, work.pieces, aliases_of(source.files))
         fresh = [n for n in blobs if objects.files.status(objects.layout.manifest(n)) is None]
         for part, blob in blobs.items():
             objects.publish(blob, objects.layout.manifest(part))

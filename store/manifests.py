@@ -20,6 +20,7 @@ from tensor_dedup.store.tables import DIGEST_BYTES
 MANIFEST = b"mani"
 PAGE = b"page"
 PAGE_ENTRIES = 256
+_ALIAS = "alias "
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -60,8 +61,15 @@ class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 Objects = Mapping[str, bytes]
 
 
-def build(files: Sequence[FileEntry], pieces: Sequence[Piece]) -> tuple[str, dict[str, bytes]]:
-    """A manifest's name, and all frames (its pages first, itself last) by their names."""
+def build(
+    files: Sequence[FileEntry],
+    pieces: Sequence[Piece],
+    second_names: Mapping[str, str] | None = None,
+) -> tuple[str, dict[str, bytes]]:
+    """A manifest's name, and all frames (its pages first, itself last) by their names.
+
+    `second_names` are further names of tensors, and which tensors' they are.
+    """
     objects: dict[str, bytes] = {}
     pages = []
     for start in range(0, len(pieces), PAGE_ENTRIES):
@@ -69,7 +77,8 @@ def build(files: Sequence[FileEntry], pieces: Sequence[Piece]) -> tuple[str, dic
         pages.append(bytes.fromhex(name := digest(blob)))
         objects[name] = blob
     nbytes = sum(piece.nbytes for piece in pieces)
-    blob = frames.encode(MANIFEST, Manifest(list(files), pages, len(pieces), nbytes, {}))
+    notes = {f"{_ALIAS}{alias}": name for alias, name in (second_names or {}).items()}
+    blob = frames.encode(MANIFEST, Manifest(list(files), pages, len(pieces), nbytes, notes))
     name = digest(blob)
     objects[name] = blob
     return name, objects
@@ -88,6 +97,12 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
     if sum(file.pieces for file in manifest.files) > manifest.pieces:
         raise DamagedFileError.at(path, "its files have more pieces than it has")
     return manifest
+
+
+def aliases(manifest: Manifest) -> dict[str, str]:
+    """Second names of tensors, and which tensors' they are."""
+    notes = manifest.notes.items()
+    return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
 def decode_page(blob: bytes, name: str, path: PurePath) -> Page:

@@ -9,7 +9,7 @@ from tensor_dedup.store.containers import hash_copy
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.manifests import FileEntry, Piece
-from tensor_dedup.store.sources import Segment, Source, SourceFile
+from tensor_dedup.store.sources import Segment, Source, SourceFile, aliases_of
 
 # The digests known of an open file, by (start, nbytes).
 Known: TypeAlias = Callable[[Path, int], Mapping[tuple[int, int], str]]
@@ -34,7 +34,7 @@ def manifest_of(files: Files, hasher: Hasher, source: Source, known: Known) -> s
             Piece(digest, part.nbytes, part.name, part.dtype, part.shape)
             for part, digest in zip(file.segments, digests, strict=True)
         ]
-    return manifests.build(entries, pieces)[0]
+    return manifests.build(entries, pieces, aliases_of(source.files))[0]
 
 
 def _digests(

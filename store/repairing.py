@@ -17,7 +17,7 @@ from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Silent
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import FileEntry, Piece
 from tensor_dedup.store.objects import ContainerId, Objects, container_in, ref_text
-from tensor_dedup.store.sources import Source, SourceFile, read_source
+from tensor_dedup.store.sources import Source, SourceFile, aliases_of, read_source
 from tensor_dedup.store.survey import Survey, survey
 
 # A few flipped bits are told from another name or manifest, whose digests differ everywhere.
@@ -205,7 +205,7 @@ class Repair:
             for file, all_found in zip(files, hashed, strict=True)
             for part, found in zip(file.segments, all_found, strict=True)
         ]
-        manifest, blobs = manifests.build(entries, pieces)
+        manifest, blobs = manifests.build(entries, pieces, aliases_of(files))
         back = 0
         for name, blob in blobs.items():
             path = self._objects.layout.manifest(name)

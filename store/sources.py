@@ -1,13 +1,13 @@
 """What an import takes of a path: the weights, and the files an export needs to work anywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
 from tensor_dedup.formats.naming import is_index
-from tensor_dedup.formats.weights import Header
+from tensor_dedup.formats.weights import Header, aliases_in
 from tensor_dedup.store.files import Files
 
 # Unless open_checkpoint chose them: second copies, states of a training run, and formats that are
@@ -39,13 +39,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to take in: where it is, what it is called in an export, of what it consists."""
+    """A file to take in: where it is, what it is called in an export, of what it consists.
+
+    `aliases`: second names that the file has for tensors, and which tensors' they are.
+    """
 
     path: Path
     stored_as: str
     prefix: str
     segments: tuple[Segment, ...]
     weights: bool
+    aliases: tuple[tuple[str, str], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +122,9 @@ def _walk(files: Files, root: Path) -> Iterator[tuple[str, Path]]:
 
 def _weights(file: CheckpointFile, root: Path) -> SourceFile:
     stored_as = file.path.relative_to(root).as_posix()
-    return SourceFile(file.path, stored_as, file.prefix, segments_of(file.header), True)
+    return SourceFile(
+        file.path, stored_as, file.prefix, segments_of(file.header), True, aliases_in(file.header)
+    )
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
@@ -136,6 +142,13 @@ def segments_of(header: Header) -> tuple[Segment, ...]:
     if at < header.file_size:
         found.append(Segment(at, header.file_size - at))
     return tuple(found)
+
+
+def aliases_of(files: Sequence[SourceFile]) -> dict[str, str]:
+    """The second names of all these files' tensors, each with its folder."""
+    return {
+        file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
+    }
 
 
 def _verbatim(files: Files, path: Path, name: str) -> SourceFile:

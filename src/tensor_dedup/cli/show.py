@@ -39,6 +39,7 @@ def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
                 "shape": list(tensor.shape),
                 "bytes": tensor.nbytes,
                 "digest": tensor.digest,
+                "alias_of": tensor.alias_of,
                 "codec": codec,
                 "stored_bytes": stored,
                 "base": base,

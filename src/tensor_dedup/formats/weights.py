@@ -67,6 +67,20 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
         return read(path, fd=file.fd)
 
 
+def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
+    """Second names of tensors, and which tensors' they are: tied weights of a torch.save file."""
+    if not isinstance(header, pytorch.PytorchHeader):
+        return ()
+    specs = {spec.name: spec for spec in header.tensors}
+    return tuple(
+        (member.name, member.held_by)
+        for member in header.members
+        if member.plain and member.name not in specs
+        for spec in [specs[member.held_by]]
+        if (member.start, member.dtype, member.shape) == (spec.start, spec.dtype, spec.shape)
+    )
+
+
 def names_in(header: Header) -> set[str]:
     """Every name a tensor of the file has; a file of torch.save may give one several."""
     members = header.members if isinstance(header, pytorch.PytorchHeader) else ()
