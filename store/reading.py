@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from tensor_dedup.digest import LEAF_BYTES
@@ -21,7 +21,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.index import Index
-from tensor_dedup.store.manifests import Piece, by_file
+from tensor_dedup.store.manifests import Piece, aliases, by_file
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import PLAIN, Record
 
@@ -30,13 +30,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a stored checkpoint; `digest` is the one `analyze` and `report` show."""
+    """One tensor of a stored checkpoint; `digest` is the one `analyze` and `report` show.
+
+    `alias_of`: its file gives the bytes of that tensor this second name, so they are there once.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     digest: str
+    alias_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +296,9 @@ class StoredCheckpoint(StoredPieces):
             for piece in part
             if (tensor := _tensor(file.prefix, piece)) is not None
         }
+        for alias, name_ in aliases(content).items():
+            if name_ in self._tensors and alias not in self._tensors:
+                self._tensors[alias] = replace(self._tensors[name_], name=alias, alias_of=name_)
         super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
 
     def __iter__(self) -> Iterator[StoredTensor]:
