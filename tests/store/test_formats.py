@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 import stores
+from tensor_dedup import shares_memory
+from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import FormatError
 from tensor_dedup.store import Store
+from tensor_dedup.store.tensors import load_tensors
 
 KIB = 1024
 
@@ -136,6 +139,46 @@ def test_parts_of_one_storage_and_tied_tensors(store: Store, tmp_path: Path) -> 
     save_file({"k": key.contiguous(), "embed": embed.flatten()}, tmp_path / "k.safetensors")
     assert store.import_(tmp_path / "k.safetensors").new_tensors == 0
     check_round_trip(store, path, tmp_path / "out", "views")
+    with store.checkpoint("views") as checkpoint:
+        # A view of another shape is no second name of its storage.
+        assert [tensor.name for tensor in checkpoint] == ["q", "k", "v", "t", "again"]
+        again = checkpoint["again"]
+        assert (again.alias_of, again.digest) == ("k", checkpoint["k"].digest)
+        assert checkpoint.read("again") == checkpoint.read("k")
+        loaded = load_tensors(checkpoint)
+    assert torch.equal(loaded["again"], key)
+    assert not shares_memory(loaded["again"], loaded["k"])
+
+
+def test_tied_weights_come_back_by_both_names(store: Store, tmp_path: Path) -> None:
+    tied = weights()
+    tied["head"] = tied["layers.0.w"]
+    path = tmp_path / "model" / "part" / "pytorch_model.bin"
+    path.parent.mkdir(parents=True)
+    torch.save(tied, path)
+    result = store.import_(tmp_path / "model", "tied")
+    assert result.tensors == len(tied) - 1
+    assert result.manifest == store.manifest_of(tmp_path / "model", lambda path, fd: {})
+    with store.checkpoint("tied") as checkpoint:
+        assert checkpoint["part/head"].alias_of == "part/layers.0.w"
+        loaded = load_tensors(checkpoint)
+    assert loaded.keys() == {f"part/{name}" for name in tied}
+    assert all(torch.equal(loaded[f"part/{name}"], tensor) for name, tensor in tied.items())
+    found = analyze([path.parent, "store://tied"], store=store.path)
+    assert [len(measured.tensors) for measured in found.checkpoints] == [11, 11]
+    assert found.pairs[0].shared_tensors == 11
+
+
+def test_a_lost_manifest_with_second_names_is_made_again(store: Store, tmp_path: Path) -> None:
+    tied = weights()
+    tied["head"] = tied["layers.0.w"]
+    torch.save(tied, tmp_path / "tied.pt")
+    manifest = store.import_(tmp_path / "tied.pt").manifest
+    (lost,) = (store.path / "manifests").glob(f"*/{manifest}")
+    lost.unlink()
+    assert store.repair([tmp_path / "tied.pt"]).manifests == 1
+    with store.checkpoint("tied") as checkpoint:
+        assert checkpoint["head"].alias_of == "layers.0.w"
 
 
 def test_a_gguf_file(store: Store, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ def measure_stored(path: StrPath, store: Store, min_tensor_bytes: int) -> Measur
     tensors, small = [], []
     with store.checkpoint(name) as checkpoint:
         for tensor in checkpoint:
+            if tensor.alias_of is not None:
+                continue  # in a file it is counted once too
             if tensor.nbytes < min_tensor_bytes:
                 small.append(tensor.name)
                 continue
