@@ -29,6 +29,8 @@ class ArtifactFolder:
     Any thread may read. Close it, or use it as a context manager.
     """
 
+    verified = False
+
     def __init__(self, files: Files, path: Path) -> None:
         """Open it. CheckpointNotFoundError, FormatError."""
         self.path = path

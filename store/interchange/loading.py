@@ -4,8 +4,10 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -25,12 +27,16 @@ from tensor_dedup.store.creation import workers
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.interchange.artifact_folder import ArtifactFolder
 from tensor_dedup.store.interchange.storages import TORCH_DTYPES
+from tensor_dedup.store.interchange.stored_artifact import StoredArtifact
 from tensor_dedup.store.memory import allocate_all
+from tensor_dedup.store.reading import StoredCheckpoint
 from tensor_dedup.store.translating import translated
+
+_Folder: TypeAlias = ArtifactFolder | StoredArtifact
 
 
 def load_dict(
-    path: str | PathLike[str],
+    path: str | PathLike[str] | StoredCheckpoint,
     *,
     names: Collection[str] | None = None,
     view: str | None = None,
@@ -39,29 +45,42 @@ def load_dict(
 ) -> dict[str, torch.Tensor]:
     """The tensors of a folder, by name, on the CPU; views of one storage share it again.
 
-    Reads folders of `save_dict`, tensorcast and ServerlessLLM. `names` selects some, and only their
-    storages are read. What is read is compared with what the folder says of it: all of it with the
-    descriptor's SHA-256 where there is one, else with `verification.json`; a `view` (the id under
-    which `names` was saved) with its own file, never with that of the whole. A selection without a
-    `view` is compared with nothing, and so is a folder of ServerlessLLM. `verify=False` compares
+    Reads folders of `save_dict`, tensorcast and ServerlessLLM, and such a folder from a store: then
+    `path` is the open checkpoint, and every byte is compared with its digest. `names` selects some,
+    and only their storages are read. What is read is compared with what the folder says of it: all
+    of it with the descriptor's SHA-256 where there is one, else with `verification.json`; a `view`
+    (the id under which `names` was saved) with its own file, never with that of the whole. A
+    selection without a `view` is compared with nothing, and so is a folder of ServerlessLLM.
+    `verify=False` compares
     nothing. Any thread. CheckpointNotFoundError, FormatError, ChangedFileError, IntegrityError,
     StoreError.
     """
     if view is not None and names is None:
         raise ConfigError(f"load the view {view!r} with the names of its tensors")
-    target, door = Path(path), files or RealFiles()
-    with translated(target), ArtifactFolder(door, target) as folder:
+    with _opened(path, files or RealFiles()) as folder:
         loading = _Loading(folder, names)
         loading.read(hashed=verify and names is None and folder.descriptor is not None)
-        if verify:
+        if verify and (view is not None or not folder.verified):
             loading.check(view)
         return loading.tensors()
+
+
+@contextmanager
+def _opened(path: str | PathLike[str] | StoredCheckpoint, files: Files) -> Iterator[_Folder]:
+    if isinstance(path, StoredCheckpoint):
+        with translated(Path(path.name)), StoredArtifact(path) as stored:
+            yield stored
+    else:
+        with translated(Path(path)), ArtifactFolder(files, Path(path)) as folder:
+            yield folder
 
 
 class _Loading:
     """One load: the storages that are wanted, in memory."""
 
-    def __init__(self, folder: ArtifactFolder, names: Collection[str] | None) -> None:
+    def __init__(
+        self, folder: ArtifactFolder | StoredArtifact, names: Collection[str] | None
+    ) -> None:
         self._folder = folder
         self._all = names is None
         chosen = None if names is None else set(names)

@@ -7,12 +7,13 @@ import torch
 
 from stores import content
 from tensor_dedup.digest import digest
-from tensor_dedup.errors import FormatError
+from tensor_dedup.errors import CheckpointNotFoundError, FormatError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import MissingShardError
 from tensor_dedup.formats.tensor_index_errors import StorageBeyondDataError
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store import Store
+from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.interchange import load_dict, save_dict
 
 
@@ -56,6 +57,37 @@ def test_each_tensor_is_a_piece(store: Store, tmp_path: Path) -> None:
     found = load_dict(tmp_path / "out")
     assert all(torch.equal(found[name], tensor) for name, tensor in state_dict.items())
     assert store.import_(tmp_path / "out", "again").new_tensors == 0
+
+
+@pytest.mark.parametrize("limit", [4096, 300_000, 10**10])
+def test_views_come_back_from_the_store_too(store: Store, tmp_path: Path, limit: int) -> None:
+    state_dict = tensors()
+    state_dict |= {"tied.again": state_dict["tied"], "q.T": state_dict["q"].T}
+    views = {"some": ["q.T", "tied"]}
+    save_dict(state_dict, tmp_path / "saved", max_file_bytes=limit, views=views)
+    store.import_(tmp_path / "saved")
+    with store.checkpoint("saved") as checkpoint:
+        found = load_dict(checkpoint)
+        some = load_dict(checkpoint, names=views["some"], view="some")
+    assert set(found) == set(state_dict)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state_dict.items())
+    assert found["q"].untyped_storage().data_ptr() == found["v"].untyped_storage().data_ptr()
+    assert torch.equal(some["q.T"], state_dict["q.T"])
+    container = max((tmp_path / "store").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(container.read_bytes())
+    data[len(data) // 3] ^= 1
+    container.write_bytes(data)
+    with store.checkpoint("saved") as checkpoint, pytest.raises(CorruptTensorError):
+        load_dict(checkpoint, verify=False)
+
+
+def test_other_checkpoints_have_no_index(store: Store, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    store.import_(tmp_path / "a.safetensors")
+    with store.checkpoint("a") as checkpoint, pytest.raises(CheckpointNotFoundError):
+        load_dict(checkpoint)
 
 
 def test_what_safetensors_hold_already_is_stored_once(store: Store, tmp_path: Path) -> None:
