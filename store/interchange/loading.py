@@ -51,9 +51,8 @@ def load_dict(
     of it with the descriptor's SHA-256 where there is one, else with `verification.json`; a `view`
     (the id under which `names` was saved) with its own file, never with that of the whole. A
     selection without a `view` is compared with nothing, and so is a folder of ServerlessLLM.
-    `verify=False` compares
-    nothing. Any thread. CheckpointNotFoundError, FormatError, ChangedFileError, IntegrityError,
-    StoreError.
+    `verify=False` compares nothing. Any thread. CheckpointNotFoundError, FormatError,
+    ChangedFileError, IntegrityError, StoreError.
     """
     if view is not None and names is None:
         raise ConfigError(f"load the view {view!r} with the names of its tensors")
