@@ -88,9 +88,10 @@ class SourceFile:
         digest = known.get((spec.start, spec.nbytes))
         return SourceTensor(self, spec, digest, digest is not None)
 
-    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> None:
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` (writable) with the tensor's bytes from `offset` on. Any thread.
 
+        Returns the digest of a whole leaf when the bytes were just compared with it; else nothing.
         FormatError when the file was truncated.
         """
         done = 0
@@ -106,6 +107,7 @@ class SourceFile:
                     tensor=spec.name,
                 )
             done += count
+        return None
 
     def read_ahead(self, start: int, nbytes: int) -> None:
         """Tell the kernel that these bytes will be read soon. It reads them meanwhile."""

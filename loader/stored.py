@@ -79,21 +79,24 @@ class Shelf:
         with self._lock:
             self._expected.update(digests)
 
-    def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bool:
-        """Fill `piece` from `offset` of the `nbytes` with a digest; False: read them elsewhere."""
+    def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bytes | None:
+        """Fill `piece` from `offset` of the `nbytes` with a digest; None: read them elsewhere.
+
+        Returns the digests of whole leaves, that the bytes were compared with, else nothing.
+        """
         name = bytes.fromhex(digest)
         try:
             pieces = next((each for each in self._opened() if name in each), None)
             if pieces is None:
-                return False
-            pieces.read_piece_into(name, offset, piece, nbytes)
+                return None
+            leaves = pieces.read_piece_into(name, offset, piece, nbytes)
         except (StoreError, OSError) as error:
             # As text: whoever keeps log records must not keep the frames, and memory, of a load.
             _log.warning("%s; the checkpoint's own file is read instead", str(error))
-            return False
+            return None
         with self._lock:
             self.bytes_read += piece.nbytes
-        return True
+        return leaves
 
     def _opened(self) -> list[StoredPieces]:
         with self._lock:
@@ -122,11 +125,13 @@ class BackedFile(SourceFile):
         self._known = {s.spec.name: s.digest for s in self.tensors.values() if s.digest}
         shelf.expect(self._known.values())
 
-    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> None:
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with the tensor's bytes from `offset` on, from the store or the file."""
         digest = self._known.get(spec.name)
-        if digest is None or not self._shelf.fill(digest, spec.nbytes, offset, piece):
-            super().read_into(spec, piece, offset)
+        leaves = None
+        if digest is not None:
+            leaves = self._shelf.fill(digest, spec.nbytes, offset, piece)
+        return super().read_into(spec, piece, offset) if leaves is None else leaves
 
 
 class StoredFile(SourceFile):
@@ -163,13 +168,15 @@ class StoredFile(SourceFile):
         digest = self._digests[spec.start].hex() if spec.nbytes and trust else None
         return SourceTensor(self, spec, digest, trust)
 
-    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> None:
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with the tensor's bytes from `offset` on, verified. StoreError."""
         if not piece.nbytes:
-            return
-        self._checkpoint.read_piece_into(self._digests[spec.start], offset, piece, spec.nbytes)
+            return None
+        name = self._digests[spec.start]
+        leaves = self._checkpoint.read_piece_into(name, offset, piece, spec.nbytes)
         with self._lock:
             self.bytes_read += piece.nbytes
+        return leaves
 
     def read_ahead(self, start: int, nbytes: int) -> None:
         """Nothing: where these bytes lie is the store's affair."""

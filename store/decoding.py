@@ -25,7 +25,7 @@ def fill_leaves(
         return _decode(files, handle, record, start, view, base)
     if files.pread(handle, view, record.offset + start) != view.nbytes:
         return False
-    return b"".join(leaf_digests(view)) == _leaves(record, start, view.nbytes)
+    return b"".join(leaf_digests(view)) == leaves_of(record, start, view.nbytes)
 
 
 def read_range(
@@ -78,12 +78,12 @@ def _decode(
         return False
     if refused:
         return False
-    leaves = _leaves(record, start, view.nbytes)
+    leaves = leaves_of(record, start, view.nbytes)
     parts = [leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES)]
     return digest == combine(view.nbytes, parts)
 
 
-def _leaves(record: Record, start: int, nbytes: int) -> bytes:
+def leaves_of(record: Record, start: int, nbytes: int) -> bytes:
     first = start // LEAF_BYTES
     count = -(-nbytes // LEAF_BYTES)
     return record.leaves[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.decoding import Base, fill_leaves, read_range
+from tensor_dedup.store.decoding import Base, fill_leaves, leaves_of, read_range
 from tensor_dedup.store.errors import (
     BadRangeError,
     ChangedExternalError,
@@ -191,26 +191,27 @@ class StoredPieces:
 
         return read
 
-    def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> None:
+    def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
         """Fill `view` with bytes from `start` of the `nbytes` that have a digest, verified.
 
-        Where whole leaves are asked for, no other memory is used. When it raises, `view` may hold
+        Where whole leaves are asked for, no other memory is used, and their digests are returned,
+        which is what the bytes were compared with; else nothing. When it raises, `view` may hold
         anything.
         """
         stop = start + view.nbytes
         whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
 
-        def read(spot: _Spot) -> bool | None:
+        def read(spot: _Spot) -> bytes | None:
             base = self._base(spot)
             if whole_leaves:
-                return fill_leaves(self.door, spot.handle, spot.record, start, view, base) or None
+                right = fill_leaves(self.door, spot.handle, spot.record, start, view, base)
+                return leaves_of(spot.record, start, view.nbytes) if right else None
             data = read_range(self.door, spot.handle, spot.record, start, stop, base)
             if data is not None:
                 view[:] = data
-            return data is not None or None
+            return b"" if data is not None else None
 
-        if view.nbytes:
-            self._from_any(digest, nbytes, read)
+        return self._from_any(digest, nbytes, read) if view.nbytes else b""
 
     def _from_any(
         self,

@@ -304,3 +304,21 @@ def test_what_fetching_raises_the_future_raises() -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         submit(bytearray(5 * MIB), "blake3", fill).result()
+
+
+def test_a_leaf_that_was_compared_already_is_not_hashed_again() -> None:
+    data = bytes(range(256)) * (3 * LEAF_BYTES // 256) + b"tail"
+    leaves = leaf_digests(data)
+    buffer = bytearray(len(data))
+
+    def fill(piece: memoryview, offset: int) -> bytes | None:
+        piece[:] = data[offset : offset + len(piece)]
+        number = offset // LEAF_BYTES
+        return leaves[number] if number % 2 else None
+
+    assert submit(buffer, fill=fill).result() == digest(data)
+    assert buffer == data
+    # It is believed, so what it says must be what was compared.
+    assert submit(buffer, fill=lambda _piece, _offset: leaves[0]).result() != digest(data)
+    with pytest.raises(IntegrityError):
+        submit(buffer, fill=lambda _piece, _offset: b"short").result()
