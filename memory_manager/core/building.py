@@ -1,19 +1,17 @@
-"""Puts: reserve, allocate, seal, publish; take-over; slabs that are handed back."""
+"""Puts: reserve, allocate, seal, publish; take-over."""
 
-from tensor_dedup.memory_manager.core.effects import Adopt, Allocate, SealAndHash
+from tensor_dedup.memory_manager.core.effects import Allocate, SealAndHash
 from tensor_dedup.memory_manager.core.ledger import Slab
 from tensor_dedup.memory_manager.core.records import LayerRecord
 from tensor_dedup.memory_manager.core.states import Event, State
 from tensor_dedup.memory_manager.core.waiting import wake
-from tensor_dedup.memory_manager.core.world import Connection, PendingOffer, Put, World, refusal
-from tensor_dedup.memory_manager.layout import offsets_of, round_up
+from tensor_dedup.memory_manager.core.world import Connection, Put, World, refusal
+from tensor_dedup.memory_manager.layout import offsets_of
 from tensor_dedup.memory_manager.limits import Code
 from tensor_dedup.memory_manager.messages import (
     Abandon,
     Allocated,
     Done,
-    Offer,
-    Offered,
     Progress,
     Publish,
     Reserve,
@@ -162,15 +160,12 @@ def seal(world: World, now: float, connection: Connection, message: Seal) -> Non
 
 def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code, str]) -> None:
     """The backend has sealed and hashed a slab, or could not."""
-    if number in world.offers:
-        _offer_hashed(world, now, number, result)
-        return
     put, slab = world.filling.pop(number), world.ledger.slabs[number]
     if not world.ledger.idle(slab):
         return
     connection = world.connections[put.connection]
     put.progress = now
-    problem = _problem(put.spans, result)
+    problem = announced_problem(put.spans, result)
     if problem is not None:
         _not_sealed(world, now, connection, put, problem)
         return
@@ -190,9 +185,10 @@ def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code
     world.send(connection, Sealed(digests))
 
 
-def _problem(
+def announced_problem(
     spans: tuple[tuple[int, int, str], ...], result: list[str] | tuple[Code, str]
 ) -> tuple[Code, str] | None:
+    """What is wrong with a hashed slab: the backend's refusal, or other bytes than announced."""
     if isinstance(result, tuple):
         return result
     for index, ((_, _, announced), found) in enumerate(zip(spans, result, strict=True)):
@@ -288,44 +284,3 @@ def gone(world: World, now: float, connection: Connection, put: Put) -> None:
         world.note("builder gone", put=put.number, pid=connection.pid, layers=len(put.keys))
     put.step(Event.GONE)
     _close(world, now, connection, put)
-
-
-def offer(world: World, now: float, connection: Connection, message: Offer) -> None:
-    """Take a slab of an earlier manager back, if there is room and it is what it is said to be."""
-    end = max(span.offset + span.nbytes for span in message.pieces)
-    if end > message.nbytes or message.nbytes != round_up(message.nbytes):
-        raise refusal("not_sealed", f"a slab of {message.nbytes} bytes cannot hold {end}")
-    slab = world.ledger.add(message.nbytes, now)
-    if slab is None:
-        raise refusal("no_room", f"no room to take back a slab of {message.nbytes} bytes")
-    slab.busy = True
-    pieces = tuple(message.pieces)
-    world.offers[slab.number] = PendingOffer(connection.number, pieces, message.checkpoint)
-    spans = tuple((span.offset, span.nbytes, span.digest) for span in pieces)
-    world.effects.append(Adopt(slab.number, message.nbytes, spans))
-
-
-def _offer_hashed(
-    world: World, now: float, number: int, result: list[str] | tuple[Code, str]
-) -> None:
-    pending, slab = world.offers.pop(number), world.ledger.slabs[number]
-    world.ledger.idle(slab)
-    slab.owned = False
-    connection = world.connections.get(pending.connection)
-    spans = tuple((span.offset, span.nbytes, span.digest) for span in pending.spans)
-    problem = _problem(spans, result)
-    if problem is not None or connection is None:
-        world.ledger.drop(slab)
-        if connection is not None and problem is not None:
-            world.refuse(connection, *problem)
-        return
-    residents = [world.ledger.enter(slab, *span) for span in spans]
-    if not world.may_lease(connection, len(residents)):
-        world.ledger.drop(slab)
-        world.refuse(connection, "limit", "this client holds as many leases as one may")
-        return
-    leases = [world.lease(connection, each, pending.checkpoint, now) for each in residents]
-    world.note("taken back", pid=connection.pid, tensors=len(leases), nbytes=slab.nbytes)
-    if not slab.residents:
-        world.ledger.drop(slab)
-    world.send(connection, Offered(leases))

@@ -1,11 +1,12 @@
 """The core's face: what happens outside comes in here, with the time; effects come out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from tensor_dedup.memory_manager.core import admin, building, reading, waiting
+from tensor_dedup.memory_manager.core import admin, building, handing_back, reading, waiting
 from tensor_dedup.memory_manager.core.effects import Close, Effect
 from tensor_dedup.memory_manager.core.ledger import Ledger
+from tensor_dedup.memory_manager.core.records import LayerRecord
 from tensor_dedup.memory_manager.core.states import BadTransition
 from tensor_dedup.memory_manager.core.world import Connection, Process, Settings, World
 from tensor_dedup.memory_manager.errors import RefusedError
@@ -27,6 +28,7 @@ from tensor_dedup.memory_manager.messages import (
     Reserve,
     Rows,
     Seal,
+    Span,
     Status,
     Stop,
     Wait,
@@ -47,7 +49,7 @@ _HANDLERS: Final[Mapping[type[Message], _Handler]] = {
     Seal: building.seal,
     Publish: building.publish,
     Abandon: building.abandon,
-    Offer: building.offer,
+    Offer: handing_back.offer,
     Wait: waiting.wait,
     Status: admin.status,
     Rows: admin.rows,
@@ -180,8 +182,21 @@ class Core:
 
     def hashed(self, now: float, slab: int, result: list[str] | tuple[Code, str]) -> list[Effect]:
         """The backend has done a SealAndHash or an Adopt: the digests, or why not."""
-        building.hashed(self._world, now, slab, result)
+        handed_back = slab in self._world.offers
+        (handing_back if handed_back else building).hashed(self._world, now, slab, result)
         return self._effects()
+
+    def expect(self, records: dict[str, LayerRecord], pins: Sequence[str]) -> None:
+        """Before the first client: the last manager's pins, and its records, which are entered
+        when `inherit` has brought their tensors."""
+        handing_back.expect(self._world, records, pins)
+
+    def inherit(
+        self, now: float, nbytes: int, spans: Sequence[Span], checkpoints: Sequence[Sequence[str]]
+    ) -> tuple[int, list[Effect]]:
+        """Take a slab of the last manager; the number that its Adopt has. RefusedError."""
+        number = handing_back.inherit(self._world, now, nbytes, spans, checkpoints)
+        return number, self._effects()
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: end waits, hang up on those who never said hello."""

@@ -99,11 +99,15 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class PendingOffer:
-    """A slab that a client handed back and that is being hashed."""
+    """A slab that was handed back and is being hashed: by a client, or (0) by an earlier manager.
+
+    `checkpoints`: those of each tensor, where an earlier manager knew.
+    """
 
     connection: int
     spans: tuple[Span, ...]
     checkpoint: str
+    checkpoints: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +122,7 @@ class World:
     builders: dict[str, Put] = field(default_factory=dict)  # layer key -> the put that holds it
     filling: dict[int, Put] = field(default_factory=dict)  # slab -> its put, while busy
     offers: dict[int, PendingOffer] = field(default_factory=dict)
+    inherited: dict[str, LayerRecord] = field(default_factory=dict)  # whose tensors are awaited
     counters: Counter[str] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     stopping: bool = False

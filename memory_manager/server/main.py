@@ -4,7 +4,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final
 
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.core import Settings
+from tensor_dedup.memory_manager.server.handing_over import inherit, notify
 from tensor_dedup.memory_manager.server.limits import default_budget, raise_descriptor_limit
 from tensor_dedup.memory_manager.server.metrics import Metrics
 from tensor_dedup.memory_manager.server.server import Options, Server, log
@@ -55,6 +55,7 @@ def serve(start: Start, ready: Callable[[], None] = lambda: None) -> None:
             settings.budget,
             metrics.where,
         )
+        server.inherit(inherit())
         ready()
         notify("READY=1")
         server.run()
@@ -71,15 +72,6 @@ def _settings(start: Start) -> Settings:
         # A put of an earlier manager is no put of this one.
         first_put=1 + secrets.randbits(48),
     )
-
-
-def notify(state: str) -> None:
-    """Tell systemd, where it asked to be told."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
-        door.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
 
 
 def log_to() -> None:

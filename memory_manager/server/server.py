@@ -28,11 +28,13 @@ from tensor_dedup.memory_manager.core.effects import (
     SealAndHash,
     Send,
 )
-from tensor_dedup.memory_manager.errors import ProtocolError
+from tensor_dedup.memory_manager.core.records import LayerRecord
+from tensor_dedup.memory_manager.errors import ProtocolError, RefusedError
 from tensor_dedup.memory_manager.limits import Code
 from tensor_dedup.memory_manager.messages import DESCRIPTORS_OF_REQUEST
 from tensor_dedup.memory_manager.server.clients import Client
 from tensor_dedup.memory_manager.server.door import Door, Visitor
+from tensor_dedup.memory_manager.server.handing_over import Inherited, hand_over
 from tensor_dedup.memory_manager.server.socket_file import SocketFile
 from tensor_dedup.memory_manager.server.work import Outcome, Work
 
@@ -73,6 +75,7 @@ class Server:
         self._processes: dict[int, int | None] = {}  # number -> pidfd
         self._pids: dict[int, int] = {}  # pid -> number, of living processes
         self._effects: deque[Effect] = deque()
+        self._handed: dict[int, int] = {}  # inherited descriptors, by slab
         self._arrived: list[int] = []  # descriptors of the message that is being handled
         self._began = time.monotonic()
         self._numbers = 0
@@ -97,6 +100,25 @@ class Server:
                 self._turn()
         finally:
             self._close()
+
+    def inherit(self, left: Inherited) -> None:
+        """Before `run`: take what the last manager of this service has left with systemd."""
+        records = {r.key: LayerRecord(r.record, tuple(r.digests)) for r in left.index.records}
+        self._core.expect(records, left.index.pins)
+        for slab in left.index.slabs:
+            spans = [tensor.span for tensor in slab.tensors]
+            names = [tensor.checkpoints for tensor in slab.tensors]
+            fd = left.descriptors.pop(slab.name, None)
+            try:
+                if fd is not None and spans:
+                    number, effects = self._core.inherit(0.0, slab.nbytes, spans, names)
+                    self._handed[number], fd = fd, None
+                    self._effects.extend(effects)
+            except RefusedError as error:
+                log.warning("not taken back: %s", error)
+            finally:
+                wire.close_all([] if fd is None else [fd])
+        self._do_effects()
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -301,7 +323,9 @@ class Server:
             case SealAndHash(slab, pieces):
                 self._work.seal_and_hash(slab, self._memories[slab], pieces)
             case Adopt(slab, nbytes, pieces):
-                self._work.adopt(slab, self._arrived.pop(), nbytes, pieces)
+                inherited = self._handed.pop(slab, None)
+                fd = self._arrived.pop() if inherited is None else inherited
+                self._work.adopt(slab, fd, nbytes, pieces)
             case Free(slab):
                 self._memories.pop(slab, None)
 
@@ -350,6 +374,8 @@ class Server:
             client.flush(self._now())
             self._drop(client)
         self._work.close()
+        if handed := hand_over(self._core.world, self._memories):
+            log.info("handed over slabs=%d", handed)
         for pidfd in self._processes.values():
             if pidfd is not None:
                 os.close(pidfd)

@@ -123,3 +123,19 @@ def test_serve_says_when_it_is_ready_and_refuses_a_second(tmp_path: Path) -> Non
 @pytest.mark.parametrize("budget", ["much", "-1", "1K", "12X"])
 def test_a_wrong_budget_is_wrong_use(budget: str) -> None:
     run("serve", "--budget", budget, status=2)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tensor_dedup.memory_manager.client",
+        "tensor_dedup.memory_manager.server.main",
+        "tensor_dedup.cli.serve",
+        "tensor_dedup.cli.status",
+    ],
+)
+def test_the_manager_and_its_clients_need_no_framework(module: str) -> None:
+    absent = "; ".join(f"sys.modules[{name!r}] = None" for name in ("torch", "vllm", "numpy"))
+    command = [sys.executable, "-c", f"import sys; {absent}; import {module}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

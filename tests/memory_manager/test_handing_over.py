@@ -1,0 +1,179 @@
+"""Tensors survive a restart under systemd, played here by the test."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import managers
+from tensor_dedup.digest import digest
+from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.client.admin import Admin
+
+SIZE = 1 << 20
+# What systemd does before it starts a service: descriptors from 3 on, and who they are for.
+LAUNCHER = """
+import os, sys
+os.environ["LISTEN_PID"] = str(os.getpid())
+module = ["-m", "tensor_dedup.memory_manager.server"]
+os.execv(sys.executable, [sys.executable, *module, *sys.argv[1:]])
+"""
+
+
+class Systemd:
+    """Keeps the descriptors of one service."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store: list[tuple[str, int]] = []
+        self.said: list[str] = []
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._door.bind(str(folder / "notify"))
+        self._door.setblocking(False)
+        self._service: subprocess.Popen[bytes] | None = None
+
+    def listen(self) -> None:
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._door, 4096, 4)
+            except BlockingIOError:
+                return
+            said = dict(line.split("=", 1) for line in data.decode().splitlines())
+            self.said += said
+            if "FDSTORE" in said:
+                self.store += [(said["FDNAME"], fd) for fd in fds]
+            if "FDSTOREREMOVE" in said:
+                for name, fd in [each for each in self.store if each[0] == said["FDNAME"]]:
+                    self.store.remove((name, fd))
+                    os.close(fd)
+
+    def start(self, budget: int = 64 * SIZE) -> None:
+        self.said.clear()
+        names = ":".join(name for name, _ in self.store)
+        environment = {
+            **os.environ,
+            "NOTIFY_SOCKET": str(self.folder / "notify"),
+            "FDSTORE": "100",
+            "LISTEN_FDS": str(len(self.store)),
+            "LISTEN_FDNAMES": names,
+        }
+        for offset, (_, fd) in enumerate(self.store):
+            os.dup2(fd, 200 + offset)
+
+        def arrange() -> None:
+            for offset in range(len(self.store)):
+                os.dup2(200 + offset, 3 + offset)
+
+        options = ["--socket", str(self.folder / "m.sock"), "--budget", str(budget)]
+        self._service = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, *options],
+            env=environment,
+            pass_fds=range(3, 3 + len(self.store)),
+            preexec_fn=arrange,
+            stderr=subprocess.DEVNULL,
+        )
+        for offset in range(len(self.store)):
+            os.close(200 + offset)
+        managers.until(self.ready)
+
+    def ready(self) -> bool:
+        self.listen()
+        return "READY" in self.said
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        assert self._service is not None
+        self._service.send_signal(number)
+        self._service.wait(timeout=10)
+        self.listen()
+
+    def close(self) -> None:
+        if self._service is not None and self._service.poll() is None:
+            self.stop(signal.SIGKILL)
+        for _, fd in self.store:
+            os.close(fd)
+        self._door.close()
+
+
+@pytest.fixture
+def systemd(folder: Path) -> Iterator[Systemd]:
+    played = Systemd(folder)
+    yield played
+    played.close()
+
+
+def test_tensors_records_and_pins_survive_a_restart(systemd: Systemd, folder: Path) -> None:
+    path = folder / "m.sock"
+    first, second = managers.pattern(1, SIZE), managers.pattern(2, SIZE)
+    systemd.start()
+    with connect(path, keep_connected=False) as client, Admin(path) as admin:
+        managers.build(client, "a", first, checkpoint="base")
+        managers.build(client, "b", first, second, checkpoint="tuned")
+        admin.pin("tuned")
+    systemd.stop()
+    assert sorted(name for name, _ in systemd.store)[0] == "index"
+    assert len(systemd.store) == 3
+    systemd.start()
+    assert systemd.store == []  # taken out, or what is evicted later would never be free
+    with connect(path, keep_connected=False) as client:
+        managers.until(lambda: client.lookup(["a"]) != [None])
+        [a, b] = client.lookup(["a", "b"])
+        assert a is not None
+        assert b is not None
+        assert managers.bytes_of(a.leases[0]) == first
+        assert [managers.bytes_of(lease) for lease in b.leases] == [first, second]
+        with Admin(path) as admin:
+            overview = admin.overview()
+    assert overview.totals.pins == ["tuned"]
+    assert {row.name: row.residents for row in overview.checkpoints} == {"base": 1, "tuned": 2}
+    assert overview.totals.builds == overview.totals.lingering_bytes == 0
+
+
+def test_what_systemd_gives_back_is_not_believed(systemd: Systemd, folder: Path) -> None:
+    path = folder / "m.sock"
+    data = managers.pattern(3, SIZE)
+    systemd.start()
+    with connect(path, keep_connected=False) as client:
+        managers.build(client, "a", data)
+    systemd.stop()
+    forged = os.memfd_create("tensor-dedup")
+    os.pwrite(forged, bytes(SIZE), 0)
+    for name, fd in systemd.store:
+        if name != "index":
+            os.dup2(forged, fd)  # not sealed, and other bytes
+    os.close(forged)
+    systemd.start()
+    with connect(path, keep_connected=False) as client:
+        assert client.lookup(["a"]) == [None]
+        assert client.lease([digest(data)]) == [None]
+        managers.build(client, "a", data)
+
+
+def test_what_does_not_fit_is_left(systemd: Systemd, folder: Path) -> None:
+    path = folder / "m.sock"
+    systemd.start()
+    with connect(path, keep_connected=False) as client:
+        managers.build(client, "a", bytes(SIZE) + b"a")
+        managers.build(client, "b", bytes(SIZE) + b"b")
+    systemd.stop()
+    systemd.start(budget=2 * SIZE)
+    with Admin(path) as admin:
+        managers.until(lambda: admin.totals().residents == 1)
+        assert admin.totals().charged <= 2 * SIZE
+
+
+def test_a_damaged_index_is_an_empty_one(systemd: Systemd, folder: Path) -> None:
+    systemd.start()
+    with connect(folder / "m.sock", keep_connected=False) as client:
+        managers.build(client, "a", b"tensor")
+    systemd.stop()
+    for name, fd in systemd.store:
+        if name == "index":
+            os.pwrite(fd, b"garbage", 0)
+    systemd.start()
+    with Admin(folder / "m.sock") as admin:
+        assert admin.totals().residents == 0
