@@ -127,9 +127,10 @@ def _start(world: World, put: Put, slab: Slab) -> None:
 def allocated(world: World, now: float, number: int, failure: tuple[Code, str] | None) -> None:
     """The backend has made a slab, or could not."""
     put, slab = world.filling.pop(number), world.ledger.slabs[number]
-    if not world.ledger.idle(slab):
+    connection = world.connections.get(put.connection)
+    if not world.ledger.idle(slab) or connection is None:
+        _refuse_late(world, connection, put)
         return
-    connection = world.connections[put.connection]
     put.progress = now
     if failure is not None:
         put.step(Event.NO_MEMORY)
@@ -140,6 +141,12 @@ def allocated(world: World, now: float, number: int, failure: tuple[Code, str] |
     put.step(Event.ALLOCATED)
     reply = Allocated(SlabRef(number, slab.nbytes), [offset for offset, _, _ in put.spans])
     world.send(connection, reply, (number,))
+
+
+def _refuse_late(world: World, connection: Connection | None, put: Put) -> None:
+    """The put ended before its request did: every request has a reply, this one too."""
+    if connection is not None:
+        world.refuse(connection, "stale_put", f"put {put.number} was abandoned meanwhile")
 
 
 def progress(_world: World, now: float, connection: Connection, message: Progress) -> None:
@@ -161,9 +168,10 @@ def seal(world: World, now: float, connection: Connection, message: Seal) -> Non
 def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code, str]) -> None:
     """The backend has sealed and hashed a slab, or could not."""
     put, slab = world.filling.pop(number), world.ledger.slabs[number]
-    if not world.ledger.idle(slab):
+    connection = world.connections.get(put.connection)
+    if not world.ledger.idle(slab) or connection is None:
+        _refuse_late(world, connection, put)
         return
-    connection = world.connections[put.connection]
     put.progress = now
     problem = announced_problem(put.spans, result)
     if problem is not None:

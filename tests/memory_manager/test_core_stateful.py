@@ -395,7 +395,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def every_request_is_answered_once(self) -> None:
         parked = Counter(n for n, c in self.world.connections.items() if c.waiting is not None)
-        filling = Counter(put.connection for put in self.world.filling.values() if put.active)
+        filling = Counter(put.connection for put in self.world.filling.values())
         offers = Counter(offer.connection for offer in self.world.offers.values())
         for connection in self.process:
             pending = parked[connection] + filling[connection] + offers[connection]
