@@ -20,10 +20,19 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 def default_socket() -> Path:
     """The one path that `serve` and "auto" use when none is given."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/"):
+    # It is often named where it does not exist (containers, su), or is another user's.
+    if runtime.startswith("/") and _is_own_folder(Path(runtime)):
         return Path(runtime, _FOLDER, _SOCKET)
     # Not tempfile's folder: TMPDIR differs from process to process, and they would never meet.
     return Path("/", "tmp", f"{_FOLDER}-{os.geteuid()}", _SOCKET)
+
+
+def _is_own_folder(folder: Path) -> bool:
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def socket_path(given: str | os.PathLike[str] | None = None) -> Path:

@@ -88,7 +88,6 @@ def _connected(path: Path, name: str, *, start: bool) -> Connection:
             return Connection(path, name[:MAX_NAME])
         except ManagerGoneError:
             # None is there, or one that is about to end has its last moment: start the next.
-            paths.make_folder(path.parent)
             start_manager(path)
     return Connection(path, name[:MAX_NAME])
 
@@ -261,7 +260,7 @@ def _lease_page(
 
 def _offer(session: _Session, slab: SharedSlab) -> bool:
     """Offer a slab; every living lease in it then is one of the new connection."""
-    leases = [lease for lease in list(slab.leases) if not lease.closed]
+    leases = [lease for lease in slab.leases.living() if not lease.closed]
     spans = slab.spans()
     if not leases or len(spans) > MAX_PIECES:
         return False

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -257,25 +258,27 @@ def _shut_down(connection: socket.socket) -> None:
 
 def _connect(path: Path) -> socket.socket:
     """A connected socket whose other end is this user's. ManagerGoneError, UnsafeSocketError."""
-    connection = wire.new_socket()
     try:
-        paths.check_folder(path.parent)
-        connection.settimeout(CONNECT_TIMEOUT_S)
-        _connect_patiently(connection, path)
-        peer = wire.peer_of(connection)
-    except (OSError, UnsafeSocketError) as error:
-        connection.close()
-        if isinstance(error, UnsafeSocketError):
-            raise
+        with ExitStack() as undo:
+            paths.check_folder(path.parent)
+            connection = undo.enter_context(wire.new_socket())
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            _connect_patiently(connection, path)
+            _check_peer(connection, path)
+            undo.pop_all()
+    except OSError as error:
         raise ManagerGoneError(
             f"{path}: no memory manager answers ({error.strerror or error}); start one with "
             "`tensor-dedup serve`",
             errno=error.errno,
         ) from error
-    if peer.uid != os.geteuid():
-        connection.close()
-        raise UnsafeSocketError(f"{path}: user {peer.uid} listens there, not you")
     return connection
+
+
+def _check_peer(connection: socket.socket, path: Path) -> None:
+    peer = wire.peer_of(connection)
+    if peer.uid != os.geteuid():
+        raise UnsafeSocketError(f"{path}: user {peer.uid} listens there, not you")
 
 
 def _connect_patiently(connection: socket.socket, path: Path) -> None:

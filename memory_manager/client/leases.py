@@ -1,13 +1,38 @@
 """What an engine has borrowed: slabs, and leases on tensors in them."""
 
+import itertools
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import LeaseClosedError
 from tensor_dedup.memory_manager.messages import Extent, SlabRef, Span
+
+_Item = TypeVar("_Item")
+
+
+class WeakBag(Generic[_Item]):
+    """Objects that it does not keep alive. Unlike a WeakSet it may be filled while it is listed.
+
+    Takes no lock: objects die in any thread, and a fork may happen in any moment.
+    """
+
+    def __init__(self, items: Iterable[_Item] = ()) -> None:
+        self._items: dict[int, weakref.ref[_Item]] = {}
+        self._numbers = itertools.count()
+        for item in items:
+            self.add(item)
+
+    def add(self, item: _Item) -> None:
+        """Put one in, until it dies."""
+        items, number = self._items, next(self._numbers)
+        items[number] = weakref.ref(item, lambda _: items.pop(number, None))
+
+    def living(self) -> list[_Item]:
+        """Those that are alive, held by the caller from now on."""
+        return [item for each in list(self._items.values()) if (item := each()) is not None]
 
 
 class SharedSlab:
@@ -20,14 +45,13 @@ class SharedSlab:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
         self.fileno: Final = fd
-        self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self.leases: WeakBag[Lease] = WeakBag()
         weakref.finalize(self, os.close, fd).atexit = False
 
     def spans(self) -> list[Span]:
         """What is leased in it now: what to offer to a manager that knows nothing of it."""
-        found = {
-            lease.offset: Span(lease.offset, lease.nbytes, lease.digest) for lease in self.leases
-        }
+        leases = self.leases.living()
+        found = {each.offset: Span(each.offset, each.nbytes, each.digest) for each in leases}
         return [found[offset] for offset in sorted(found)]
 
 
@@ -82,7 +106,7 @@ class SlabTable:
     def __init__(self, older: Iterable[SharedSlab] = ()) -> None:
         """`older`: slabs of an earlier connection, which keep no number here."""
         self._slabs: weakref.WeakValueDictionary[int, SharedSlab] = weakref.WeakValueDictionary()
-        self._all: weakref.WeakSet[SharedSlab] = weakref.WeakSet(older)
+        self._all: WeakBag[SharedSlab] = WeakBag(older)
 
     def enter(self, refs: Sequence[SlabRef], descriptors: Sequence[int]) -> list[SharedSlab]:
         """The slabs of a reply; descriptors of those that are known are closed."""
@@ -99,7 +123,7 @@ class SlabTable:
 
     def living(self) -> list[SharedSlab]:
         """Every slab that somebody in this process still uses."""
-        return list(self._all)
+        return self._all.living()
 
 
 def lease_of(

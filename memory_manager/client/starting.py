@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 
 # By name and not by import: a client never loads the server.
@@ -15,15 +16,17 @@ IDLE_EXIT_S: Final = 600.0
 
 
 def start_manager(path: Path) -> None:
-    """Start a manager at this socket, or find that somebody else just has. ManagerGoneError.
+    """Start a manager at this socket, or find that somebody else just has.
 
     Returns when it can be connected to. It is nobody's child, and ends after ten idle minutes.
+    ManagerGoneError; UnsafeSocketError when the folder is not this user's own.
     """
     command = [
         sys.executable, "-m", _MODULE, "--detach",
         "--socket", str(path), "--idle-exit", str(IDLE_EXIT_S),
     ]  # fmt: skip
     try:
+        paths.make_folder(path.parent)
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,

@@ -12,11 +12,13 @@ import pytest
 import house
 import managers
 from tensor_dedup.digest import digest
+from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import (
     LeaseClosedError,
     ManagerGoneError,
+    MemoryManagerError,
     ProtocolError,
     RefusedError,
     UnsafeSocketError,
@@ -254,6 +256,26 @@ def test_a_manager_that_cannot_start_says_why(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     with pytest.raises(UnsafeSocketError, match="0700"):
         connect("auto")
+
+
+def test_where_no_manager_can_be_started_loads_go_on_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tensor-dedup").write_bytes(b"a file in the folder's place")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with pytest.raises(MemoryManagerError):
+        connect("auto")
+
+
+def test_a_runtime_folder_that_is_not_there_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    assert paths.default_socket() == folder / "tensor-dedup" / "manager.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "missing"))
+    assert paths.default_socket().parent.name == f"tensor-dedup-{os.geteuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative")
+    assert paths.default_socket().parent.name == f"tensor-dedup-{os.geteuid()}"
 
 
 def test_an_idle_manager_ends(folder: Path) -> None:
