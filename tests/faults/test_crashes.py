@@ -142,16 +142,20 @@ class Scene:
         Scene.points += 1
         shutil.rmtree(folder)
 
-    def deaths(self, act: Callable[[Store], object], every: bool) -> Iterator[Store]:
+    def deaths(
+        self, act: Callable[[Store], object], every: bool, one_in: int = 1
+    ) -> Iterator[Store]:
         """At `every` step, with every kind of loss where it changes something.
 
         Else at every step that changes something, in turn with one kind of loss, and at some of
-        those that only read: a death there leaves what a death at the next change leaves.
+        those that only read: a death there leaves what a death at the next change leaves. Of these
+        `one_in` so many, where most steps are those of another test.
         """
         kinds: list[Loss] = ["everything", "bytes", "nothing"]
         for number, operation in enumerate(self.steps(act)):
             only_reads = operation not in CHANGES
-            if operation == "before" or (only_reads and not every and number % _SOME):
+            skipped = number % one_in or (only_reads and number % _SOME)
+            if operation == "before" or (skipped and not every):
                 continue
             losses = kinds if every and operation in CHANGES else [kinds[number % 3]]
             for loss in losses:
@@ -207,7 +211,7 @@ def test_replacing(world: World, folder: Path, every: bool) -> None:
     def act(store: Store) -> None:
         store.import_(world.paths["new"], "tiny", replace=True, base="base")
 
-    for store in scene.deaths(act, every):
+    for store in scene.deaths(act, every, one_in=2):
         # One or the other, whole: never no checkpoint of that name, never a mixture.
         state = replaced if "big.safetensors" in stored(store, "tiny") else world.committed
         seen.add(state is replaced)
@@ -274,7 +278,7 @@ def flip(path: Path, offset: int) -> None:
 def test_repair(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _damage)
     paths = [world.paths[name] for name in world.committed]
-    for store in scene.deaths(lambda store: store.repair(paths), every):
+    for store in scene.deaths(lambda store: store.repair(paths), every, one_in=2):
         for name, files in world.committed.items():
             with contextlib.suppress(DamagedFileError, CorruptTensorError, MissingObjectError):
                 assert stored(store, name) == files
