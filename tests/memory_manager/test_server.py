@@ -1,0 +1,133 @@
+"""The server around another kind of memory, one that fails when a test wants it to."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import managers
+from tensor_dedup.digest import digest
+from tensor_dedup.memory_manager.backends.fake import FakeBackend, FakeSlab
+from tensor_dedup.memory_manager.client import Client, Put, connect
+from tensor_dedup.memory_manager.core import Settings
+from tensor_dedup.memory_manager.errors import ManagerRunningError, RefusedError
+from tensor_dedup.memory_manager.server.limits import default_budget
+from tensor_dedup.memory_manager.server.server import Options, Server
+from tensor_dedup.memory_manager.server.socket_file import SocketFile
+
+DATA = managers.pattern(1, 10_000)
+
+
+class Faulty(FakeBackend):
+    """Fails in a way that no backend may."""
+
+    broken = False
+
+    def reserve(self, nbytes: int) -> FakeSlab:
+        if self.broken:
+            raise ZeroDivisionError("a bug")
+        return super().reserve(nbytes)
+
+
+@pytest.fixture
+def backend(folder: Path) -> Faulty:
+    (folder / "slabs").mkdir()
+    return Faulty(folder / "slabs")
+
+
+@pytest.fixture
+def client(folder: Path, backend: Faulty) -> Iterator[Client]:
+    settings = Settings(1 << 20, backend="fake", build_timeout_s=60.0)
+    server = Server(SocketFile(folder / "m.sock"), backend, settings, Options())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        with connect(folder / "m.sock", keep_connected=False) as connected:
+            yield connected
+    finally:
+        server.stop()
+        thread.join()
+
+
+def put_of(client: Client, key: str = "layer") -> Put:
+    put = client.reserve([key]).put
+    assert put is not None
+    return put
+
+
+def refused(code: str, request: object, *arguments: object) -> bool:
+    assert callable(request)
+    with pytest.raises(RefusedError) as caught:
+        request(*arguments)
+    return caught.value.code == code
+
+
+def test_a_client_is_told_what_the_memory_can_do(client: Client) -> None:
+    assert client.welcome.backend == "fake"
+    assert not client.welcome.hardware_readonly
+
+
+def test_tensors_are_shared_all_the_same(client: Client, folder: Path) -> None:
+    [lease] = managers.build(client, "layer", DATA)
+    with connect(folder / "m.sock", keep_connected=False) as other:
+        [found] = other.lookup(["layer"])
+        assert found is not None
+        assert managers.bytes_of(found.leases[0]) == DATA
+    assert lease.digest == digest(DATA)
+
+
+def test_without_memory_a_put_can_be_tried_again(client: Client, backend: Faulty) -> None:
+    with put_of(client) as put:
+        backend.fail_reserve = True
+        assert refused("no_memory", put.allocate, [len(DATA)], [digest(DATA)])
+        backend.fail_reserve = False
+        put.allocate([len(DATA)], [digest(DATA)])
+        put.write(0, DATA)
+        backend.busy = True
+        assert refused("still_writable", put.seal)
+        backend.busy = False
+        [lease] = put.seal()
+        assert managers.bytes_of(lease) == DATA
+
+
+def test_who_announces_nothing_is_refused_where_nobody_hashes(client: Client) -> None:
+    with put_of(client) as put:
+        put.allocate([len(DATA)])
+        assert refused("not_sealed", put.seal)
+    assert client.reserve(["layer"]).answers == {"layer": "granted"}
+
+
+def test_a_bug_in_a_backend_costs_one_put(
+    client: Client, backend: Faulty, caplog: pytest.LogCaptureFixture
+) -> None:
+    with put_of(client) as put:
+        backend.broken = True
+        assert refused("no_memory", put.allocate, [10])
+        backend.broken = False
+        put.allocate([10], [digest(bytes(10))])
+        put.seal()
+    managers.until(lambda: "a job failed" in caplog.text)
+
+
+def test_more_than_the_budget_is_refused(client: Client) -> None:
+    with put_of(client) as put:
+        assert refused("no_room", put.allocate, [2 << 20])
+
+
+def test_a_client_holds_no_more_puts_than_it_may(client: Client) -> None:
+    puts = [put_of(client, f"k{n}") for n in range(Settings(0).max_puts)]
+    assert refused("limit", client.reserve, ["another"])
+    for put in puts:
+        put.abandon()
+    put_of(client).abandon()
+
+
+def test_a_socket_has_one_owner(client: Client, folder: Path) -> None:
+    with pytest.raises(ManagerRunningError, match=r"m\.sock"):
+        SocketFile(folder / "m.sock")
+    assert client.lookup(["none"]) == [None]  # and its socket is untouched
+
+
+def test_the_default_budget_is_some_of_the_memory() -> None:
+    assert 0 < default_budget() < 1 << 60
