@@ -4,6 +4,7 @@ import mmap
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Lease, connect
 from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.memory_manager.errors import RefusedError
+from tensor_dedup.memory_manager.errors import ManagerGoneError, RefusedError
 
 MIB = 1 << 20
 
@@ -174,6 +175,32 @@ def test_a_manager_ends_within_its_time_while_it_is_used(manager: managers.Manag
     assert not manager.socket.exists()
     assert managers.bytes_of(lease) == data
     client.close()
+
+
+def test_it_ends_while_it_hashes_and_its_client_knows(manager: managers.Manager) -> None:
+    client = manager.client()
+    put = client.reserve(["layer"]).put
+    assert put is not None
+    put.allocate([200 * MIB])
+    outcomes: list[object] = []
+
+    def seal() -> None:
+        try:
+            outcomes.append(put.seal())
+        except ManagerGoneError as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=seal)
+    thread.start()
+    managers.until(lambda: outcomes or _state_of_build(manager) == "sealing")
+    assert manager.end() == 0
+    thread.join()
+    assert len(outcomes) == 1
+    client.close()
+
+
+def _state_of_build(manager: managers.Manager) -> str:
+    return "".join(row.state for row in manager.overview().builds)
 
 
 def test_interrupting_it_ends_it_too(manager: managers.Manager) -> None:
