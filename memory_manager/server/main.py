@@ -40,13 +40,15 @@ def serve(start: Start, ready: Callable[[], None] = lambda: None) -> None:
     the socket; UnsafeSocketError, OSError.
     """
     raise_descriptor_limit()
+    servers: list[Server] = []
+    # Before the socket is there: whoever can connect can also rely on a clean end.
+    for number in _ENDING:
+        signal.signal(number, lambda *_: _end(servers))
     socket_file = SocketFile(start.socket)
     settings = _settings(start)
-    server = Server(
-        socket_file, MemfdBackend(), settings, Options(start.stall_timeout_s, start.idle_exit_s)
-    )
-    for number in _ENDING:
-        signal.signal(number, lambda *_: server.stop())
+    options = Options(start.stall_timeout_s, start.idle_exit_s)
+    server = Server(socket_file, MemfdBackend(), settings, options)
+    servers.append(server)
     with Metrics(server, start.metrics_port) as metrics:
         log.info(
             "serving socket=%s pid=%d budget=%d%s",
@@ -59,6 +61,12 @@ def serve(start: Start, ready: Callable[[], None] = lambda: None) -> None:
         ready()
         notify("READY=1")
         server.run()
+
+
+def _end(servers: list[Server]) -> None:
+    if not servers:
+        raise SystemExit(0)
+    servers[0].stop()
 
 
 def _settings(start: Start) -> Settings:

@@ -205,4 +205,5 @@ def _state_of_build(manager: managers.Manager) -> str:
 
 def test_interrupting_it_ends_it_too(manager: managers.Manager) -> None:
     os.kill(manager.pid, signal.SIGINT)
-    assert manager.end() == 0
+    assert manager.wait() == 0
+    assert not manager.socket.exists()

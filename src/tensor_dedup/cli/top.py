@@ -20,13 +20,13 @@ from tensor_dedup.memory_manager.client.admin import Admin
 @json_option
 def command(every: float, socket: str | None, as_json: bool) -> None:
     """Show the manager's numbers and tables until Ctrl-C. With --json: once, as `status` does."""
-    with Admin(socket) as admin:
+    with suppress(KeyboardInterrupt), Admin(socket) as admin:
         if as_json:
             say(admin.overview().to_dict(), as_json)
             return
         console = Console()
         live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
-        with suppress(KeyboardInterrupt), live:
+        with live:
             while True:
                 live.update(_screen(admin), refresh=True)
                 time.sleep(every)
