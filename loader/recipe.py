@@ -17,7 +17,7 @@ from blake3 import blake3
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.coverage import Coverage
 from tensor_dedup.loader.sources import SourceTensor
-from tensor_dedup.loader.virtual import Const, Kind, View, VirtualStorage, Write
+from tensor_dedup.loader.virtual import Const, Kind, View, VirtualStorage, Write, span_of
 
 _CONTEXT = "tensor-dedup recipe v1"
 COPY = torch.ops.aten.copy_.default
@@ -209,17 +209,10 @@ def _in_order(writes: list[Write]) -> list[Write]:
     """
     if len(writes) < 2 or not all(write.overwrites for write in writes):
         return writes
-    placed = sorted(((*_span(write.target), n) for n, write in enumerate(writes)))
+    placed = sorted(((*span_of(write.target), n) for n, write in enumerate(writes)))
     if any(first[1] > second[0] for first, second in itertools.pairwise(placed)):
         return writes
     return [writes[number] for _, _, number in placed]
-
-
-def _span(view: View) -> tuple[int, int]:
-    """First byte of a view in its storage, and the one behind the last; there may be gaps."""
-    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
-    itemsize = view.dtype.itemsize
-    return view.offset * itemsize, (view.offset + last + 1) * itemsize
 
 
 def _views(value: Any) -> Iterator[View]:

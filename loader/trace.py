@@ -34,6 +34,7 @@ from tensor_dedup.loader.virtual import (
     View,
     VirtualStorage,
     Write,
+    span_of,
 )
 
 if TYPE_CHECKING:
@@ -186,8 +187,12 @@ class Tracer:
             value = value.expand(target.shape)  # the error plain loading would raise
         if value is target or not target.numel():
             return target
-        snapshots = (Target.HERE, self._snapshot(value))
-        storage.writes.append(Write(func, _plain_view(storage, target), snapshots, {}, True))
+        place, taken = _plain_view(storage, target), self._snapshot(value)
+        if isinstance(taken, View) and taken.storage is storage and _overlap(place, taken):
+            # What it gives follows from the order in which elements are copied, which torch does
+            # not promise.
+            raise UntraceableError("a tensor is copied over a part of itself")
+        storage.writes.append(Write(func, place, (Target.HERE, taken), {}, True))
         return target
 
     def _mutate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,6 +330,14 @@ def _plain_view(storage: VirtualStorage, tensor: torch.Tensor) -> View:
     if tensor.is_neg() or tensor.is_conj():
         raise UntraceableError("a lazily negated or conjugated tensor is not what its memory holds")
     return storage.view(tensor)
+
+
+def _overlap(a: View, b: View) -> bool:
+    """May two views of one storage have bytes in common, and not be the same view?"""
+    if (a.dtype, a.shape, a.stride, a.offset) == (b.dtype, b.shape, b.stride, b.offset):
+        return False
+    (first, last), (start, stop) = span_of(a), span_of(b)
+    return first < stop and start < last
 
 
 def _refuse_foreign(tensor: torch.Tensor) -> None:

@@ -156,6 +156,13 @@ def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
     return torch.as_strided(typed, view.shape, view.stride, typed.storage_offset() + view.offset)
 
 
+def span_of(view: View) -> tuple[int, int]:
+    """First byte of a view in its storage, and the one behind the last; there may be gaps."""
+    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
+    itemsize = view.dtype.itemsize
+    return view.offset * itemsize, (view.offset + last + 1) * itemsize
+
+
 def _is_packed(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
     for step, size in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):

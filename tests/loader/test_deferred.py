@@ -169,3 +169,29 @@ def test_nothing_of_a_load_stays_alive(path: Path) -> None:
     gc.collect()
     assert watch() is None
     assert torch.equal(model.get_parameter("p"), VALUES)
+
+
+def test_a_tensor_copied_over_a_part_of_itself_is_refused(tmp_path: Path) -> None:
+    """What that gives follows from the order of the elements, which torch does not promise."""
+    path = deferring.save(tmp_path / "a.safetensors", {"w": torch.arange(24.0)})
+
+    def load(model: Any, weights: Any) -> None:
+        model.w.data.copy_(weights["w"])
+        model.w.data[12:].view(2, 6).copy_(torch.as_strided(model.w.data, (2, 6), (12, 1)))
+
+    with (
+        pytest.raises(UntraceableError, match="over a part of itself"),
+        deferring.deferred(module(w=torch.zeros(24)), path, load),
+    ):
+        pass
+
+
+def test_a_tensor_copied_to_another_part_of_itself_is_not(tmp_path: Path) -> None:
+    path = deferring.save(tmp_path / "a.safetensors", {"w": torch.arange(24.0)})
+
+    def load(model: Any, weights: Any) -> None:
+        model.w.data.copy_(weights["w"])
+        model.w.data[12:].copy_(model.w.data[:12])
+
+    with deferring.deferred(module(w=torch.zeros(24)), path, load) as run:
+        assert run.bytes("w") == deferring.real(module(w=torch.zeros(24)), path, load)["w"]

@@ -156,12 +156,18 @@ def _turn_in_place(m: Machine, a: int, b: int, c: int) -> torch.Tensor:
 
 def _copy(m: Machine, a: int, b: int, c: int) -> None:
     target = m.written(a)
-    target.copy_(m.fitting(target, b))
+    target.copy_(_apart(m.fitting(target, b), target))
 
 
 def _copy_anywhere(m: Machine, a: int, b: int, c: int) -> None:
     target = m.any(a)
-    target.copy_(m.fitting(target, b))
+    target.copy_(_apart(m.fitting(target, b), target))
+
+
+def _apart(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Torch does not say what copying a tensor over a part of itself gives; loading refuses it."""
+    same = value.untyped_storage()._cdata == target.untyped_storage()._cdata
+    return value.clone() if same else value
 
 
 def _arithmetic(m: Machine, a: int, b: int, c: int) -> None:
