@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -69,6 +70,7 @@ class Put:
         self._lease = lease
         self._checkpoint = checkpoint
         self._fd = -1
+        self._close_fd: weakref.finalize[[int], Put] | None = None
         self._nbytes = 0
         self._sizes: tuple[int, ...] = ()
         self._offsets: tuple[int, ...] = ()
@@ -86,6 +88,8 @@ class Put:
         pieces = [Piece(nbytes, digest) for nbytes, digest in zip(sizes, names, strict=True)]
         reply, [fd] = self._connection.ask(Allocate(self.number, pieces), Allocated)
         self._fd, self._nbytes = fd, reply.slab.nbytes
+        self._close_fd = weakref.finalize(self, os.close, fd)  # for who forgets the context
+        self._close_fd.atexit = False
         self._sizes, self._offsets = tuple(sizes), tuple(reply.offsets)
         if len(self._offsets) != len(self._sizes):
             raise ProtocolError("Allocated has another number of offsets than was asked for")
@@ -176,9 +180,9 @@ class Put:
             return  # the manager is gone, and the put with it
 
     def _forget_slab(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._fd = -1
+        if self._close_fd is not None:
+            self._close_fd()  # at most once
 
     def __enter__(self) -> Self:
         return self

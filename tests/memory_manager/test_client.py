@@ -98,6 +98,17 @@ def test_pieces_may_be_written_in_parts_and_views(manager: managers.Manager) -> 
             assert caught.value.code == "wrong_state"
 
 
+def test_a_put_that_is_forgotten_leaves_no_descriptor(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        put = client.reserve(["layer"]).put
+        assert put is not None
+        put.allocate([SMALL])
+        assert any("memfd:tensor-dedup" in str(file) for file in managers.open_files())
+        del put
+        gc.collect()
+        assert not any("memfd:tensor-dedup" in str(file) for file in managers.open_files())
+
+
 def test_a_lease_ends_with_its_last_reference(manager: managers.Manager) -> None:
     with manager.client() as client, Admin(manager.socket) as admin:
         leases = managers.build(client, "layer", b"a" * SMALL, b"b" * SMALL)
