@@ -62,7 +62,7 @@ def test_any_program_gives_the_bytes_of_plain_loading(
 
 
 @pytest.mark.long
-@settings(max_examples=20_000)
+@settings(max_examples=5_000)
 @given(program=st.lists(_STEP, min_size=1, max_size=40))
 def test_any_long_program_gives_the_bytes_of_plain_loading(
     files: dict[int, Path], program: list[programs.Step]
