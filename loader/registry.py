@@ -21,23 +21,34 @@ class Registry:
     """Residents by key and layer records by layer key. Safe from any thread and after fork."""
 
     def __init__(self) -> None:
-        self._residents: WeakValueDictionary[ResidentKey, Resident] = WeakValueDictionary()
+        self._residents: WeakValueDictionary[tuple[ResidentKey, int], Resident] = (
+            WeakValueDictionary()
+        )
         self._records: WeakValueDictionary[str, object] = WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def lookup(self, key: ResidentKey) -> Resident | None:
-        """The living resident of that key, held by the caller from now on."""
-        return self._residents.get(key)
+    def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
+        """The living resident of that key, held by the caller from now on.
 
-    def publish(self, resident: Resident) -> Resident:
+        `copy`: a key has further residents where tensors of one model have equal bytes and must
+        not become one.
+        """
+        return self._residents.get((key, copy))
+
+    def publish(self, resident: Resident, copy: int = 0) -> Resident:
         """Enter a resident, or return the one that was there first: use what is returned."""
         # Two steps that must not be torn: setdefault of a weak dictionary is not atomic.
         with self._lock:
-            first = self._residents.get(resident.key)
+            first = self._residents.get((resident.key, copy))
             if first is not None:
                 return first
-            self._residents[resident.key] = resident
+            self._residents[resident.key, copy] = resident
             return resident
+
+    def entries(self) -> list[tuple[int, Resident]]:
+        """All residents alive now, each with the number of the copy it is."""
+        with self._lock:
+            return [(copy, resident) for (_, copy), resident in self._residents.items()]
 
     def residents(self) -> list[Resident]:
         """All residents alive now."""

@@ -15,6 +15,7 @@ from tensor_dedup.loader.dtypes import dtype_name, has_name, torch_dtype
 from tensor_dedup.loader.geometry import dense
 from tensor_dedup.loader.mappings import MAPPINGS, any_page_copied
 from tensor_dedup.loader.memory import (
+    ALIGNMENT,
     ByteArray,
     Slab,
     SlabUsageError,
@@ -105,12 +106,13 @@ class SlabBuilder:
         self._writer = SlabWriter(capacity)
         self._offsets: dict[int, int] = {}
 
-    def add(self, tensor: torch.Tensor) -> int:
+    def add(self, tensor: torch.Tensor, beyond: int = 0) -> int:
         """Copy a sharable tensor and return its offset: faster than filling a reserved one.
 
-        Raises UnsupportedError, OutOfMemoryError, SlabUsageError.
+        `beyond`: so many bytes after an aligned address. Raises UnsupportedError,
+        OutOfMemoryError, SlabUsageError.
         """
-        return self._writer.write(tensor_bytes(tensor))
+        return self._writer.write(tensor_bytes(tensor), beyond)
 
     def reserve(
         self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
@@ -188,16 +190,21 @@ class Resident:
         return _tensor_over(array, dtype, self.key.shape, self.key.stride)
 
 
-def pack(tensors: Iterable[tuple[torch.Tensor, str]]) -> list[Resident]:
+def pack(
+    tensors: Iterable[tuple[torch.Tensor, str]], *, as_aligned: bool = False
+) -> list[Resident]:
     """Copy tensors with their digests into one new slab; residents in the same order.
 
-    The digests are those of `tensor_bytes`, and not checked. Raises UnsupportedError when one is
-    not sharable, OutOfMemoryError.
+    The digests are those of `tensor_bytes`, and not checked. `as_aligned`: each is as far from a
+    multiple of 64 as the tensor is now, because sums of products may be rounded by it. Raises
+    UnsupportedError when one is not sharable, OutOfMemoryError.
     """
     items = list(tensors)
     keys = [resident_key(tensor, digest) for tensor, digest in items]
-    builder = SlabBuilder(capacity_for(tensor.nbytes for tensor, _ in items))
-    offsets = [builder.add(tensor) for tensor, _ in items]
+    beyond = [t.data_ptr() % ALIGNMENT if as_aligned and t.nbytes else 0 for t, _ in items]
+    sizes = (t.nbytes + more for (t, _), more in zip(items, beyond, strict=True))
+    builder = SlabBuilder(capacity_for(sizes))
+    offsets = [builder.add(t, more) for (t, _), more in zip(items, beyond, strict=True)]
     slab = builder.seal()
     return [
         Resident(key, slab, offset, tensor.nbytes)

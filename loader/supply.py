@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Supply:
-    """The residents of one load. One thread. `lender`: with a memory manager."""
+    """The residents of one load. One thread. `lender`: with a memory manager.
+
+    `as_aligned`: what is made in this process is aligned as the tensor it is made of.
+    """
 
     lender: Lender | None = None
+    as_aligned: bool = False
 
     def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
         """The resident that a recipe leads to, without a byte read.
@@ -46,7 +50,8 @@ class Supply:
         """
         lent = self.lender.put(wanted) if self.lender is not None else [None] * len(wanted)
         rest = [each for each, found in zip(wanted, lent, strict=True) if found is None]
-        packed = iter(pack((each.tensor, each.digest) for each in rest) if rest else ())
+        items = [(each.tensor, each.digest) for each in rest]
+        packed = iter(pack(items, as_aligned=self.as_aligned) if items else ())
         made = []
         for found in lent:
             resident, new = found or (next(packed), True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.report import report
     from tensor_dedup.loader.residents import shares_memory
     from tensor_dedup.loader.sharing import unshare, verify
+    from tensor_dedup.patches.pipelines import disable, enable, sweep
     from tensor_dedup.store.store import Store
 
 __all__ = [
@@ -23,8 +24,11 @@ __all__ = [
     "StoreError",
     "TensorDedupConfig",
     "TensorDedupError",
+    "disable",
+    "enable",
     "report",
     "shares_memory",
+    "sweep",
     "unshare",
     "verify",
 ]
@@ -36,8 +40,11 @@ _HOMES: Mapping[str, str] = {
     "StoreError": "tensor_dedup.errors",
     "TensorDedupConfig": "tensor_dedup.config",
     "TensorDedupError": "tensor_dedup.errors",
+    "disable": "tensor_dedup.patches.pipelines",
+    "enable": "tensor_dedup.patches.pipelines",
     "report": "tensor_dedup.loader.report",
     "shares_memory": "tensor_dedup.loader.residents",
+    "sweep": "tensor_dedup.patches.pipelines",
     "unshare": "tensor_dedup.loader.sharing",
     "verify": "tensor_dedup.loader.sharing",
 }
@@ -62,3 +69,9 @@ if importlib.util.find_spec("vllm") is not None:
     from tensor_dedup.patches.vllm import hooks
 
     hooks.install()
+
+# Likewise `from_pretrained(..., tensor_dedup=...)` of Diffusers and Transformers.
+if any(importlib.util.find_spec(name) is not None for name in ("transformers", "diffusers")):
+    from tensor_dedup.patches import pipelines
+
+    pipelines.install()

@@ -17,8 +17,11 @@ PUBLIC = {
     "StoreError",
     "TensorDedupConfig",
     "TensorDedupError",
+    "disable",
+    "enable",
     "report",
     "shares_memory",
+    "sweep",
     "unshare",
     "verify",
 }
@@ -102,10 +105,12 @@ def test_using_a_light_name_loads_no_framework() -> None:
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_vllm_is_taught_our_argument_only_where_it_is_installed(installed: bool) -> None:
-    absent = "" if installed else "sys.modules['vllm'] = None\n"  # as if it were not there
+def test_frameworks_are_taught_our_argument_only_where_they_are_installed(installed: bool) -> None:
+    absent = "" if installed else "for n in frameworks: sys.modules[n] = None\n"  # as if not there
     code = (
-        f"import sys\n{absent}import tensor_dedup\n"
-        "print('tensor_dedup.patches.vllm.hooks' in sys.modules, 'wrapt' in sys.modules)"
+        "import sys\nframeworks = 'vllm', 'transformers', 'diffusers'\n"
+        f"{absent}import tensor_dedup\n"
+        "ours = 'tensor_dedup.patches.vllm.hooks', 'tensor_dedup.patches.pipelines', 'wrapt'\n"
+        "print(*[name in sys.modules for name in ours])"
     )
-    assert run(code).split() == [str(installed)] * 2
+    assert run(code).split() == [str(installed)] * 3

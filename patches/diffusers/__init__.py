@@ -1,0 +1,1 @@
+"""Diffusers: the seams where a tensor becomes a parameter."""

@@ -1,0 +1,224 @@
+"""One load of a pipeline or model by Diffusers or Transformers, and what is shared by it.
+
+Loading there is not thread-safe (two threads leave weights on the meta device, with or without
+us), so all loads that share wait for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from torch import nn
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.lender import lender_for
+from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.loader.supply import Supply
+from tensor_dedup.patches.signatures import Replacements
+
+if TYPE_CHECKING:
+    from tensor_dedup.config import TensorDedupConfig
+
+_libc: Final = ctypes.CDLL(None)
+# Modules that some entry of the report speaks of.
+_reported: Final[WeakSet[nn.Module]] = WeakSet()
+_OFFLOADED: Final = "accelerate moves its weights about"
+_SUMS: Final = (
+    "total_bytes",
+    "shared_bytes",
+    "private_bytes",
+    "bytes_materialised",
+    "tensors_total",
+    "tensors_shared",
+)
+
+
+class _State:
+    """The load under way, of the one thread that holds the lock."""
+
+    def __init__(self) -> None:
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        # In a child the thread that held it, and its load, do not exist.
+        self.lock = threading.RLock()
+        self.load: Load | None = None
+
+
+class Load:
+    """Everything that one call of `from_pretrained` loads: a pipeline's models, or one model."""
+
+    def __init__(self, config: TensorDedupConfig, name: str) -> None:
+        self._name = name
+        self._config = config
+        lender = lender_for(config.memory_manager, name)
+        # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
+        self._terms = Terms(config, Supply(lender, as_aligned=True))
+        self._adoptions: dict[int, Adoption] = {}
+        self._settled: set[int] = set()
+        self._offloaded: set[int] = set()
+        self._began = time.perf_counter()
+        self._thread = threading.get_ident()
+
+    def note(self, model: nn.Module, name: str) -> None:
+        """Hear that a loader has set a tensor of a model for good.
+
+        Other threads are not heard: they may load something else, and not for us. What a loader's
+        own threads set is shared when its model is complete.
+        """
+        if threading.get_ident() == self._thread:
+            self._adoption(model).note(name)
+
+    def _adoption(self, model: nn.Module) -> Adoption:
+        found = self._adoptions.get(id(model))
+        if found is None:  # holds the model, so that the id stays its own
+            found = self._adoptions[id(model)] = Adoption(model, self._terms)
+        return found
+
+    def settle(self, model: nn.Module) -> None:
+        """A model is complete."""
+        adoption = self._adoption(model)
+        if id(model) in self._settled:
+            return
+        self._settled.add(id(model))
+        if is_offloaded(model):
+            self._offloaded.add(id(model))
+            return
+        adoption.settle()
+
+    def finish(self, models: Mapping[str, nn.Module]) -> ModelReport:
+        """All that was loaded is complete; `models` are those that came of it, by name."""
+        for model in [*models.values(), *(a.model for a in list(self._adoptions.values()))]:
+            self.settle(model)
+        report = ModelReport(name=self._name)
+        names = {id(model): name for name, model in models.items()}
+        for key, adoption in self._adoptions.items():
+            self._enter(report, names.get(key, type(adoption.model).__name__), adoption)
+            _reported.add(adoption.model)
+        report.skipped.sort()
+        if self._config.store is not None:
+            report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
+        terms = self._terms
+        report.collisions = terms.collisions
+        report.bytes_hashed = terms.bytes_hashed
+        report.seconds["hash"] = terms.hash_seconds
+        report.seconds["process"] = terms.process_seconds
+        spent = terms.hash_seconds + terms.process_seconds
+        report.seconds["read"] = max(0.0, time.perf_counter() - self._began - spent)
+        return report
+
+    def _enter(self, report: ModelReport, name: str, adoption: Adoption) -> None:
+        part = ModelReport()
+        adoption.ledger.enter(part)
+        if id(adoption.model) in self._offloaded:
+            part.skipped.append(("", _OFFLOADED))
+        sums = {key: getattr(part, key) for key in _SUMS}
+        for key, value in sums.items():
+            setattr(report, key, getattr(report, key) + value)
+        if name:
+            kind = type(adoption.model).__name__
+            report.components.append({"name": name, "class": kind, **sums})
+        report.skipped += [(".".join(filter(None, (name, n))), why) for n, why in part.skipped]
+
+
+_state: Final = _State()
+
+
+def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int]) -> Any:
+    """Call a loader of either framework; share what it loads, and report it.
+
+    `given`: ids of modules that the caller brought, and which are left alone. Waits for other
+    loads. What `call` raises is raised, with everything as it was before.
+    """
+    with _state.lock:
+        if _state.load is not None:  # a model of a pipeline
+            result = call()
+            for model in modules_of(result).values():
+                if id(model) not in given:
+                    _state.load.settle(model)
+            return result
+        with _loading(config, name) as load:
+            result = call()
+            models = {n: m for n, m in modules_of(result).items() if id(m) not in given}
+            add(load.finish(models))
+        return result
+
+
+def share(target: object, config: TensorDedupConfig) -> ModelReport:
+    """Share what a pipeline or module holds now. UnsupportedError for anything else."""
+    models = modules_of(target)
+    if not models:
+        raise UnsupportedError(
+            f"sweep takes a pipeline or a module, not {type(target).__name__}",
+            type=type(target).__name__,
+        )
+    with _state.lock:
+        known = all(model in _reported for model in models.values())
+        load = Load(config, type(target).__name__)
+        report = load.finish(models)
+        release_memory()
+    if not known:
+        add(report)
+    return report
+
+
+@contextmanager
+def _loading(config: TensorDedupConfig, name: str) -> Iterator[Load]:
+    load = Load(config, name)
+    with Replacements(_replacements(load)):
+        _state.load = load
+        try:
+            yield load
+        finally:
+            _state.load = None
+    del load
+    release_memory()
+
+
+def _replacements(load: Load) -> Iterator[Any]:
+    # Whichever framework loads is imported by now, and the other one needs no seam.
+    if "transformers.modeling_utils" in sys.modules:
+        from tensor_dedup.patches.transformers import seams as transformers
+
+        yield from transformers.replacements(load.note)
+    if "diffusers.models.modeling_utils" in sys.modules:
+        from tensor_dedup.patches.diffusers import seams as diffusers
+
+        yield from diffusers.replacements(load.note)
+
+
+def modules_of(loaded: object) -> dict[str, nn.Module]:
+    """The modules of a pipeline by name, or a module as ""; of a tuple, those of its first part."""
+    if isinstance(loaded, tuple) and loaded:
+        loaded = loaded[0]  # with output_loading_info the model comes with other things
+    if isinstance(loaded, nn.Module):
+        return {"": loaded}
+    components = getattr(loaded, "components", None)
+    if not isinstance(components, Mapping):
+        return {}
+    found = {id(m): (str(n), m) for n, m in components.items() if isinstance(m, nn.Module)}
+    return dict(found.values())
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Has accelerate taken the weights away, to bring them for each use?"""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    every = (each for hook in hooks for each in getattr(hook, "hooks", (hook,)))
+    return any(getattr(each, "offload", False) for each in every)
+
+
+def release_memory() -> None:
+    """Give freed memory back: glibc keeps what casts that were not needed have left."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,1 @@
+"""Transformers: the seams where a tensor becomes a parameter."""
