@@ -13,6 +13,7 @@ from diffusers import UNet2DConditionModel
 from PIL import Image
 
 import kernel
+import managers
 import pipelines
 from pipelines import equal, image, load, nbytes, parameters, shared
 from tensor_dedup import (
@@ -328,3 +329,22 @@ def test_a_pipeline_can_be_given_memory_of_its_own(folder: Path, alone: dict[str
     assert unshare(second) == nbytes(second)
     assert not shared(first, second)
     assert image(second) == alone["sd"]
+
+
+def test_processes_share_through_a_manager(folder: Path, tmp_path: Path) -> None:
+    plain = load(folder / "sd")
+    with managers.running(tmp_path) as manager:
+        config = {"memory_manager": str(manager.socket)}
+
+        def costs() -> tuple[int, int]:
+            pipeline = load(folder / "sd", tensor_dedup=config)
+            assert equal(pipeline, plain) == parameters(plain).keys()
+            last = report().models[-1]
+            return last.shared_bytes, last.private_bytes
+
+        assert kernel.forked(costs) == (0, nbytes(plain))
+        shared_bytes, private_bytes = costs()
+        assert shared_bytes + private_bytes == nbytes(plain)
+        # Tensors with an equal in the same model are this process's own.
+        assert 0 < private_bytes < 0.05 * nbytes(plain)
+        gc.collect()

@@ -238,3 +238,22 @@ def test_a_function_that_changed_is_not_replaced(caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 2
     assert "skipkeys" in caplog.text
     assert "missing" in caplog.text
+
+
+def test_quantised_blocks_of_gguf_are_shared_and_stay_what_they_are() -> None:
+    gguf: Any = pytest.importorskip("gguf")
+    utils: Any = importlib.import_module("diffusers.quantizers.gguf.utils")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    blocks = torch.arange(34 * 64, dtype=torch.int64).to(torch.uint8).view(64, 34)
+    blocks[:, :2] = torch.tensor([0x00, 0x3C])  # each block's scale: 1.0
+    models = [nn.Module(), nn.Module()]
+    for model in models:
+        parameter = utils.GGUFParameter(blocks.clone(), quant_type=kind)
+        model.register_parameter("weight", parameter)
+        assert sweep(model).skipped == []
+    assert shared(*models) == {"weight"}
+    weight: Any = models[1].weight
+    assert (type(weight), weight.quant_type) == (utils.GGUFParameter, kind)
+    assert torch.equal(weight.as_tensor(), blocks)
+    expected = utils.dequantize_gguf_tensor(utils.GGUFParameter(blocks, quant_type=kind))
+    assert torch.equal(utils.dequantize_gguf_tensor(weight), expected)
