@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -132,6 +132,13 @@ class Adoption:
         self._order_copies()
         self._let_files_go()
         self._account()
+        self._shares.clear()
+
+    def share_again(self, parameters: Container[int]) -> None:
+        """Share those of these ids that are private now. The model is complete."""
+        for batch in _batches(item for item in self._left() if id(item[1]) in parameters):
+            self._adopt(batch)
+        self._order_copies()
         self._shares.clear()
 
     def _flush(self) -> None:

@@ -23,6 +23,7 @@ from tensor_dedup.loader.adoption import Adoption, Terms
 from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.supply import Supply
+from tensor_dedup.patches.moves import watch
 from tensor_dedup.patches.signatures import Replacements
 
 if TYPE_CHECKING:
@@ -167,9 +168,17 @@ def share(target: object, config: TensorDedupConfig) -> ModelReport:
         load = Load(config, type(target).__name__)
         report = load.finish(models)
         release_memory()
+    watch(config, alone)
     if not known:
         add(report)
     return report
+
+
+@contextmanager
+def alone() -> Iterator[bool]:
+    """While no other thread loads. False: a load is under way in this one."""
+    with _state.lock:
+        yield _state.load is None
 
 
 @contextmanager
@@ -181,6 +190,7 @@ def _loading(config: TensorDedupConfig, name: str) -> Iterator[Load]:
             yield load
         finally:
             _state.load = None
+    watch(config, alone)
     del load
     release_memory()
 

@@ -322,6 +322,18 @@ def test_enable_is_a_call_and_a_context(folder: Path) -> None:
     assert not shared(first, fourth)
 
 
+def test_a_pipeline_that_is_cast_meets_its_like(folder: Path, alone: dict[str, bytes]) -> None:
+    with enable():
+        first, second, third = (load(folder / "sd") for _ in range(3))
+    for pipeline in (first, second):
+        pipeline.to(torch.float64)
+    assert shared(first, second) == parameters(first).keys()
+    assert not shared(first, third)
+    first.to(torch.float32)
+    assert shared(first, third) == parameters(first).keys()
+    assert image(first) == image(third) == alone["sd"]
+
+
 def test_a_pipeline_can_be_given_memory_of_its_own(folder: Path, alone: dict[str, bytes]) -> None:
     with enable():
         first, second = load(folder / "sd"), load(folder / "sd")
