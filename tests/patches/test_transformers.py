@@ -257,3 +257,19 @@ def test_quantised_blocks_of_gguf_are_shared_and_stay_what_they_are() -> None:
     assert torch.equal(weight.as_tensor(), blocks)
     expected = utils.dequantize_gguf_tensor(utils.GGUFParameter(blocks, quant_type=kind))
     assert torch.equal(utils.dequantize_gguf_tensor(weight), expected)
+
+
+def test_an_encoder_that_keeps_some_weights_wide_is_shared_as_it_is(tmp_path: Path) -> None:
+    kind: Any = hf.T5EncoderModel
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
+    kind(hf.T5Config(num_heads=4, feed_forward_proj="gated-gelu", **sizes)).save_pretrained(
+        tmp_path
+    )
+    with enable():
+        first, second = (kind.from_pretrained(tmp_path, dtype=torch.float16) for _ in range(2))
+    every = parameters(first)
+    assert shared(first, second) == every.keys()
+    assert {p.dtype for name, p in every.items() if ".wo." in name} == {torch.float32}
+    assert every["shared.weight"].dtype == torch.float16
+    assert first.shared.weight is first.encoder.embed_tokens.weight
