@@ -262,7 +262,13 @@ def test_quantised_blocks_of_gguf_are_shared_and_stay_what_they_are() -> None:
 def test_an_encoder_that_keeps_some_weights_wide_is_shared_as_it_is(tmp_path: Path) -> None:
     kind: Any = hf.T5EncoderModel
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 128,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+    }
     kind(hf.T5Config(num_heads=4, feed_forward_proj="gated-gelu", **sizes)).save_pretrained(
         tmp_path
     )
