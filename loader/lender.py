@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ from weakref import WeakValueDictionary
 import msgspec
 from blake3 import blake3
 
-from tensor_dedup.loader.memory import Slab
+from tensor_dedup.loader.memory import Slab, SlabUsageError
 from tensor_dedup.loader.residents import Resident, resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import AUTO, Client, Lease, Put, SharedSlab, connect
-from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
+from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError, RefusedError
 from tensor_dedup.memory_manager.limits import MAX_KEYS, MAX_NAME
 
 if TYPE_CHECKING:
@@ -52,7 +53,11 @@ class LentResident(Resident):
     __slots__ = ("lease",)
 
     def __init__(self, key: ResidentKey, lease: Lease) -> None:
-        """SlabUsageError when the lease is not of a tensor of this geometry."""
+        """SlabUsageError when the lease is not of a tensor of these bytes and this geometry."""
+        if lease.digest != key.digest:
+            raise SlabUsageError(
+                f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
+            )
         super().__init__(key, _slab(lease.slab), lease.offset, lease.nbytes)
         self.lease: Final = lease
 
@@ -72,7 +77,8 @@ class Lender:
 
     client: Client
     checkpoint: str
-    failed: str | None = None
+    failed: str | None = None  # nothing more is asked of the manager
+    refused: str | None = None  # why the first tensor that it had no room for stays here
 
     def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
         """The resident that this recipe leads to; of `wanted` the geometry counts, no digest."""
@@ -102,17 +108,23 @@ class Lender:
         """
         found: dict[str, tuple[Resident, bool]] = {}
         waiting = {_manager_key(each.key): each for each in wanted if each.tensor.nbytes}
+        deadline = time.monotonic() + _WAIT_S
         rounds = 0
         try:
             while waiting and self.failed is None and rounds < _MAX_ROUNDS:
                 rounds += 1
-                found |= self._build(dict(list(waiting.items())[:MAX_KEYS]))
+                found |= self._build(dict(list(waiting.items())[:MAX_KEYS]), deadline)
                 waiting = {key: each for key, each in waiting.items() if key not in found}
+        except RefusedError as error:
+            # No room for this one: what is resident can still be borrowed.
+            self._note(error)
         except MemoryManagerError as error:
             self._fail(error)
         return [found.get(_manager_key(each.key)) for each in wanted]
 
-    def _build(self, wanted: dict[str, Wanted]) -> dict[str, tuple[Resident, bool]]:
+    def _build(
+        self, wanted: dict[str, Wanted], deadline: float
+    ) -> dict[str, tuple[Resident, bool]]:
         """Build what is granted, then wait for what others build: never the other way round."""
         reservation = self.client.reserve(list(wanted), self.checkpoint)
         found: dict[str, tuple[Resident, bool]] = {}
@@ -125,8 +137,9 @@ class Lender:
                     put.publish(key, record, [resident.key.digest])
                     self._remember(key, record, resident)
         for key in reservation.of("building"):
-            if self.client.wait(key, _WAIT_S) == "building":
+            if self.client.wait(key, max(0.0, deadline - time.monotonic())) == "building":
                 self._fail(f"another process has been building {key} for {_WAIT_S:.0f} s")
+                return found
         for key in (*reservation.of("ready"), *reservation.of("building")):
             each = wanted[key]
             lent = self._found(key, resident_key(each.tensor, each.digest))
@@ -178,6 +191,12 @@ class Lender:
         """While it is resident here, the manager that comes after this one is told of its key."""
         self.client.remember(key, record, [resident.key.digest])
         weakref.finalize(resident, self.client.forget, key).atexit = False
+
+    def _note(self, why: object) -> None:
+        """Say once why something was not lent."""
+        if self.refused is None:
+            self.refused = str(why)
+            _log.warning("%s: not all of it can be lent: %s", self.checkpoint, why)
 
     def _fail(self, why: object) -> None:
         self.failed = str(why)

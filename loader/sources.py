@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from tensor_dedup.digest import digest, submit
@@ -203,9 +204,12 @@ class SourceReader:
         if count <= 0:
             return
         began = time.perf_counter()
+        # All of them, whatever happened to one, and before one is let go: until then the pool
+        # writes into the memory, and `abandon` must find what is still under way.
+        for _, future in islice(self._pending, count):
+            future.exception()
         settled = [self._pending.popleft() for _ in range(count)]
         self._settled += count
-        # All of them, whatever happened to one: until then the pool writes into the memory.
         errors = [error for _, future in settled if (error := future.exception()) is not None]
         self.counters.read_seconds += time.perf_counter() - began
         if errors:
@@ -236,5 +240,6 @@ def _enter(source: SourceTensor, value: str) -> None:
             path=str(source.file.path),
             tensor=source.spec.name,
         )
+    if source.digest is None:  # what was known is remembered already, and may not be the file's
+        source.file.hashed[source.spec.start, source.spec.nbytes] = value
     source.digest = value
-    source.file.hashed[source.spec.start, source.spec.nbytes] = value

@@ -7,6 +7,7 @@ cannot give right is read from the checkpoint's file; where there is no file, th
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 from typing import TYPE_CHECKING, Protocol
 
@@ -90,7 +91,7 @@ class Shelf:
             if pieces is None:
                 return None
             leaves = pieces.read_piece_into(name, offset, piece, nbytes)
-        except (StoreError, OSError) as error:
+        except (StoreError, OSError, sqlite3.Error, RuntimeError) as error:
             # As text: whoever keeps log records must not keep the frames, and memory, of a load.
             _log.warning("%s; the checkpoint's own file is read instead", str(error))
             return None

@@ -83,9 +83,12 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
 
 def receive(connection: socket.socket) -> Datagram:
     """Receive one message. OSError, and ProtocolError for one that was cut: its rest is lost."""
-    data, ancillary, flags, _ = connection.recvmsg(
-        MAX_MESSAGE + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
-    )
+    try:
+        data, ancillary, flags, _ = _receive(connection)
+    except ConnectionResetError:
+        # The other side hung up before it had read everything. Linux says so first, once; what it
+        # said before, which is why, comes next.
+        data, ancillary, flags, _ = _receive(connection)
     descriptors = [fd for level, kind, raw in ancillary for fd in _rights(level, kind, raw)]
     if flags & socket.MSG_CTRUNC:
         close_all(descriptors)
@@ -94,6 +97,10 @@ def receive(connection: socket.socket) -> Datagram:
         close_all(descriptors)
         raise ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
     return Datagram(data, descriptors, bool(flags & socket.MSG_CTRUNC))
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int, object]:
+    return connection.recvmsg(MAX_MESSAGE + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
 
 
 def _rights(level: int, kind: int, raw: bytes) -> list[int]:

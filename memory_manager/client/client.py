@@ -255,6 +255,10 @@ def _lease_page(
 ) -> list[Lease | None]:
     reply, arrived = session.connection.ask(LookupDigests(list(digests), checkpoint), FoundDigests)
     slabs = session.slabs.enter(reply.slabs, arrived)
+    for asked, extent in zip(digests, reply.extents, strict=False):
+        if extent is not None and extent.digest != asked:
+            session.connection.close()
+            raise ProtocolError(f"asked for {asked}, and was given {extent.digest}")
     return [lease_of(extent, slabs, session.connection) for extent in reply.extents]
 
 

@@ -1,5 +1,6 @@
 """One connection to the manager: requests and their replies, from any thread; closed by a fork."""
 
+import contextlib
 import os
 import select
 import socket
@@ -111,11 +112,14 @@ class Connection:
         connection = self._open()
         try:
             connection.settimeout(self._timeout_s + extra_s)
-            wire.send(connection, data, descriptors)
+            with contextlib.suppress(BrokenPipeError):  # it has hung up: hear what it said last
+                wire.send(connection, data, descriptors)
             datagram = wire.receive(connection)
             if not datagram.data:
                 raise ManagerGoneError(f"{self.path}: the memory manager has hung up")
             return self._decode(datagram)
+        except NoMemoryError:
+            raise  # a whole reply was read
         except OSError as error:
             self.close()
             raise ManagerGoneError(
@@ -123,7 +127,9 @@ class Connection:
                 "load privately, or start one with `tensor-dedup serve`",
                 errno=error.errno,
             ) from error
-        except (ProtocolError, ManagerGoneError):
+        except BaseException:
+            # Interrupted, be it by Ctrl-C: the reply that is still to come must not be taken for
+            # that of the next request.
             self.close()
             raise
 

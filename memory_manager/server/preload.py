@@ -11,6 +11,7 @@ from tensor_dedup.memory_manager.server.server import log
 
 # By name: the manager never loads torch or vLLM.
 _MODULE: Final = "tensor_dedup.patches.vllm.preload"
+_PATIENCE_S: Final = 5.0
 
 
 class Preload:
@@ -32,8 +33,14 @@ class Preload:
         """End the helper that runs, and start no other."""
         with self._lock:
             self._closed = True
-            if self._running is not None:
-                self._running.terminate()
+            running = self._running
+        if running is None:
+            return
+        running.terminate()
+        try:
+            running.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            running.kill()
 
     def _run(self) -> None:
         for checkpoint in self._checkpoints:

@@ -146,7 +146,7 @@ class TensorDedupLoader(DefaultModelLoader):
         folder = self._folders.get(model_config.model)
         if not self.dedup.store_writes or report.rank != 0 or folder is None:
             return
-        keep(self.dedup.store_folder, Path(folder), report)
+        keep(self.dedup.store_folder, Path(folder), report, trust=self.dedup.verify == "hint")
 
     def _refusal(self, vllm_config: VllmConfig) -> str | None:
         """Why this model is loaded plainly from the start, or None."""
@@ -210,7 +210,7 @@ class TensorDedupLoader(DefaultModelLoader):
                 self.dedup,
                 dtype,
                 self._opening(model_config.model, trust=trust_hints),
-                model_config.model,
+                self._name(model_config),
             ) as run,
             set_default_torch_dtype(dtype),
         ):

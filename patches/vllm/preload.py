@@ -34,7 +34,10 @@ def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
     loaded = report().models
     lent = sum(model.total_bytes for model in loaded if not model.skipped)
     with Admin(socket) as admin:
-        pinned = admin.pin(checkpoint_name(path))
+        # Under the name that its tensors have there, which for a stored one is not its folder's.
+        pinned = admin.pin(checkpoint_name(loaded[-1].name))
+        if not pinned.count:
+            admin.pin(checkpoint_name(loaded[-1].name), pinned=False)
     del llm
     if not lent or not pinned.count:
         reasons = sorted({reason for model in loaded for _, reason in model.skipped})

@@ -219,7 +219,17 @@ class Run:
         report.seconds["plan"] = self.plan_seconds
         report.seconds["read"] = counters.read_seconds
         report.seconds["hash"] = counters.hash_seconds
+        reason = self._not_lent()
+        if reason is not None:
+            report.skipped.append(("<memory manager>", reason))
         return report
+
+    def _not_lent(self) -> str | None:
+        """Why a memory manager that was asked for was not used for all, or None."""
+        lender = self.assembly.supply.lender
+        if lender is not None:
+            return lender.failed or lender.refused
+        return None if self._config.memory_manager is None else "nobody answered"
 
 
 def _dtype(source: SourceTensor) -> torch.dtype:

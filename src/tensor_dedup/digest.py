@@ -58,8 +58,8 @@ def submit(data: "Buffer", algorithm: str = "blake3", fill: Fill | None = None) 
 
     `fill(piece, offset)` puts the bytes from `offset` of the whole into `piece`, just before they
     are hashed, while they are warm in a cache: leaf by leaf, from several threads at once, in no
-    order, each once. What it raises, the future raises. For blake3 it may return the 32-byte digest
-    of a leaf that it has compared the bytes with; that leaf is then not hashed again.
+    order, each once. What it raises, this call or the future raises. For blake3 it may return the
+    32-byte digest of a leaf that it has compared the bytes with; that leaf is not hashed again.
 
     The buffer is held until the work is done and let go before the result can be seen, so an mmap
     may be closed as soon as result() returned. Small buffers, and whatever a thread of the pool

@@ -88,7 +88,7 @@ def test_keeping_never_replaces_what_another_folder_put_there(model: Path, tmp_p
     names = []
     for folder in (model, other, model, other):
         report = ModelReport()
-        keep(str(store.path), folder, report)
+        keep(str(store.path), folder, report, trust=True)
         assert report.skipped == []
         names.append(report.stored_as)
     assert names[0] == names[2] == "model"

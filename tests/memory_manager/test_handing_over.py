@@ -1,5 +1,6 @@
 """Tensors survive a restart under systemd, played here by the test."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -62,12 +63,12 @@ class Systemd:
             "LISTEN_FDS": str(len(self.store)),
             "LISTEN_FDNAMES": names,
         }
-        for offset, (_, fd) in enumerate(self.store):
-            os.dup2(fd, 200 + offset)
+        # Out of the way of 3, 4, ..., where systemd puts them; whatever is free there.
+        spare = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for _, fd in self.store]
 
         def arrange() -> None:
-            for offset in range(len(self.store)):
-                os.dup2(200 + offset, 3 + offset)
+            for offset, fd in enumerate(spare):
+                os.dup2(fd, 3 + offset)
 
         options = ["--socket", str(self.folder / "m.sock"), "--budget", str(budget)]
         self._service = subprocess.Popen(
@@ -77,8 +78,8 @@ class Systemd:
             preexec_fn=arrange,
             stderr=subprocess.DEVNULL,
         )
-        for offset in range(len(self.store)):
-            os.close(200 + offset)
+        for fd in spare:
+            os.close(fd)
         managers.until(self.ready)
 
     def ready(self) -> bool:

@@ -74,11 +74,14 @@ def test_engines_that_start_at_once_hold_one_copy(
         for path, engine in zip(paths, three, strict=True):
             assert engine.loaded["outputs"] == expected[path]["outputs"]
             assert engine.loaded["anonymous"] <= 1.05 * (expected[path]["anonymous"] - total)
+        with Admin(manager.socket) as admin:
+            leases = admin.totals().leases
         manager.kill()
         assert three[2].outputs() == expected[fine_tune]["outputs"]
 
     with fleet.manager(tmp_path) as manager:
         # Another manager at the same socket is given what engines still hold.
+        manager.wait_for_leases(leases)
         newcomer = engines.start(base, config)
         report = newcomer.report
         assert (report["shared_bytes"], report["bytes_read"]) == (total, 0)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tensor_dedup.memory_manager.client.admin import Admin
+
 SLAB = "/memfd:tensor-dedup"
 
 
@@ -32,7 +34,7 @@ class Manager:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(60)
 
     def wait_for(self, text: str) -> None:
         """Return when the log has this text."""
@@ -40,6 +42,17 @@ class Manager:
         while text not in self.log.read_text():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.2)
+
+    def wait_for_leases(self, count: int) -> None:
+        """Return when so many leases are held."""
+        until = time.monotonic() + 120
+        while True:
+            with Admin(self.socket) as admin:
+                held = admin.totals().leases
+            if held >= count:
+                return
+            assert time.monotonic() < until, f"{held} of {count} leases"
             time.sleep(0.2)
 
     def built(self) -> list[str]:
@@ -58,15 +71,12 @@ def manager(folder: Path, *options: str) -> Iterator[Manager]:
     with log.open("wb") as out:
         process = subprocess.Popen([command, "serve", "--socket", path, *options], stderr=out)
     try:
-        until = time.monotonic() + 60
-        while not path.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, "the manager does not listen"
-            time.sleep(0.05)
-        yield Manager(path, process, log)
+        running = Manager(path, process, log)
+        running.wait_for("serving socket=")
+        yield running
     finally:
         process.terminate()
-        process.wait()
+        process.wait(60)
 
 
 @dataclass
@@ -111,7 +121,7 @@ class Engine:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait()
+        self.process.wait(120)
         self.process.stdout.close()
 
 

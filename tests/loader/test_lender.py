@@ -1,0 +1,137 @@
+"""What a load asks of a memory manager, and what it makes of a manager that refuses or goes."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+import managers
+from tensor_dedup.digest import digest
+from tensor_dedup.loader.lender import Lender, LentResident, Wanted
+from tensor_dedup.loader.memory import SlabUsageError
+from tensor_dedup.loader.residents import resident_key, tensor_bytes
+from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.errors import ManagerGoneError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def manager(folder: Path) -> Iterator[managers.Manager]:
+    with managers.running(folder, "--budget", str(10 * MIB)) as running:
+        yield running
+
+
+Lend = Callable[[], Lender]
+
+
+@pytest.fixture
+def lender(manager: managers.Manager) -> Iterator[Lend]:
+    """Makes what a load has of the manager; each has a connection of its own, as a process has."""
+    with ExitStack() as stack:
+
+        def make() -> Lender:
+            client = stack.enter_context(connect(manager.socket, keep_connected=False))
+            return Lender(client, "a checkpoint")
+
+        yield make
+
+
+def wanted(number: int, nbytes: int = 5000) -> Wanted:
+    tensor = torch.full((nbytes,), number, dtype=torch.uint8)
+    return Wanted(f"recipe {number}", tensor, digest(tensor_bytes(tensor)))
+
+
+def test_what_one_load_puts_another_borrows(lender: Lend) -> None:
+    each = wanted(1)
+    [put] = lender().put([each])
+    assert put is not None
+    assert put[1], "it was there before"
+    other = lender()
+    key = resident_key(each.tensor, "")
+    for found in (other.by_recipe("recipe 1", key), other.by_content(put[0].key)):
+        assert found is not None
+        assert torch.equal(found.map(), each.tensor)
+    assert other.by_recipe("recipe 2", key) is None
+    again = other.put([each])[0]
+    assert again is not None
+    assert not again[1]
+
+
+def test_another_geometry_is_not_taken(lender: Lend) -> None:
+    each = wanted(1)
+    kept = lender().put([each])
+    assert kept[0] is not None
+    square = resident_key(each.tensor.view(50, 100), "")
+    assert lender().by_recipe("recipe 1", square) is None
+
+
+def test_a_put_without_room_leaves_what_is_there_to_be_borrowed(lender: Lend) -> None:
+    first, large = wanted(1, 6 * MIB), wanted(2, 6 * MIB)
+    kept = lender().put([first])
+    assert kept[0] is not None
+    other = lender()
+    assert other.put([large]) == [None]
+    assert other.refused is not None
+    assert other.by_content(kept[0][0].key) is not None
+    assert other.put([wanted(3)])[0] is not None
+
+
+def test_a_manager_that_dies_costs_sharing_and_no_error(
+    manager: managers.Manager, lender: Lend
+) -> None:
+    mine = lender()
+    kept = mine.put([wanted(1)])
+    assert kept[0] is not None
+    manager.kill()
+    assert mine.put([wanted(2)]) == [None]
+    assert mine.failed is not None
+    assert mine.by_content(kept[0][0].key) is None
+    assert torch.equal(kept[0][0].map(), wanted(1).tensor)
+
+
+def test_a_lease_on_other_bytes_is_refused(lender: Lend) -> None:
+    kept = lender().put([wanted(1)])
+    assert kept[0] is not None
+    resident = kept[0][0]
+    assert isinstance(resident, LentResident)
+    with pytest.raises(SlabUsageError):
+        LentResident(resident_key(wanted(2).tensor, wanted(2).digest), resident.lease)
+
+
+def test_a_reply_that_nobody_waited_for_answers_nothing_else(
+    manager: managers.Manager, lender: Lend
+) -> None:
+    """Ctrl-C while the manager is slow: the late reply must not be taken for the next one's."""
+    zeros, ones = wanted(0), wanted(1)
+    kept = lender().put([zeros, ones])
+    assert all(kept)
+    mine = lender()
+    os.kill(manager.pid, signal.SIGSTOP)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mine.client.lease([zeros.digest])
+    finally:
+        timer.join()
+        os.kill(manager.pid, signal.SIGCONT)
+    with pytest.raises(ManagerGoneError):
+        mine.client.lease([ones.digest])
+    mine.client.reconnect()
+    found = mine.by_content(resident_key(ones.tensor, ones.digest))
+    assert found is not None
+    assert torch.equal(found.map(), ones.tensor)
