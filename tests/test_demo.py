@@ -133,5 +133,5 @@ def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "not in this version" in result.stderr
     result = CliRunner().invoke(demo.main, ["--work", str(tmp_path), str(tmp_path / "nothing")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "nothing" in result.stderr

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from tensor_dedup.memory_manager.client.admin import Admin
 
 SLAB = "/memfd:tensor-dedup"
@@ -144,6 +145,8 @@ class Fleet:
         `options` are the engine's.
         """
         environment = {**os.environ, "TENSOR_DEDUP_HINTS": str(self.hints), **environ}
+        # Or its workers would report to this process, as those of engines in it do.
+        environment.pop(REPORT_DIR_VARIABLE, None)
         command = [sys.executable, __file__, json.dumps([str(path), config, options])]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
