@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
-from weakref import WeakValueDictionary
 
 import msgspec
 from blake3 import blake3
@@ -233,12 +232,10 @@ def _client(where: str) -> Client:
     with _clients_lock:
         key = os.getpid(), where
         client = _clients.get(key)
-        if client is None or client.closed or not client.connected:
-            if client is not None and not client.closed:
-                _reconnect(client, where)
-            else:
-                client = connect(where, name=f"process {os.getpid()}")
-            _clients[key] = client
+        if client is None or client.closed:
+            client = _clients[key] = connect(where, name=f"process {os.getpid()}")
+        elif not client.connected:
+            _reconnect(client, where)
         return client
 
 
@@ -253,7 +250,7 @@ def _reconnect(client: Client, where: str) -> None:
         client.reconnect()
 
 
-_slabs: WeakValueDictionary[int, Slab] = WeakValueDictionary()
+_slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
 
 
 def _slab(shared: SharedSlab) -> Slab:

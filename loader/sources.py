@@ -110,10 +110,6 @@ class SourceFile:
             done += count
         return None
 
-    def read_ahead(self, start: int, nbytes: int) -> None:
-        """Tell the kernel that these bytes will be read soon. It reads them meanwhile."""
-        os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_WILLNEED)
-
     def read_range(self, start: int, nbytes: int) -> bytes:
         """Up to `nbytes` bytes from offset `start` of the file."""
         return os.pread(self._fd, nbytes, start)

@@ -179,9 +179,6 @@ class StoredFile(SourceFile):
             self.bytes_read += piece.nbytes
         return leaves
 
-    def read_ahead(self, start: int, nbytes: int) -> None:
-        """Nothing: where these bytes lie is the store's affair."""
-
     def read_range(self, start: int, nbytes: int) -> bytes:
         """Up to `nbytes` bytes from offset `start` of the file, inside one tensor, verified."""
         spec = next(s for s in self.header.tensors if s.start <= start < s.start + s.nbytes)

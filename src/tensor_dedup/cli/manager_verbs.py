@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
+from tensor_dedup.cli.store_verbs import say
 from tensor_dedup.loader.report_table import human
-from tensor_dedup.memory_manager.client.admin import Overview
+from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.paths import ENVIRONMENT
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -21,6 +22,20 @@ def socket_option(verb: _Verb) -> _Verb:
         metavar="PATH",
         help=f"The manager's socket; by default ${ENVIRONMENT}, else the user's own.",
     )(verb)
+
+
+def set_pin(name: str, socket: str | None, as_json: bool, *, pinned: bool) -> None:
+    """Pin or unpin a checkpoint or a digest, and say how much that is."""
+    with Admin(socket) as admin:
+        done = admin.pin(name, pinned=pinned)
+    document = {"name": name, "pinned": pinned, "tensors": done.count, "bytes": done.nbytes}
+    concerned = f"{done.count} tensors, {human(done.nbytes)}"
+    text = (
+        f"{name} is pinned: {concerned} so far"
+        if pinned
+        else f"{name} is not pinned any more: {concerned} of it are here"
+    )
+    say(document, as_json, text)
 
 
 def numbers(overview: Overview) -> Table:
