@@ -23,7 +23,7 @@ from gguf_liars import (
     parse,
     text,
 )
-from mutations import mutated, peak_of
+from mutations import count_accepted, mutated, peak_of
 from tensor_dedup.errors import FormatError
 from tensor_dedup.formats.gguf_types import DTYPES
 
@@ -78,15 +78,9 @@ def judge(file: bytes, path: Path) -> bool:
 
 
 def fuzz(cases: int, seed: int, path: Path) -> None:
-    rng = random.Random(seed)
-    accepted = 0
-    for case in range(cases):
-        file = mutated(rng, rng.choice(SEEDS))
-        try:
-            accepted += judge(file, path)
-        except BaseException as error:
-            error.add_note(f"case {case} of seed {seed}: {file!r}")
-            raise
+    accepted = count_accepted(
+        cases, seed, lambda rng, _: mutated(rng, rng.choice(SEEDS)), lambda file: judge(file, path)
+    )
     # Fuzzing that never or always gets past the checks tests nothing.
     assert cases // 50 < accepted < cases * 9 // 10
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mutations import mutated, peak_of
+from mutations import count_accepted, mutated, peak_of
 from pytorch_files import file_of, parse
 from pytorch_liars import HONEST, LIARS
 from tensor_dedup.errors import FormatError
@@ -85,16 +85,11 @@ def judge(file: bytes, path: Path) -> bool:
 
 
 def fuzz(cases: int, seed: int, path: Path) -> None:
-    rng = random.Random(seed)
-    accepted = 0
-    for case in range(cases):
+    def make(rng: random.Random, case: int) -> bytes:
         seed_file = rng.choice(SEEDS)
-        file = with_pickle(rng, seed_file) if case % 2 else mutated(rng, seed_file)
-        try:
-            accepted += judge(file, path)
-        except BaseException as error:
-            error.add_note(f"case {case} of seed {seed}: {file!r}")
-            raise
+        return with_pickle(rng, seed_file) if case % 2 else mutated(rng, seed_file)
+
+    accepted = count_accepted(cases, seed, make, lambda file: judge(file, path))
     # Fuzzing that never or always gets past the checks tests nothing.
     assert cases // 50 < accepted < cases * 9 // 10
 

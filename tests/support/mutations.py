@@ -44,3 +44,22 @@ def peak_of(work: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def count_accepted(
+    cases: int,
+    seed: int,
+    make: Callable[[random.Random, int], bytes],
+    judge: Callable[[bytes], bool],
+) -> int:
+    """How many of `cases` files `judge` accepted; whatever it raises says which file it was."""
+    rng = random.Random(seed)
+    accepted = 0
+    for case in range(cases):
+        file = make(rng, case)
+        try:
+            accepted += judge(file)
+        except BaseException as error:
+            error.add_note(f"case {case} of seed {seed}: {file!r}")
+            raise
+    return accepted
