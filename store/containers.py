@@ -32,6 +32,16 @@ class New:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A container that is whole, in a file that is neither durable nor has its name yet."""
+
+    container: ContainerId
+    table: Table
+    handle: Handle
+    file_bytes: int
+
+
 class ContainerWriter:
     """One slab, pack or delta while it is written. One thread; finish() or abandon() ends it."""
 
@@ -68,17 +78,34 @@ class ContainerWriter:
 
     def finish(self) -> ContainerId | None:
         """Write the table, make it durable, give it its name; None when nothing was added."""
+        sealed = self.seal()
+        if sealed is None:
+            return None
+        files, handle, container = self._objects.files, sealed.handle, sealed.container
+        try:
+            files.fsync(handle)
+        except BaseException:
+            discard(self._objects, handle)
+            raise
+        files.close(handle)
+        place = self._objects.layout.container(container.name, container.kind)
+        self._objects.place(handle.path, place)
+        return container
+
+    def seal(self) -> "Sealed | None":
+        """Write the table; None when nothing was added. What is durable of it, the caller says.
+
+        The open file is the caller's from then on.
+        """
         if self._handle is None or not self._records:
             self.abandon()
             return None
-        files, handle = self._objects.files, self._handle
-        name, blob = tables.encode(Table(self._kind, self._end, self._records, None))
-        files.pwrite(handle, blob + tables.tail(self._end), self._end)
-        files.fsync(handle)
-        files.close(handle)
-        self._objects.place(handle.path, self._objects.layout.container(name, self._kind))
-        self._handle = None
-        return ContainerId(name, self._kind)
+        table = Table(self._kind, self._end, self._records, None)
+        name, blob = tables.encode(table)
+        ending = blob + tables.tail(self._end)
+        self._objects.files.pwrite(self._handle, ending, self._end)
+        handle, self._handle = self._handle, None
+        return Sealed(ContainerId(name, self._kind), table, handle, self._end + len(ending))
 
     def abandon(self) -> None:
         """Remove what was written, if it is not finished."""

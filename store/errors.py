@@ -22,7 +22,9 @@ from typing import ClassVar, Self
 from tensor_dedup.errors import StoreError
 
 
-class _AdvisedError(StoreError):
+class AdvisedError(StoreError):
+    """What the store raises: the file, what is wrong with it, and the next step."""
+
     advice: ClassVar[str]
 
     @classmethod
@@ -31,13 +33,13 @@ class _AdvisedError(StoreError):
         return cls(f"{path}: {what}; {cls.advice}", path=str(path), **facts)
 
 
-class NotAStoreError(_AdvisedError):
+class NotAStoreError(AdvisedError):
     """The folder is no store."""
 
     advice = "name a store with --store or TENSOR_DEDUP_STORE, or import into a new folder"
 
 
-class BadNameError(_AdvisedError):
+class BadNameError(AdvisedError):
     """A checkpoint cannot have this name."""
 
     advice = (
@@ -46,79 +48,79 @@ class BadNameError(_AdvisedError):
     )
 
 
-class NameTakenError(_AdvisedError):
+class NameTakenError(AdvisedError):
     """A checkpoint of this name is there already."""
 
     advice = "choose another --name, or replace it with --replace"
 
 
-class UnknownNameError(_AdvisedError):
+class UnknownNameError(AdvisedError):
     """No checkpoint has this name."""
 
     advice = "see `tensor-dedup list`"
 
 
-class UnknownTensorError(_AdvisedError):
+class UnknownTensorError(AdvisedError):
     """The checkpoint has no tensor of this name."""
 
     advice = "see `tensor-dedup show`"
 
 
-class BadRangeError(_AdvisedError):
+class BadRangeError(AdvisedError):
     """A range of bytes lies outside its tensor."""
 
     advice = "give 0 <= start <= stop <= nbytes"
 
 
-class ExportTargetError(_AdvisedError):
+class ExportTargetError(AdvisedError):
     """The folder to export to holds something already."""
 
     advice = "give a folder that is empty or does not exist"
 
 
-class ClosedCheckpointError(_AdvisedError):
+class ClosedCheckpointError(AdvisedError):
     """A checkpoint was read after it had been closed: a bug in the caller."""
 
     advice = "open it again with Store.checkpoint"
 
 
-class StoreBusyError(_AdvisedError):
+class StoreBusyError(AdvisedError):
     """Others use the store in a way that excludes this."""
 
     advice = "try again when they have ended"
 
 
-class NoSpaceError(_AdvisedError):
+class NoSpaceError(AdvisedError):
     """The file system is full. Nothing that was committed is touched."""
 
     advice = "free space (`tensor-dedup gc`) and do it again"
 
 
-class StoreAccessError(_AdvisedError):
+class StoreAccessError(AdvisedError):
     """This user may not do that there."""
 
     advice = "check the owner and the permissions"
 
 
-class StoreIOError(_AdvisedError):
+class StoreIOError(AdvisedError):
     """The disk failed. Nothing that was committed is touched."""
 
     advice = "do it again; if it fails again, check the disk and run `tensor-dedup verify --full`"
 
 
-class LostHitError(_AdvisedError):
+class LostHitError(AdvisedError):
     """What an import found in the store was gone before it could refer to it."""
 
     advice = "import again: nothing was committed"
 
 
-class NewerFormatError(_AdvisedError):
+class NewerFormatError(AdvisedError):
     """It was written by a later version of this program."""
 
     advice = "use a newer tensor-dedup"
 
 
-class DamagedFileError(_AdvisedError):
+class DamagedFileError(AdvisedError):
     """A file of the store is not what it was written as."""
 
     advice = "run `tensor-dedup verify --full`, then `tensor-dedup repair --from PATH`"
@@ -134,7 +136,7 @@ class BadEncodingError(DamagedFileError):
     """Encoded bytes that no encoder wrote, or not for so many bytes."""
 
 
-class MissingObjectError(_AdvisedError):
+class MissingObjectError(AdvisedError):
     """Something that a checkpoint consists of is not in the store any more."""
 
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this checkpoint"
@@ -149,13 +151,13 @@ class ChangedExternalError(MissingObjectError):
     )
 
 
-class CorruptTensorError(_AdvisedError):
+class CorruptTensorError(AdvisedError):
     """The bytes do not have their digest, and no other container holds them. None are returned."""
 
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this tensor"
 
 
-class UnfitForCollectionError(_AdvisedError):
+class UnfitForCollectionError(AdvisedError):
     """What is alive cannot be told for certain: nothing is deleted."""
 
     advice = "run `tensor-dedup repair --from PATH`, or delete the checkpoint that is broken"

@@ -7,7 +7,8 @@ file cannot be used, the index of that session is in memory.
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -40,6 +41,10 @@ _READABLE = (
 )
 _MEMORY = Path(":memory:")
 _BATCH = 500
+# Up to so many containers are opened although fewer hold all that is wanted: for what they have
+# twice. A process may have a thousand files open, and an ensemble may lie in thousands.
+_SPARE = 64
+_LOCK_WAIT_S = 10.0  # it is held for as long as it takes to unlink three files
 # These speak of the moment or of the disk, and say nothing against the file.
 _PASSING = frozenset(
     {
@@ -61,6 +66,7 @@ class Place:
     container: ContainerId
     offset: int
     nbytes: int
+    base: bytes | None = None
 
 
 Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
@@ -72,6 +78,7 @@ class Index:
 
     def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
         self.broken = False
+        self.fresh = False
         self._db = db
         self._objects = objects
 
@@ -101,6 +108,37 @@ class Index:
         with transaction(self._db):
             for container in known.keys() - there:
                 self._delete(container)
+        self.fresh = True
+
+    def add(self, container: ContainerId, table: Table, file_bytes: int) -> None:
+        """Take in a container that has just been written, and nothing else."""
+        try:
+            with transaction(self._db):
+                self._delete(container)
+                self._insert(container, table, str(file_bytes), frozenset())
+        except sqlite3.DatabaseError:
+            self._fall_back()
+
+    def still_so(self, containers: Iterable[ContainerId]) -> bool:
+        """Whether these containers are there, and what it says of them is what can be read."""
+        wanted = list(containers)
+        bad = set(self._objects.bad_containers())
+        try:
+            known = {container: self._known_state(container) for container in wanted}
+        except sqlite3.DatabaseError:
+            self._fall_back()
+            return False
+        return all(
+            state is not None and self._state(container, bad, state) == state
+            for container, state in known.items()
+        )
+
+    def _known_state(self, container: ContainerId) -> str | None:
+        row = self._db.execute(
+            "SELECT state FROM container WHERE name = ? AND kind = ?",
+            (container.name, container.kind),
+        ).fetchone()
+        return None if row is None else str(row[0])
 
     def find(self, digests: Iterable[bytes], *, external: bool = False) -> dict[bytes, list[Place]]:
         """The places of each of these digests that has any from which it can be read.
@@ -128,13 +166,14 @@ class Index:
             part = wanted[start : start + _BATCH]
             marks = ",".join("?" * len(part))
             rows = self._db.execute(
-                "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes FROM place p "
+                "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes, p.base FROM place p "
                 f"JOIN container c ON c.id = p.container WHERE p.digest IN ({marks}) "
                 f"AND {_READABLE} {whose}ORDER BY c.kind DESC, c.name, p.offset",
                 part,
             )
-            for digest, name, kind, offset, nbytes in rows:
-                place = Place(ContainerId(name, kind), offset, nbytes)
+            for digest, name, kind, offset, nbytes, base in rows:
+                under = None if base is None else bytes(base)
+                place = Place(ContainerId(name, kind), offset, nbytes, under)
                 found.setdefault(bytes(digest), []).append(place)
         return found
 
@@ -234,6 +273,16 @@ class Index:
         self._db.execute("DELETE FROM container WHERE name = ?", (container.name,))
 
 
+def enough(places: Mapping[bytes, Sequence[Place]]) -> list[ContainerId]:
+    """The containers to open for these pieces: all, or, of many, as few as hold them all."""
+    weights = Counter(place.container for held in places.values() for place in held)
+    if len(weights) <= _SPARE:
+        return list(weights)
+    ranks = {container: rank for rank, (container, _) in enumerate(weights.most_common())}
+    best = (min((p.container for p in held), key=ranks.__getitem__) for held in places.values())
+    return list(dict.fromkeys(best))
+
+
 class _IndexFile:
     """The SQLite file, under the lock that keeps others from replacing it meanwhile."""
 
@@ -245,7 +294,11 @@ class _IndexFile:
     def connect(self) -> sqlite3.Connection:
         files, layout = self._objects.files, self._objects.layout
         self._lock = files.open(layout.index_lock, "lock")
-        files.flock(self._lock, exclusive=False, wait_s=None)
+        if not files.flock(self._lock, exclusive=False, wait_s=_LOCK_WAIT_S):
+            # Whoever replaces the file is stuck: this session does without.
+            error = sqlite3.OperationalError(f"{layout.index_lock}: held for {_LOCK_WAIT_S:g} s")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise error
         self.db = files.database(layout.index)
         _prepare(self.db)
         return self.db
@@ -277,10 +330,14 @@ class _IndexFile:
 
 
 @contextlib.contextmanager
-def open_index(objects: Objects) -> Iterator[Index]:
-    """The index, up to date. Never fails for its own sake: it is then made anew, or in memory."""
+def open_index(objects: Objects, *, update: bool = True) -> Iterator[Index]:
+    """The index, up to date. Never fails for its own sake: it is then made anew, or in memory.
+
+    With `update` off it is what it was: what it says has to be looked at, and what it does not
+    know, may be there. It costs the same however much the store holds.
+    """
     with contextlib.ExitStack() as undo:
-        index = _usable(objects, undo)
+        index = _usable(objects, undo, update=update)
         undo.callback(index.close)
         yield index
     if index.broken:
@@ -288,13 +345,14 @@ def open_index(objects: Objects) -> Iterator[Index]:
             drop_index(objects)
 
 
-def _usable(objects: Objects, undo: contextlib.ExitStack) -> Index:
+def _usable(objects: Objects, undo: contextlib.ExitStack, *, update: bool) -> Index:
     broken = False
     for _ in range(2):
         file = _IndexFile(objects)
         try:
             index = Index(file.connect(), objects)
-            index.update()
+            if update:
+                index.update()
         except sqlite3.DatabaseError as error:
             file.close()
             if error.sqlite_errorcode & 0xFF in _PASSING:

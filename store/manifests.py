@@ -73,15 +73,26 @@ def build(
     objects: dict[str, bytes] = {}
     pages = []
     for start in range(0, len(pieces), PAGE_ENTRIES):
-        blob = frames.encode(PAGE, Page(list(pieces[start : start + PAGE_ENTRIES])))
-        pages.append(bytes.fromhex(name := digest(blob)))
+        name, blob = encode_page(pieces[start : start + PAGE_ENTRIES])
+        pages.append(bytes.fromhex(name))
         objects[name] = blob
     nbytes = sum(piece.nbytes for piece in pieces)
     notes = {f"{_ALIAS}{alias}": name for alias, name in (second_names or {}).items()}
-    blob = frames.encode(MANIFEST, Manifest(list(files), pages, len(pieces), nbytes, notes))
-    name = digest(blob)
+    name, blob = encode_manifest(Manifest(list(files), pages, len(pieces), nbytes, notes))
     objects[name] = blob
     return name, objects
+
+
+def encode_page(pieces: Sequence[Piece]) -> tuple[str, bytes]:
+    """The name and the frame of a page of up to PAGE_ENTRIES pieces."""
+    blob = frames.encode(PAGE, Page(list(pieces)))
+    return digest(blob), blob
+
+
+def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
+    """The name and the frame of a manifest."""
+    blob = frames.encode(MANIFEST, manifest)
+    return digest(blob), blob
 
 
 def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
@@ -139,3 +150,8 @@ def by_file(
     for file in manifest.files:
         yield file, pieces[at : at + file.pieces]
         at += file.pieces
+
+
+def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """The pieces that belong to no file: the tensors of a training checkpoint."""
+    return pieces[sum(file.pieces for file in manifest.files) :]

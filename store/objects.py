@@ -17,6 +17,7 @@ from tensor_dedup.store.errors import (
     MissingObjectError,
     NameTakenError,
     NewerFormatError,
+    StoreBusyError,
     UnknownNameError,
 )
 from tensor_dedup.store.external import EXTERNAL, Origin
@@ -33,6 +34,8 @@ from tensor_dedup.store.tables import Table
 
 _BAD = b"badl"
 _REF_BYTES = 1 << 12
+# A change of a name is a few operations: who waits longer waits for somebody who is stuck.
+_NAMING_WAIT_S = 60.0
 _HEX = frozenset("0123456789abcdef")
 _REF_TITLE = "tensor-dedup reference"
 
@@ -233,6 +236,11 @@ class Objects:
             self.files.unlink(path)
             self.files.sync_folder(path.parent)
 
+    def add_bad_offset(self, container: str, offset: int) -> None:
+        """Note that a record is not what it should be: nobody is given its bytes again."""
+        with self.naming():
+            self.set_bad_offsets(container, sorted(self.bad_offsets(container) | {offset}))
+
     def bad_containers(self) -> list[str]:
         """The names of the containers with bad places."""
         found = [Path(name) for name in self.files.listdir(self.layout.quarantine)]
@@ -322,7 +330,16 @@ class _Naming:
 
     def __enter__(self) -> None:
         self._handle = self._files.open(self._path, "lock")
-        self._files.flock(self._handle, exclusive=True, wait_s=None)
+        try:
+            if not self._files.flock(self._handle, exclusive=True, wait_s=_NAMING_WAIT_S):
+                raise StoreBusyError.at(
+                    self._path,
+                    f"whoever changes a name has held it for {_NAMING_WAIT_S:g} s",
+                    wait_s=_NAMING_WAIT_S,
+                )
+        except BaseException:
+            self._files.close(self._handle)
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._files.close(self._handle)

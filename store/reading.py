@@ -20,8 +20,9 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.index import Index
-from tensor_dedup.store.manifests import Piece, aliases, by_file
+from tensor_dedup.store.generated import made_of
+from tensor_dedup.store.index import Index, enough
+from tensor_dedup.store.manifests import Piece, aliases, by_file, loose
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import PLAIN, Record
 
@@ -90,7 +91,15 @@ class StoredPieces:
             raise
 
     def _open_containers(self, index: Index, wanted: set[bytes]) -> None:
-        # All of them, also where one would do: gc may take any that is not open.
+        self._open_known(index, wanted)
+        if not index.fresh and not all(digest in self for digest in wanted):
+            index.refresh()
+            self._let_go()
+            self._handles, self._spots = {}, {}
+            self._open_known(index, wanted)
+
+    def _open_known(self, index: Index, wanted: set[bytes]) -> None:
+        # More than one, also where one would do: gc may take any that is not open.
         records = self._open_all(index, wanted)
         bases = {r.base for _, r in records if r.digest in wanted and r.base is not None}
         for container, record in [*records, *self._open_all(index, bases)]:
@@ -102,7 +111,7 @@ class StoredPieces:
         """Open the containers that hold these pieces; all good records of those newly opened."""
         found: list[tuple[ContainerId, Record]] = []
         places = index.find(wanted, external=True)
-        for container in {p.container: None for held in places.values() for p in held}:
+        for container in enough(places):
             if container in self._handles:
                 continue
             with suppress(MissingObjectError, DamagedFileError, FileNotFoundError):
@@ -121,8 +130,11 @@ class StoredPieces:
     def close(self) -> None:
         """Let the containers go. A second time does nothing."""
         self._open = False
+        self._let_go()
+
+    def _let_go(self) -> None:
         for handle in self._handles.values():
-            self._objects.files.close(handle)
+            self.door.close(handle)
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether a container is open that should hold the piece with this digest."""
@@ -142,11 +154,15 @@ class StoredPieces:
         """
         with self._lock:
             spots = list(self._spots.get(digest, ()))
-        # A file that others may change is no ground to build on.
-        if any(s.record.base is None and s.container.kind != EXTERNAL for s in spots):
-            return digest
         bases = [spot.record.base for spot in spots if spot.record.base is not None]
-        return next((base for base in bases if self.anchor(base) == base), None)
+        # One step, never more: two deltas may be against each other when no plain copy is left.
+        return next((each for each in (digest, *bases) if self._is_anchor(each)), None)
+
+    def _is_anchor(self, digest: bytes) -> bool:
+        with self._lock:
+            spots = list(self._spots.get(digest, ()))
+        # A file that others may change is no ground to build on.
+        return any(s.record.base is None and s.container.kind != EXTERNAL for s in spots)
 
     @property
     def door(self) -> Files:
@@ -258,7 +274,7 @@ class StoredPieces:
             ]
         # A store that may only be read keeps no note of it, and is still not believed.
         with suppress(OSError, StoreAccessError):
-            quarantine(self._objects, spot.container, spot.record)
+            self._objects.add_bad_offset(spot.container.name, spot.record.offset)
 
     def _corrupt(self, spots: Sequence[_Spot], digest: bytes) -> CorruptTensorError:
         where, names = spots[0], self._names_of(digest)
@@ -288,19 +304,36 @@ class StoredCheckpoint(StoredPieces):
         """Open it, in a session. UnknownNameError, MissingObjectError, DamagedFileError."""
         self.manifest = objects.ref(name)
         content = objects.manifest(self.manifest)
+        self.notes = content.notes
         pieces = objects.pieces(self.manifest, content)
         held = list(by_file(content, pieces))
-        self.files = tuple(StoredFile(f.path, f.nbytes, tuple(part)) for f, part in held)
+        free, self._made = loose(content, pieces), dict[bytes, bytes]()
+        self.files = (
+            *(StoredFile(f.path, f.nbytes, tuple(part)) for f, part in held),
+            *self._make_files(free),
+        )
         self._tensors = {
             tensor.name: tensor
-            for file, part in held
+            for prefix, part in [*((file.prefix, part) for file, part in held), ("", free)]
             for piece in part
-            if (tensor := _tensor(file.prefix, piece)) is not None
+            if (tensor := _tensor(prefix, piece)) is not None
         }
         for alias, name_ in aliases(content).items():
             if name_ in self._tensors and alias not in self._tensors:
                 self._tensors[alias] = replace(self._tensors[name_], name=alias, alias_of=name_)
         super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
+
+    def _make_files(self, free: Sequence[Piece]) -> Iterator[StoredFile]:
+        for made in made_of(free):
+            self._made[made.head.digest] = made.header
+            yield StoredFile(made.path, made.nbytes, (made.head, *made.pieces))
+
+    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
+        # docstring inherited
+        made = self._made.get(digest)
+        if made is not None:  # the header of a file that is nowhere
+            return bytearray(made[start:stop])
+        return super().read_piece(digest, start, stop, nbytes)
 
     def __iter__(self) -> Iterator[StoredTensor]:
         return iter(self._tensors.values())
@@ -357,13 +390,6 @@ class StoredCheckpoint(StoredPieces):
 
     def _names_of(self, digest: bytes) -> list[str]:
         return [t.name for t in self._tensors.values() if t.digest == digest.hex()]
-
-
-def quarantine(objects: Objects, container: ContainerId, record: Record) -> None:
-    """Note that the bytes of a record are not what they should be: nobody is given them again."""
-    with objects.naming():
-        offsets = objects.bad_offsets(container.name) | {record.offset}
-        objects.set_bad_offsets(container.name, sorted(offsets))
 
 
 def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:

@@ -102,6 +102,28 @@ def _folder(files: Files, checkpoint: Checkpoint) -> Source:
     return Source((*weights, *others), tuple(skipped))
 
 
+def small_files(files: Files, root: Path) -> dict[str, bytes]:
+    """What is in a folder beside weights, by relative path: configuration, tokenizer, indexes.
+
+    CheckpointNotFoundError: there is no such folder.
+    """
+    status = files.status(root)
+    if status is None or status.kind != "folder":
+        raise CheckpointNotFoundError(
+            f"{root}: no folder; give one with a model's configuration", path=str(root)
+        )
+    found = {}
+    for name, path in sorted(_walk(files, root)):
+        if not name.endswith(_WEIGHTS):
+            handle = files.open(path, "read")
+            try:
+                data = bytearray(files.status_of(handle).size)
+                found[name] = bytes(data[: files.pread(handle, memoryview(data), 0)])
+            finally:
+                files.close(handle)
+    return found
+
+
 def _walk(files: Files, root: Path) -> Iterator[tuple[str, Path]]:
     """Every file below a folder by its relative name; links followed, no folder twice."""
     top = files.status(root)

@@ -70,6 +70,16 @@ class Store:
             prepare(Objects(door, Layout(root)), create=create, mend=mend)
         return cls(root, door, worker_count or workers())
 
+    @property
+    def objects(self) -> Objects:
+        """The bookkeeping, for the other modules of this package."""
+        return self._objects
+
+    @property
+    def worker_count(self) -> int:
+        """How many threads hash."""
+        return self._workers
+
     def __enter__(self) -> Self:
         return self
 
@@ -144,7 +154,7 @@ class Store:
 
     def manifest(self, name: str) -> str | None:
         """The name of the manifest that a checkpoint's name stands for; None: of no checkpoint."""
-        with self._locked(), suppress(UnknownNameError):
+        with self.locked(), suppress(UnknownNameError):
             return self._objects.ref(check_name(name))
         return None
 
@@ -153,7 +163,7 @@ class Store:
 
         UnknownNameError; MissingObjectError, DamagedFileError: its bookkeeping is broken.
         """
-        with self._session() as (index, _):
+        with self._session(update=False) as (index, _):
             return StoredCheckpoint(self._objects, index, check_name(name))
 
     def pieces(self, digests: Iterable[str]) -> StoredPieces:
@@ -170,17 +180,17 @@ class Store:
 
     def list(self) -> "list[Listed]":
         """All checkpoints, by name."""
-        with self._locked():
+        with self.locked():
             return listed(self._objects)
 
     def stats(self) -> Stats:
         """Sizes; reads all bookkeeping, no tensor data."""
-        with self._locked():
+        with self.locked():
             return stats(self._objects)
 
     def delete(self, name: str) -> None:
         """Forget a checkpoint. Its bytes stay until gc finds that nobody else uses them."""
-        with self._locked():
+        with self.locked():
             self._objects.drop_ref(check_name(name))
 
     def gc(
@@ -229,13 +239,20 @@ class Store:
             return work.run([Path(path) for path in paths])
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def translated(self) -> Iterator[None]:
+        """What the disk says is a StoreError."""
+        with translated(self.path):
+            yield
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """A session: nothing is swept meanwhile. What the disk says is a StoreError."""
         with translated(self.path), session(self._files, self._objects.layout):
             yield
 
     @contextmanager
-    def _session(self) -> Iterator[tuple[Index, Hasher]]:
-        with self._locked(), ExitStack() as undo:
+    def _session(self, *, update: bool = True) -> Iterator[tuple[Index, Hasher]]:
+        with self.locked(), ExitStack() as undo:
             hasher = Hasher(self._files, self._workers)
             undo.callback(hasher.close)
-            yield undo.enter_context(open_index(self._objects)), hasher
+            yield undo.enter_context(open_index(self._objects, update=update)), hasher

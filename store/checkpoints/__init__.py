@@ -1,0 +1,16 @@
+"""Training checkpoints in the store: every step of every run, at the price of what changed.
+
+    from tensor_dedup.store.checkpoints import CheckpointStore
+
+    with CheckpointStore("checkpoints", "run-001", keep_last=5) as run:
+        run.save(model, step=epoch, metrics={"val_loss": loss})
+        model = run.load(run.best("val_loss"), original=model)
+
+A step is a checkpoint of the store like any other, called RUN@STEP.
+"""
+
+from tensor_dedup.store.checkpoints.checkpoint_store import CheckpointStore, TensorCasStore
+from tensor_dedup.store.checkpoints.runs import RunStats, Step
+from tensor_dedup.store.checkpoints.saving import Saved
+
+__all__ = ["CheckpointStore", "RunStats", "Saved", "Step", "TensorCasStore"]

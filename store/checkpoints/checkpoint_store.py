@@ -1,0 +1,256 @@
+"""One run's checkpoints in a store: saved, found again, kept and let go."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
+from tensor_dedup.store.checkpoints.errors import (
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.checkpoints.loading import load_values
+from tensor_dedup.store.checkpoints.naming import check_run, step_name
+from tensor_dedup.store.checkpoints.notes import Notes, checked
+from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
+from tensor_dedup.store.checkpoints.runs import (
+    describe_all,
+    manifest_of,
+    pinned_steps,
+    stats,
+    step_numbers,
+)
+from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
+from tensor_dedup.store.checkpoints.state import pieces
+from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan
+from tensor_dedup.store.errors import UnknownNameError
+from tensor_dedup.store.names import file_of
+from tensor_dedup.store.sources import small_files
+from tensor_dedup.store.store import Store
+
+StrPath = str | PathLike[str]
+_READERS = 8  # the disk wants several requests even where there are fewer cores
+
+
+class CheckpointStore:
+    """The checkpoints of one run in a store. Any number of handles, runs and processes at once.
+
+        with CheckpointStore("checkpoints", "run-001", keep_last=5) as run:
+            run.save(model, step=epoch, metrics={"val_loss": loss})
+            model = run.load(run.best("val_loss"), original=model)
+
+    A step costs what no step of any run in the store has yet. Every tensor is compared by content,
+    in each save: one that was changed in place is saved, whatever its name or address. Methods may
+    be called from any thread; saves take turns. They raise StoreError and nothing else about the
+    store and its disk; StateError (one of them) about a model that cannot be taken apart.
+    """
+
+    def __init__(
+        self,
+        root: "StrPath | Store",
+        run_id: str,
+        adapter: ModelAdapter | None = None,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int, Mode] | None = None,
+        compress: Literal["auto"] | None = "auto",
+        config: "StrPath | Mapping[str, str | bytes] | None" = None,
+    ) -> None:
+        """Open, or make, the store in the folder `root` for the run `run_id`.
+
+        `adapter` takes models apart and puts them together; by default the one for their type.
+        After each save the steps go that no rule keeps: the last `keep_last`, the multiples of
+        `keep_every`, the `keep_best` ones by a metric; pinned ones and the one just saved stay, and
+        without a rule all do. `config` (a folder, or texts by path) is kept with each step, so that
+        engines can load `store://RUN@STEP`. With `compress` what is new is stored encoded where
+        that saves a tenth. BadNameError, BadRetentionError, NotAStoreError.
+        """
+        self.run_id = check_run(run_id)
+        self.store = root if isinstance(root, Store) else Store.open(root)
+        self._adapter = adapter
+        self._retention = Retention(keep_last, keep_every, keep_best)
+        self._config = self._small(config)
+        self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what is held between saves; a later save takes it up again."""
+        self._saver.close()
+
+    def save(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+    ) -> Saved:
+        """Save a step, in place of one that has this number; committed when this returns.
+
+        Nobody may write to the model meanwhile (ChangedModelError where that is noticed).
+        `metrics` are numbers; `files` small files by path, beside those of `config`.
+        NoSpaceError, StoreIOError: all steps that were saved are as they were. PinnedStepError: a
+        pinned step is not replaced. BadStepError, BadMetricError, NamedTwiceError, StateError.
+        """
+        return self.commit(self.snapshot(model, step, metrics, files=files))
+
+    def snapshot(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+    ) -> Snapshot:
+        """A step as `commit` takes it. It may use the model's own memory; nothing is written."""
+        step_name(self.run_id, step)
+        adapter = self._adapter or adapter_for(model)
+        notes = Notes(self.run_id, step, adapter.name, checked(metrics))
+        small = {**self._config, **self._small(files)}
+        return Snapshot(notes, pieces(adapter.extract(model)), small)
+
+    def commit(self, snapshot: Snapshot) -> Saved:
+        """Store a snapshot, then let go of the steps that no rule keeps. Any thread. As `save`."""
+        step = snapshot.notes.step
+        if self._holds_pin(step):
+            raise self._is_pinned(step)
+        saved = self._saver.commit(snapshot)
+        for old in self._dropped(step):
+            with suppress(UnknownStepError, PinnedStepError):
+                self.delete(old)
+        return saved
+
+    def load(self, step: int, original: Any = None) -> Any:
+        """The model as it was saved, put into `original` where the adapter can or must.
+
+        Every byte is verified. What it costs depends on the step alone. UnknownStepError;
+        NotATrainingError: it was imported; CorruptTensorError, MissingObjectError; StateError.
+        """
+        try:
+            opened = self.store.checkpoint(step_name(self.run_id, step))
+        except UnknownNameError:
+            with self.store.locked():
+                manifest_of(self.store.objects, self.run_id, step)  # says which steps there are
+            raise
+        with opened as checkpoint:
+            notes = Notes.from_texts(checkpoint.notes)
+            if notes is None:
+                what = f"{checkpoint.name!r} was imported"
+                raise NotATrainingError.at(self.store.path, what, name=checkpoint.name)
+            adapter = self._adapter or by_name(notes.adapter)
+            with self.store.translated():
+                values = load_values(checkpoint, max(_READERS, self.store.worker_count))
+        return adapter.reconstruct(values, original)
+
+    def steps(self) -> list[int]:
+        """The steps that are there, in order. Each is complete."""
+        with self.store.locked():
+            return step_numbers(self.store.objects, self.run_id)
+
+    def latest(self) -> int | None:
+        """The greatest step; None: nothing was saved yet."""
+        return max(self.steps(), default=None)
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """The metrics of each step, in order."""
+        with self.store.locked():
+            found = describe_all(self.store.objects, self.run_id)
+        return {each.step: each.metrics for each in found}
+
+    def best(self, metric: str, mode: Mode = "min") -> int:
+        """The step with the least (or, with "max", greatest) metric, the earliest of equal ones.
+
+        BadMetricError: no step has it.
+        """
+        return best(self.metrics(), metric, mode, self.run_id)
+
+    def delete(self, step: int) -> None:
+        """Forget a step; `gc` gives back its space. UnknownStepError, PinnedStepError."""
+        objects, name = self.store.objects, step_name(self.run_id, step)
+        with self.store.locked(), objects.naming():
+            # Under the lock of names: whoever pins it meanwhile comes before or after.
+            if self._holds_pin(step):
+                raise self._is_pinned(step)
+            try:
+                objects.files.unlink(objects.layout.refs / file_of(name))
+            except FileNotFoundError as error:
+                what = f"the run {self.run_id!r} has no step {step}"
+                raise UnknownStepError.at(self.store.path, what, step=step) from error
+            objects.files.sync_folder(objects.layout.refs)
+
+    def pin(self, step: int) -> None:
+        """Keep a step, whatever the rules say, until `unpin`; it is not replaced either.
+
+        UnknownStepError.
+        """
+        objects = self.store.objects
+        with self.store.locked():
+            manifest, _, _ = manifest_of(objects, self.run_id, step)
+            objects.set_ref(step_name(self.run_id, step, pin=True), manifest, replace=True)
+            if step not in step_numbers(objects, self.run_id):  # deleted just before
+                objects.drop_ref(step_name(self.run_id, step, pin=True))
+                manifest_of(objects, self.run_id, step)
+
+    def unpin(self, step: int) -> None:
+        """Let a step go again when the rules say so. Nothing happens when it is not pinned."""
+        with self.store.locked(), suppress(UnknownNameError):
+            self.store.objects.drop_ref(step_name(self.run_id, step, pin=True))
+
+    def pinned(self) -> set[int]:
+        """The steps that are pinned."""
+        with self.store.locked():
+            return pinned_steps(self.store.objects, self.run_id)
+
+    def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
+        """Give back the space of what no step of any run, and no checkpoint, uses. As Store.gc."""
+        return self.store.gc(grace_hours)
+
+    def stats(self) -> dict[str, object]:
+        """Sizes of this run: run_id, checkpoints, total_chunks (tensors in its steps),
+        unique_chunks (distinct ones), dedup_ratio (unique / total: lower is more reuse),
+        total_bytes (what the distinct ones take on disk).
+        """
+        with self.store.locked():
+            return stats(self.store.objects, [self.run_id], self.run_id).to_dict()
+
+    def _dropped(self, saved: int) -> list[int]:
+        if not self._retention.any:
+            return []
+        if self._retention.best is None:
+            metrics: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
+        else:
+            metrics = self.metrics()
+        return self._retention.dropped(metrics, self.pinned(), saved)
+
+    def _is_pinned(self, step: int) -> PinnedStepError:
+        what = f"the step {step} of {self.run_id!r} is pinned"
+        return PinnedStepError.at(self.store.path, what, run=self.run_id, step=step)
+
+    def _holds_pin(self, step: int) -> bool:
+        objects, name = self.store.objects, step_name(self.run_id, step, pin=True)
+        with self.store.translated():
+            return objects.files.status(objects.layout.refs / file_of(name)) is not None
+
+    def _small(self, config: "StrPath | Mapping[str, str | bytes] | None") -> dict[str, bytes]:
+        if config is None:
+            return {}
+        if isinstance(config, Mapping):
+            return {
+                path: data.encode() if isinstance(data, str) else bytes(data)
+                for path, data in config.items()
+            }
+        with self.store.translated():
+            return small_files(self.store.objects.files, Path(config))
+
+
+class TensorCasStore(CheckpointStore):
+    """CheckpointStore under the name and with the arguments of tensorcas."""

@@ -1,0 +1,62 @@
+"""What a step's manifest says beside its tensors, as texts. No I/O.
+
+It holds no time: a manifest depends on what was saved alone. When a step was saved is the time of
+its reference.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tensor_dedup.store.checkpoints.errors import BadMetricError
+
+_RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The run, the step, which adapter took the model apart, and the metrics."""
+
+    run: str
+    step: int
+    adapter: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to_texts(self) -> dict[str, str]:
+        """As a manifest holds them."""
+        return {
+            _RUN: self.run,
+            _STEP: str(self.step),
+            _ADAPTER: self.adapter,
+            _METRICS: json.dumps(dict(self.metrics)),
+        }
+
+    @classmethod
+    def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
+        """Of a manifest's notes; None: no run made it, or a later version of this program."""
+        try:
+            metrics = {str(k): float(v) for k, v in json.loads(texts[_METRICS]).items()}
+            return cls(texts[_RUN], int(texts[_STEP]), texts[_ADAPTER], metrics)
+        except (KeyError, ValueError, TypeError, AttributeError):
+            return None
+
+
+def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
+    """Metrics as plain numbers, sorted by name; numpy's and torch's of one element are taken.
+
+    BadMetricError: one is no number.
+    """
+    found = {}
+    for name, value in sorted((metrics or {}).items()):
+        try:
+            found[str(name)] = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            what = f"the metric {name!r} is {value!r}"
+            raise BadMetricError.at("metrics", what, metric=str(name)) from error
+    return found
+
+
+def shown(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """As JSON can hold them: what is no finite number is null."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

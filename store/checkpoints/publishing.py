@@ -1,0 +1,85 @@
+"""Making several files durable at once, which takes hardly longer than one.
+
+A journal commits what all who wait for it have written: syncs that are asked for together cost
+about as much as a single one.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from tensor_dedup.store.containers import discard
+from tensor_dedup.store.files import Handle
+from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.objects import Objects
+
+
+class Settled:
+    """The folders whose own names are known to be durable, as this handle saw them."""
+
+    def __init__(self) -> None:
+        self.folders: set[Path] = set()
+
+
+class Batch:
+    """Files that are to appear together, or not at all as far as anybody refers to them.
+
+    Use it as a context manager: what was not published is removed.
+    """
+
+    def __init__(self, objects: Objects, hasher: Hasher, settled: Settled) -> None:
+        self._objects, self._hasher, self._settled = objects, hasher, settled
+        self._waiting: list[tuple[Handle, Path | None]] = []
+        self._there: list[Path] = []
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def take(self, handle: Handle, target: Path | None) -> None:
+        """An open file, written and not synced, that gets a name; None: it keeps the one it has."""
+        self._waiting.append((handle, target))
+        self._undo.callback(discard, self._objects, handle)
+
+    def write(self, blob: bytes, target: Path | None) -> Path:
+        """A file of these bytes; where it is until it has its name. One that is equal stays."""
+        files = self._objects.files
+        if target is not None and self._has(target, blob):
+            self._there.append(target)
+            return target
+        handle = files.open(self._objects.tmp_path(), "create")
+        self.take(handle, target)
+        files.pwrite(handle, blob, 0)
+        return handle.path
+
+    def _has(self, target: Path, blob: bytes) -> bool:
+        status = self._objects.files.status(target)
+        if status is None or status.size != len(blob):
+            return False
+        return self._objects.read(target) == blob
+
+    def publish(self) -> None:
+        """Make all of them durable under their names."""
+        files = self._objects.files
+        for _ in self._hasher.each(files.fsync, [handle for handle, _ in self._waiting]):
+            pass
+        folders: dict[Path, None] = dict.fromkeys(target.parent for target in self._there)
+        for handle, target in self._waiting:
+            files.close(handle)
+            if target is not None:
+                folders |= dict.fromkeys(self._place(handle.path, target))
+        for _ in self._hasher.each(files.sync_folder, list(folders)):
+            pass
+        self._settled.folders |= folders.keys()
+
+    def _place(self, path: Path, target: Path) -> list[Path]:
+        """Give a file its name; the folders to sync."""
+        new = self._objects.files.mkdir(target.parent)
+        self._objects.files.rename(path, target)
+        if new or target.parent not in self._settled.folders:
+            # Whoever made the folder may have died before it synced the one above.
+            return [target.parent, target.parent.parent]
+        return [target.parent]

@@ -1,0 +1,74 @@
+"""Which steps of a run may go. No I/O."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from tensor_dedup.store.checkpoints.errors import BadMetricError, BadRetentionError
+
+Mode: TypeAlias = Literal["min", "max"]
+Metrics: TypeAlias = Mapping[int, Mapping[str, float]]
+"""The metrics of each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What is kept; a step goes when no rule keeps it. Without a rule all are kept."""
+
+    last: int | None = None
+    every: int | None = None
+    best: tuple[str, int, Mode] | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("keep_last", self.last), ("keep_every", self.every)):
+            if count is not None and count < 1:
+                raise BadRetentionError.at(name, f"{count} steps", count=count)
+        if self.best is not None:
+            metric, count, mode = self.best
+            if count < 1 or mode not in ("min", "max"):
+                raise BadRetentionError.at("keep_best", f"{(metric, count, mode)!r}", metric=metric)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a rule."""
+        return self.last is not None or self.every is not None or self.best is not None
+
+    def dropped(self, metrics: Metrics, pinned: Collection[int], saved: int) -> list[int]:
+        """The steps that go, when `saved` has just been saved, which stays."""
+        if not self.any:
+            return []
+        steps = sorted(metrics)
+        kept = {saved, *pinned}
+        if self.last is not None:
+            kept.update(steps[-self.last :])
+        if self.every is not None:
+            kept.update(step for step in steps if step % self.every == 0)
+        if self.best is not None:
+            metric, count, mode = self.best
+            kept.update(ranked(metrics, metric, mode)[:count])
+        return [step for step in steps if step not in kept]
+
+
+def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
+    """The steps that have a metric, the best first; of equal ones the earlier first.
+
+    What is no number (NaN) is never the best.
+    """
+    sign = 1 if mode == "min" else -1
+    having = [
+        step for step, found in metrics.items() if metric in found and not math.isnan(found[metric])
+    ]
+    return sorted(having, key=lambda step: (sign * metrics[step][metric], step))
+
+
+def best(metrics: Metrics, metric: str, mode: Mode, run: str) -> int:
+    """The best step. BadMetricError: no step has that metric."""
+    if mode not in ("min", "max"):
+        raise BadMetricError.at(f"run {run!r}", f"the mode {mode!r}, not 'min' or 'max'")
+    found = ranked(metrics, metric, mode)
+    if not found:
+        known = sorted({name for each in metrics.values() for name in each})
+        what = f"no step has the metric {metric!r}, they have {', '.join(known) or 'none'}"
+        raise BadMetricError.at(f"run {run!r}", what, metric=metric)
+    return found[0]

@@ -1,0 +1,219 @@
+"""What a store knows of runs: their steps, metrics, sizes and differences. Writes nothing."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
+from tensor_dedup.store.checkpoints.naming import parse, step_name
+from tensor_dedup.store.checkpoints.notes import Notes, shown
+from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
+from tensor_dedup.store.manifests import Manifest, Piece
+from tensor_dedup.store.names import file_of
+from tensor_dedup.store.objects import Objects
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a run. `nbytes` are those of its tensors and small files, `saved_at` seconds since
+    1970.
+    """
+
+    run: str
+    step: int
+    name: str
+    manifest: str
+    adapter: str
+    metrics: dict[str, float]
+    nbytes: int
+    pinned: bool
+    saved_at: int
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        return asdict(self) | {"metrics": shown(self.metrics)}
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """Sizes of a run, or of all of them (`run_id` is then None).
+
+    `total_chunks` counts references to tensors in the manifests of its steps, `unique_chunks`
+    distinct digests among them; `dedup_ratio` is unique / total, lower is more reuse; `total_bytes`
+    what the distinct tensors take on disk, encoded as they are.
+    """
+
+    run_id: str | None
+    checkpoints: int
+    total_chunks: int
+    unique_chunks: int
+    dedup_ratio: float
+    total_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two steps differ: names of tensors, and the bytes of those that are not the same."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[str, ...]
+    unchanged: int
+    changed_bytes: int
+    metrics: dict[str, tuple[float | None, float | None]]
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def step_numbers(objects: Objects, run: str) -> list[int]:
+    """The steps of a run, in order; none when there is no such run."""
+    found = (parse(name) for name in objects.names())
+    return sorted(each.step for each in found if each and each.run == run and not each.pin)
+
+
+def pinned_steps(objects: Objects, run: str) -> set[int]:
+    """The steps of a run that are pinned."""
+    found = (parse(name) for name in objects.names())
+    return {each.step for each in found if each and each.run == run and each.pin}
+
+
+def run_names(objects: Objects) -> list[str]:
+    """The runs in a store. What was imported under a name like a step's is none."""
+    found: dict[str, int] = {}
+    for name in objects.names():
+        each = parse(name)
+        if each is not None and not each.pin:
+            found.setdefault(each.run, each.step)
+    return [run for run, step in sorted(found.items()) if _is_training(objects, run, step)]
+
+
+def _is_training(objects: Objects, run: str, step: int) -> bool:
+    with suppress(UnknownNameError, NotATrainingError):
+        manifest_of(objects, run, step)
+        return True
+    return False
+
+
+def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, Notes]:
+    """The manifest of a step, and what it notes. UnknownStepError, NotATrainingError."""
+    name = step_name(run, step)
+    try:
+        manifest = objects.ref(name)
+    except UnknownNameError as error:
+        known = step_numbers(objects, run)
+        has = f"it has {len(known)}, {known[0]} to {known[-1]}" if known else "it has none"
+        what = f"the run {run!r} has no step {step}; {has}"
+        raise UnknownStepError.at(objects.layout.root, what, run=run, step=step) from error
+    content = objects.manifest(manifest)
+    notes = Notes.from_texts(content.notes)
+    if notes is None:
+        raise NotATrainingError.at(objects.layout.root, f"{name!r} was imported", name=name)
+    return manifest, content, notes
+
+
+def describe(objects: Objects, run: str, step: int, pinned: Iterable[int]) -> Step:
+    """What there is to know of a step without reading its tensors. Errors of manifest_of."""
+    manifest, content, notes = manifest_of(objects, run, step)
+    name = step_name(run, step)
+    status = objects.files.status(objects.layout.refs / file_of(name))
+    saved_at = status.mtime_ns // 10**9 if status is not None else 0
+    metrics = dict(notes.metrics)
+    return Step(
+        run, step, name, manifest, notes.adapter, metrics, content.nbytes, step in pinned, saved_at
+    )
+
+
+def describe_all(objects: Objects, run: str) -> list[Step]:
+    """All steps of a run, in order; those deleted meanwhile are left out."""
+    pinned = pinned_steps(objects, run)
+    found = []
+    for step in step_numbers(objects, run):
+        with suppress(UnknownStepError):
+            found.append(describe(objects, run, step, pinned))
+    return found
+
+
+def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece]]) -> list[Piece]:
+    """The tensors of a manifest; pages that were `seen` are not read again."""
+    pieces: list[Piece] = []
+    for page in content.pages:
+        if page not in seen:
+            seen[page] = list(objects.page(page.hex()).pieces)
+        pieces += seen[page]
+    return [piece for piece in pieces if piece.name is not None]
+
+
+def stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
+    """Measure the steps of some runs together, in a session. Reads no tensor data."""
+    seen: dict[bytes, list[Piece]] = {}
+    sizes: dict[bytes, int] = {}
+    steps = total = 0
+    for run in runs:
+        for step in step_numbers(objects, run):
+            with suppress(UnknownStepError):
+                tensors = tensors_of(objects, manifest_of(objects, run, step)[1], seen)
+                steps += 1
+                total += len(tensors)
+                sizes |= {piece.digest: piece.nbytes for piece in tensors}
+    stored = sum(_stored(objects, sizes))
+    ratio = len(sizes) / total if total else 1.0
+    return RunStats(run_id, steps, total, len(sizes), round(ratio, 4), stored)
+
+
+def _stored(objects: Objects, sizes: dict[bytes, int]) -> Iterator[int]:
+    """What each of these pieces takes on disk, where it takes least."""
+    least: dict[bytes, int] = {}
+    for container in objects.containers():
+        with suppress(MissingObjectError):
+            for record in objects.table(container).records:
+                if record.digest in sizes:
+                    known = least.get(record.digest, record.stored)
+                    least[record.digest] = min(known, record.stored)
+    yield from least.values()
+
+
+def bytes_by_step(objects: Objects, run: str) -> list[tuple[int, int, int, int]]:
+    """For each step of a run: its number, tensors, new tensors, and new bytes (not encoded)."""
+    seen: dict[bytes, list[Piece]] = {}
+    known: set[bytes] = set()
+    found = []
+    for step in step_numbers(objects, run):
+        with suppress(UnknownStepError):
+            tensors = tensors_of(objects, manifest_of(objects, run, step)[1], seen)
+            new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
+            known |= new.keys()
+            found.append((step, len(tensors), len(new), sum(new.values())))
+    return found
+
+
+def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
+    """How the second step differs from the first, in a session. Errors of manifest_of."""
+    seen: dict[bytes, list[Piece]] = {}
+    (_, first, old_notes), (_, second, new_notes) = (
+        manifest_of(objects, *one),
+        manifest_of(objects, *two),
+    )
+    old = {piece.name: piece for piece in tensors_of(objects, first, seen)}
+    new = {piece.name: piece for piece in tensors_of(objects, second, seen)}
+    both = defaultdict(list)
+    for name in new.keys() & old.keys():
+        both[old[name] == new[name]].append(name or "")
+    metrics = {
+        name: (old_notes.metrics.get(name), new_notes.metrics.get(name))
+        for name in sorted({*old_notes.metrics, *new_notes.metrics})
+    }
+    return Difference(
+        tuple(name or "" for name in new if name not in old),
+        tuple(name or "" for name in old if name not in new),
+        tuple(sorted(both[False])),
+        len(both[True]),
+        sum(new[name].nbytes for name in both[False]),
+        metrics,
+    )

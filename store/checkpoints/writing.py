@@ -1,0 +1,98 @@
+"""Writing containers from memory that somebody else owns, and may be writing to.
+
+What is written is a copy that was compared with what was hashed: a container never holds bytes that
+do not have their digest, whatever happens to a model while it is saved.
+"""
+
+from dataclasses import dataclass
+
+from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.store.checkpoints.errors import ChangedModelError
+from tensor_dedup.store.checkpoints.fast import fast, fast_stream
+from tensor_dedup.store.containers import ContainerWriter, Sealed, record_of
+from tensor_dedup.store.hashing import Hashed, Hasher
+
+# Small pieces are put together until there is this much: one system call for many of them.
+_TOGETHER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A piece that is to be stored: its bytes, flat, their fast hash, digest and leaf digests."""
+
+    name: str
+    view: memoryview
+    fast: bytes
+    hashed: Hashed
+
+
+def hash_all(hasher: Hasher, wanted: list[tuple[str, memoryview, bytes]]) -> list[Fresh]:
+    """BLAKE3 of pieces whose fast hash is known, on all threads. ChangedModelError."""
+    parts = [
+        (view[at : at + LEAF_BYTES], number)
+        for number, (_, view, _) in enumerate(wanted)
+        for at in range(0, view.nbytes, LEAF_BYTES)
+    ]
+    leaves: list[list[bytes]] = [[] for _ in wanted]
+    views = (view for view, _ in parts)
+    large = sum(view.nbytes for _, view, _ in wanted) >= LEAF_BYTES
+    found = hasher.each(leaf_digests, views) if large else iter(map(leaf_digests, views))
+    for (_, number), digests in zip(parts, found, strict=True):
+        leaves[number] += digests
+    return [
+        _checked(name, view, was, tree)
+        for (name, view, was), tree in zip(wanted, leaves, strict=True)
+    ]
+
+
+def _checked(name: str, view: memoryview, was: bytes, leaves: list[bytes]) -> Fresh:
+    if fast(view) != was:
+        raise changed(name)
+    digest = bytes.fromhex(combine(view.nbytes, leaves))
+    return Fresh(name, view, was, Hashed(digest, b"".join(leaves)))
+
+
+def changed(name: str) -> ChangedModelError:
+    """The error for a tensor that is not what it was when this save began."""
+    return ChangedModelError.at(f"tensor {name!r}", "it was written to while it was saved")
+
+
+class MemoryWriter(ContainerWriter):
+    """A slab or a pack while it is being written. As ContainerWriter."""
+
+    _buffer: bytearray | None = None
+    _buffer_at = 0
+
+    def put(self, piece: Fresh) -> None:
+        """Store a piece. ChangedModelError: it is not what it was."""
+        start = self._reserve(piece.view.nbytes)
+        check = fast_stream()
+        for at in range(0, piece.view.nbytes, LEAF_BYTES):
+            part = bytes(piece.view[at : at + LEAF_BYTES])
+            check.update(part)
+            self._write(part, start + at)
+        if check.digest() != piece.fast:
+            raise changed(piece.name)
+        self._records.append(record_of(start, piece.view.nbytes, piece.hashed))
+
+    def _write(self, part: bytes, at: int) -> None:
+        if self._buffer is None:
+            self._buffer, self._buffer_at = bytearray(), at
+        gap = at - self._buffer_at - len(self._buffer)
+        if len(part) >= _TOGETHER or gap + len(self._buffer) + len(part) > _TOGETHER:
+            self._flush()
+            self._objects.files.pwrite(self._opened(), part, at)
+            self._buffer = None
+            return
+        self._buffer += bytes(gap)
+        self._buffer += part
+
+    def _flush(self) -> None:
+        if self._buffer:
+            self._objects.files.pwrite(self._opened(), memoryview(self._buffer), self._buffer_at)
+        self._buffer = None
+
+    def seal(self) -> Sealed | None:
+        # docstring inherited
+        self._flush()
+        return super().seal()
