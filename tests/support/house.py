@@ -25,6 +25,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.loader",
         "tensor_dedup.patches",
         "tensor_dedup.demo",
+        "tensor_dedup.store.checkpoints",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.tensors",
     ),

@@ -1,0 +1,84 @@
+"""Adapters: models of several frameworks as named tensors, and back. No pickle, ever.
+
+    adapter = adapter_for(model)
+    tensors = adapter.extract(model)
+    model = adapter.reconstruct(tensors, original=model)
+
+One for each framework; all take structures (dicts, lists) of what any of them takes, and of objects
+whose types were registered with `register_provider`. Importing this imports no framework.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from tensor_dedup.store.checkpoints.adapters.base import (
+    ModelAdapter,
+    Series,
+    StateProvider,
+    full_name,
+    providers,
+    register_provider,
+)
+from tensor_dedup.store.checkpoints.adapters.numpy import NumpyAdapter
+from tensor_dedup.store.checkpoints.adapters.plain import CONTAINERS
+from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
+from tensor_dedup.store.checkpoints.state_errors import UnknownAdapterError, UnknownModelError
+
+__all__ = [
+    "ModelAdapter",
+    "NumpyAdapter",
+    "PyTorchAdapter",
+    "Series",
+    "StateProvider",
+    "adapter_for",
+    "by_name",
+    "register_provider",
+]
+
+_ADAPTERS: Final[Mapping[str, type[ModelAdapter]]] = {
+    adapter.name: adapter for adapter in (NumpyAdapter, PyTorchAdapter)
+}
+# A package -> the adapter of its objects. numpy's random generators are numpy's.
+_PACKAGES: Final = {
+    "torch": "pytorch",
+    "numpy": "numpy",
+    "random": "numpy",
+}
+
+
+def adapter_for(model: object) -> ModelAdapter:
+    """The adapter of an object, chosen by its type; of a structure, by what it holds.
+
+    Imports no framework. UnknownModelError.
+    """
+    for name in _names(model, 0):
+        return by_name(name)
+    if type(model) in CONTAINERS or providers.find(type(model)):
+        return NumpyAdapter()
+    raise UnknownModelError.at("", f"no adapter for a {full_name(type(model))}")
+
+
+def by_name(name: str) -> ModelAdapter:
+    """A new adapter of this name. UnknownAdapterError."""
+    if (kind := _ADAPTERS.get(name)) is None:
+        known = ", ".join(sorted(_ADAPTERS))
+        raise UnknownAdapterError.at(name, f"no adapter of this name, there are {known}")
+    return kind()
+
+
+def _names(model: Any, depth: int) -> Iterator[str]:
+    """The adapters of a model and of what it holds, frameworks before numpy."""
+    if type(model) in CONTAINERS and depth < _DEPTH:
+        held = model.values() if isinstance(model, dict) else model
+        found = {name for item in held for name in _names(item, depth + 1)}
+        yield from sorted(found, key=lambda name: (name == "numpy", name))
+        return
+    roots = (base.__module__.partition(".")[0] for base in type(model).__mro__)
+    if (root := next((root for root in roots if root in _PACKAGES), None)) is not None:
+        yield _PACKAGES[root]
+    elif all(hasattr(type(model), name) for name in ("state_dict", "load_state_dict")):
+        yield "pytorch"
+
+
+# Deep enough to find a framework; a circle is refused later.
+_DEPTH: Final = 8

@@ -1,0 +1,111 @@
+"""Arrays whose dtype a piece cannot say, as arrays whose it can, and back; and orders in memory."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from tensor_dedup.store.checkpoints.adapters.plain import Wire, dtype_of, dtype_wire
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES
+from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedArrayError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_CODES: Final = frozenset(NUMPY_CODES.values())
+
+
+def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire]":
+    """An array that has a form as a piece, and the dtype to make it again, None if it is its own.
+
+    Times become integers of 64 bits; strings and records bytes, in one more dimension, with zeros
+    between fields. UnsupportedArrayError for what depends on the machine or is no array of its own.
+    """
+    import numpy as np
+
+    if type(array) not in (np.ndarray, np.memmap):
+        raise UnsupportedArrayError.at("", f"a {type(array).__qualname__}")
+    dtype = array.dtype
+    if dtype.str in _CODES:
+        return array, None
+    little = dtype.newbyteorder("<")
+    if little.str in _CODES:
+        return array, dtype_wire(dtype)  # the piece has the order of this format
+    if dtype.kind in "mM":
+        return np.ascontiguousarray(array, little).view("<i8").reshape(array.shape), dtype.str
+    if dtype.kind not in "USV" or dtype.hasobject:
+        raise UnsupportedArrayError.at("", f"an array of dtype {dtype}")
+    try:
+        return _as_bytes(array), dtype_wire(dtype)
+    except ValueError as error:
+        raise UnsupportedArrayError.at("", f"an array of dtype {dtype}: {error}") from error
+
+
+def restored(stored: Any, wire: Wire) -> Any:
+    """The array again. DamagedStateError."""
+    import numpy as np
+
+    dtype = dtype_of(wire)
+    if dtype.newbyteorder("<").str in _CODES:
+        return stored.astype(dtype)
+    if dtype.kind in "mM":
+        return stored.view(dtype.newbyteorder("<")).astype(dtype)
+    if stored.dtype != np.uint8 or stored.shape[-1:] != (dtype.itemsize,):
+        raise DamagedStateError.at("#structure", f"no array of {dtype}: {stored.shape}")
+    if not stored.size:
+        return np.zeros(stored.shape[:-1], dtype)
+    return np.ndarray(stored.shape[:-1], dtype, stored.data)
+
+
+def blank_gaps(rows: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> None:
+    """Zeros where no field of a record lies, in rows of its bytes: what is there is left over."""
+    for start, stop in _gaps(dtype):
+        rows[..., start:stop] = 0
+
+
+def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> list[int] | None:
+    """The order of dimensions in memory, outermost first; None if it is C's, or there are gaps."""
+    large = [number for number, size in enumerate(shape) if size != 1]
+    if 0 in shape or len(large) < 2:
+        return None
+    order = sorted(range(len(shape)), key=lambda number: -strides[number])
+    expected = itemsize
+    for number in reversed(order):
+        if shape[number] != 1 and strides[number] != expected:
+            return None
+        expected *= shape[number]
+    kept = [number for number in order if number in large]
+    return None if kept == large else order
+
+
+def ordered(array: "np.ndarray[Any, Any]", order: Sequence[int]) -> "np.ndarray[Any, Any]":
+    """The same elements, in memory in another order of dimensions. DamagedStateError."""
+    import numpy as np
+
+    if sorted(order) != list(range(array.ndim)):
+        raise DamagedStateError.at("#structure", f"{order} is no order of {array.ndim} dimensions")
+    held = np.empty([array.shape[number] for number in order], array.dtype)
+    result = held.transpose([order.index(number) for number in range(array.ndim)])
+    result[...] = array
+    return result
+
+
+def _as_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    import numpy as np
+
+    shape = (*array.shape, array.dtype.itemsize)
+    if not array.size or not array.dtype.itemsize:
+        return np.zeros(shape, np.uint8)
+    rows = np.frombuffer(array.tobytes(), np.uint8).reshape(shape)
+    if not list(_gaps(array.dtype)):
+        return rows
+    rows = rows.copy()
+    blank_gaps(rows, array.dtype)
+    return rows
+
+
+def _gaps(dtype: "np.dtype[Any]") -> "list[tuple[int, int]]":
+    if dtype.fields is None:
+        return []
+    spans = sorted((field[1], field[1] + field[0].itemsize) for field in dtype.fields.values())
+    ends = [0, *(stop for _, stop in spans)]
+    starts = [*(start for start, _ in spans), dtype.itemsize]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

@@ -1,0 +1,183 @@
+"""What an adapter is, and how types of objects say what their state is.
+
+An adapter takes a model apart into named values and puts it together again:
+
+    class Mine:
+        name = "mine"
+
+        def extract(self, model): return {"weights": model.weights}
+        def reconstruct(self, tensors, original): return MyModel(tensors["weights"])
+
+Most need no adapter of their own: `register_provider` says how objects of one type become plain
+values, arrays, tensors and other objects, and every built-in adapter then takes them wherever they
+stand in what is saved:
+
+    register_provider(Scaler, StateProvider(
+        name="mine.scaler",
+        state=lambda scaler: {"mean": scaler.mean, "steps": scaler.steps},
+        restore=lambda state, original: Scaler(**state),
+    ))
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+from tensor_dedup.store.checkpoints.state_errors import ProviderTakenError, StateError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from tensor_dedup.store.checkpoints.state import Value
+
+
+@runtime_checkable
+class ModelAdapter(Protocol):
+    """Takes models of some kind apart and puts them together. Safe from several threads."""
+
+    name: str
+
+    def extract(self, model: Any) -> "Mapping[str, Value]":
+        """The state of the model, by names that stay the same from step to step.
+
+        Values may be the memory of the model itself. StateError where something has no form.
+        """
+        ...
+
+    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any) -> Any:
+        """The model of what `extract` gave; put into `original` where one is given and can be.
+
+        Values are writable and become the model's own. StateError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateProvider:
+    """How objects of one type become state, and state such an object.
+
+    `name` stands in the checkpoint. `state` gives plain values, arrays, tensors, other objects with
+    a provider, and containers of them; `restore` takes the same and the object to put it into
+    (None: make one), and returns it. `parts`, where it is given, shows the like of `state` of an
+    object to put things into, so that what it holds is filled in place.
+
+    `flat` names keys of the state that do not appear in the names of pieces, `fixed` those whose
+    plain values hardly ever change, and `inline` says that tensors of one element are plain values.
+    """
+
+    name: str
+    state: Callable[[Any], Any]
+    restore: Callable[[Any, Any], Any]
+    parts: Callable[[Any], Any] | None = None
+    flat: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
+    inline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Many byte strings, in a state: each becomes a piece `NAME_000000`, `NAME_000001`, ….
+
+    For what grows at its end, such as the trees of an ensemble: pieces that were there before stay
+    as they are. Comes back as a Series of memoryviews.
+    """
+
+    name: str
+    items: "Sequence[Buffer]"
+
+
+class Providers:
+    """Types and their providers. Types may be named in text: then nothing is imported for them."""
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.Lock()
+        self._of_type: Final[dict[str, StateProvider]] = {}
+        self._named: Final[dict[str, StateProvider]] = {}
+
+    def register(self, kind: type | str, provider: StateProvider) -> None:
+        """One provider may serve several types. ProviderTakenError for a second one of a name."""
+        text = kind if isinstance(kind, str) else full_name(kind)
+        with self._lock:
+            if self._named.setdefault(provider.name, provider) is not provider:
+                raise ProviderTakenError.at(provider.name, "a provider of this name is registered")
+            if self._of_type.setdefault(text, provider) is not provider:
+                raise ProviderTakenError.at(text, "this type has a provider")
+
+    def find(self, kind: type) -> StateProvider | None:
+        """The provider of a type or of the first of its bases that has one."""
+        found = (self._of_type.get(full_name(base)) for base in kind.__mro__)
+        return next(filter(None, found), None)
+
+    def named(self, name: str) -> StateProvider | None:
+        """The provider that a checkpoint calls by this name."""
+        return self._named.get(name)
+
+
+def full_name(kind: type) -> str:
+    """A type's module and name."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+providers: Final = Providers()
+
+
+def register_provider(kind: type | str, provider: StateProvider) -> None:
+    """Say how objects of a type, and of types made from it, become state.
+
+    `kind` may be the type's module and name as text. Register before saving and before loading, in
+    every process. Any thread. ProviderTakenError when the type or the name has one.
+    """
+    providers.register(kind, provider)
+
+
+@dataclass(slots=True)
+class Place:
+    """Where in a model a value stands: as Python would write it, and as pieces are named."""
+
+    above: "Place | None" = None
+    step: str = ""
+    part: str = ""
+    _name: str | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The parts that lead here, joined by dots."""
+        if self._name is None:
+            above = self.above.name if self.above else ""
+            self._name = f"{above}.{self.part}" if above and self.part else above or self.part
+        return self._name
+
+    def __str__(self) -> str:
+        steps, place = [], self
+        while place.above is not None:
+            steps.append(place.step)
+            place = place.above
+        return "".join(reversed(steps)).removeprefix(".")
+
+    def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "Place":
+        """The place of a mapping's value."""
+        if flat:
+            return Place(self, "", "")
+        if not isinstance(key, str):
+            return Place(self, f"[{key!r}]", str(key))
+        plain = key.isidentifier() and (attribute or self.above is None)
+        return Place(self, f".{key}" if plain else f'["{key}"]', key)
+
+    def item(self, number: int) -> "Place":
+        """The place of a sequence's item."""
+        return Place(self, f"[{number}]", str(number))
+
+
+@contextmanager
+def located(place: Place) -> Iterator[None]:
+    """Errors of those who do not know where they are, with the place."""
+    try:
+        yield
+    except StateError as error:
+        if error.facts.get("place"):
+            raise
+        what = error.message.removeprefix("the model: ").removesuffix(f"; {error.advice}")
+        facts = {key: held for key, held in error.facts.items() if key != "place"}
+        raise type(error).at(str(place), what, **facts) from error

@@ -1,0 +1,243 @@
+"""Takes a structure apart: tensors and arrays as pieces, the rest as one shape and plain values.
+
+A piece is called by the keys that lead to it, joined by dots, so a state dict keeps its names.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from tensor_dedup.store.checkpoints.adapters import arrays, nodes, plain
+from tensor_dedup.store.checkpoints.adapters.base import (
+    Place,
+    Series,
+    StateProvider,
+    located,
+    providers,
+)
+from tensor_dedup.store.checkpoints.adapters.nodes import Node
+from tensor_dedup.store.checkpoints.state import (
+    Piece,
+    dtype_names,
+    is_array,
+    is_tensor,
+    raw,
+    tensor_fault,
+)
+from tensor_dedup.store.checkpoints.state_errors import (
+    CyclicStateError,
+    UnsupportedArrayError,
+    UnsupportedValueError,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.checkpoints.state import Value
+
+_RESERVED: Final = "#"
+_ALONE: Final = "tensor"
+_OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups"})
+
+
+def take_apart(model: object) -> "dict[str, Value]":
+    """Every tensor and array by its name, then `#structure` and `#values`. StateError."""
+    walk = _Walk()
+    try:
+        root = walk.node(model, Place(), 0)
+    except RecursionError as error:
+        raise CyclicStateError.at("", "nested too deeply for this stack") from error
+    structure = msgspec.msgpack.encode(nodes.Structure(nodes.FORMAT, root))
+    walk.tensors[nodes.STRUCTURE] = packed(nodes.STRUCTURE, structure)
+    walk.tensors[nodes.VALUES] = packed(nodes.VALUES, msgspec.msgpack.encode(walk.values))
+    return walk.tensors
+
+
+def packed(name: str, data: "bytes | bytearray | memoryview") -> Piece:
+    """Bytes as a piece."""
+    return Piece(name, "U8", (len(data),), memoryview(data))
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Value] = {}
+        self.values: list[plain.Wire] = []
+        # What is compared by identity is kept: what replaced it in memory would have its identity.
+        self._numbers: dict[int, tuple[int, object]] = {}
+        self._open: set[int] = set()
+        self._memories: dict[tuple[Any, ...], str] = {}
+        self._kept: list[object] = []
+        self._inline = False
+
+    def node(self, value: object, place: Place, depth: int) -> Node:
+        """What stands for the value; None once its plain form was added to the values."""
+        if plain.is_scalar(value) or (depth and plain.is_flat(value)):
+            self.values.append(plain.encode(value, "", depth))
+            return None
+        if depth >= plain.MAX_DEPTH:
+            raise CyclicStateError.at(str(place), f"nested more than {plain.MAX_DEPTH} deep")
+        with located(place):
+            if is_tensor(value):
+                return self._tensor(value, place, depth)
+            if is_array(value):
+                return self._array(value, place, depth)
+            return self._other(value, place, depth)
+
+    def _other(self, value: object, place: Place, depth: int) -> Node:
+        if isinstance(value, Piece):
+            return nodes.PieceLeaf(self._add(place, value))
+        if isinstance(value, Series):
+            return self._series(value, place)
+        if type(value) in plain.CONTAINERS and not hasattr(value, "_metadata"):
+            return self._container(value, place, depth)
+        if (provider := providers.find(type(value)) or _by_habit(value)) is not None:
+            return self._object(value, provider, place, depth)
+        self.values.append(plain.scalar(value, str(place)))
+        return None
+
+    def _container(self, value: Any, place: Place, depth: int) -> Node:
+        tag, head = plain.CONTAINERS[type(value)], plain.header(value)
+        inline, self._inline = self._inline, self._inline or _is_optimizer_state(value)
+        first = len(self.values)
+        if tag in plain.MAPPINGS:
+            keys = _keys(value, place, depth + 1)
+            items = [self._item(key, held, place, depth) for key, held in value.items()]
+        else:
+            keys = []
+            if tag in (plain.SET, plain.FROZENSET):
+                self.values.append(plain.encode(value, str(place), depth))
+                return None
+            items = [self.node(x, place.item(i), depth + 1) for i, x in enumerate(value)]
+        self._inline = inline
+        if any(item is not None for item in items):
+            return nodes.Container(tag, head, keys, items)
+        # All plain: then it is one plain value.
+        self.values[first:] = [plain.wrap(value, keys, self.values[first:])]
+        return None
+
+    def _item(self, key: object, held: object, place: Place, depth: int) -> Node:
+        if self._inline and key == "params" and _are_numbers(held):
+            return nodes.Fixed(plain.encode(held, "", depth + 1))
+        return self.node(held, place.key(key), depth + 1)
+
+    def _object(self, value: object, provider: StateProvider, place: Place, depth: int) -> Node:
+        if (known := self._numbers.get(id(value))) is not None:
+            if id(value) in self._open:
+                raise CyclicStateError.at(str(place), "an object that is part of its own state")
+            return nodes.RefNode(known[0])
+        number = len(self._numbers)
+        self._numbers[id(value)] = number, value
+        self._open.add(id(value))
+        inline, self._inline = self._inline, provider.inline
+        node = self._state(provider.state(value), provider, place, depth + 1)
+        self._inline = inline
+        self._open.discard(id(value))
+        return nodes.ObjectNode(provider.name, number, node)
+
+    def _state(self, state: object, provider: StateProvider, place: Place, depth: int) -> Node:
+        """The state of an object; that of most is a dict, whose keys are like attributes."""
+        if type(state) is not dict:
+            return self.node(state, place, depth)
+        keys = _keys(state, place, depth)
+        items: list[Node] = []
+        for key, held in state.items():
+            at = place.key(key, attribute=True, flat=key in provider.flat)
+            if key in provider.fixed:
+                items.append(nodes.Fixed(plain.encode(held, str(at), depth)))
+            else:
+                items.append(self.node(held, at, depth + 1))
+        return nodes.Container(plain.DICT, None, keys, items)
+
+    def _tensor(self, tensor: Any, place: Place, depth: int) -> Node:
+        if str(tensor.layout).startswith("torch.sparse") and not tensor.is_meta:
+            return self._object(tensor, _sparse(), place, depth)
+        if fault := tensor_fault(tensor):
+            raise UnsupportedArrayError.at(str(place), fault)
+        if self._inline and tensor.dim() == 0 and tensor.device.type == "cpu":
+            return self._inlined(tensor)
+        memory = ("torch", tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        name, same = self._leaf(place, tensor, (*memory, tensor.data_ptr()), tensor.numel())
+        order = arrays.order_of(tensor.shape, tensor.stride(), 1)
+        parameter = type(tensor).__name__ == "Parameter"
+        grad = tensor.requires_grad and tensor.is_leaf
+        return nodes.TensorLeaf(name, same, order, grad, parameter)
+
+    def _inlined(self, tensor: Any) -> Node:
+        if tensor.dtype not in dtype_names():
+            raise UnsupportedArrayError.at("", f"a tensor of dtype {tensor.dtype}")
+        self.values.append(bytes(raw(tensor)))
+        return nodes.InlineTensor(dtype_names()[tensor.dtype])
+
+    def _array(self, array: Any, place: Place, depth: int) -> Node:
+        if array.dtype == object:
+            self.values.append(list(array.shape))
+            items = array.reshape(-1).tolist()
+            children = [self.node(held, place.item(i), depth + 1) for i, held in enumerate(items)]
+            return nodes.ObjectArray(children)
+        stored, dtype = arrays.storable(array)
+        name, same = self._leaf(place, stored, ("numpy", id(array)), array.size, array)
+        order = arrays.order_of(array.shape, array.strides, array.itemsize)
+        return nodes.ArrayLeaf(name, same, order, dtype)
+
+    def _leaf(
+        self, place: Place, held: Any, memory: tuple[Any, ...], size: int, kept: object = None
+    ) -> tuple[str, str | None]:
+        name = self._add(place, held)
+        if not size:
+            return name, None
+        self._kept.append(kept)
+        first = self._memories.setdefault(memory, name)
+        return name, None if first == name else first
+
+    def _series(self, series: Series, place: Place) -> Node:
+        first = nodes.series_name("", 0)
+        base = self._free(place.key(series.name).name, first)
+        for number, item in enumerate(series.items):
+            name = nodes.series_name(base, number)
+            self.tensors[name] = packed(name, memoryview(item))
+        self.values.append(len(series.items))
+        return nodes.SeriesLeaf(base)
+
+    def _add(self, place: Place, held: Any) -> str:
+        name = self._free(place.name or _ALONE)
+        self.tensors[name] = held
+        return name
+
+    def _free(self, name: str, suffix: str = "") -> str:
+        """A name nobody has: keys with dots can lead to one name from two places."""
+        name = name.encode("utf-8", "backslashreplace").decode()
+        name = f"_{name}" if name.startswith(_RESERVED) else name
+        tried, number = name, 1
+        while tried + suffix in self.tensors:
+            tried, number = f"{name}~{number}", number + 1
+        return tried
+
+
+def _keys(mapping: Mapping[object, object], place: Place, depth: int) -> list[plain.Wire]:
+    if all(type(key) is str and key.isascii() for key in mapping):
+        return list(mapping)  # the most, and without a word on where they are
+    return [plain.encode(key, f"{place}.keys()", depth) for key in mapping]
+
+
+def _is_optimizer_state(value: object) -> bool:
+    return isinstance(value, dict) and value.keys() == _OPTIMIZER_KEYS
+
+
+def _are_numbers(held: object) -> bool:
+    """As an optimizer's state dict calls its parameters."""
+    return isinstance(held, list) and set(map(type, held)) <= {int}
+
+
+def _by_habit(value: object) -> StateProvider | None:
+    """Objects that say what their state is in torch's way, whoever made them."""
+    if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+        return providers.named("torch.state_dict")
+    methods = (getattr(type(value), name, None) for name in ("state_dict", "load_state_dict"))
+    return providers.named("stateful") if all(map(callable, methods)) else None
+
+
+def _sparse() -> StateProvider:
+    found = providers.named("torch.sparse")
+    if found is None:
+        raise UnsupportedValueError.at("", "a sparse tensor")
+    return found

@@ -1,0 +1,138 @@
+"""NumPy: arrays, structures of arrays and plain values, and random generators."""
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from tensor_dedup.store.checkpoints.adapters.base import StateProvider, register_provider
+from tensor_dedup.store.checkpoints.adapters.nested import take_apart
+from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
+from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedValueError
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.checkpoints.state import Value
+
+_BIT_GENERATORS: Final = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
+
+
+class NumpyAdapter:
+    """An array, a mapping of arrays, or any structure of arrays and plain values.
+
+    Arrays of every dtype but long double and Python objects that have no form: records, strings
+    and times too, with their byte order and their order in memory (C or Fortran).
+    """
+
+    name = "numpy"
+
+    def extract(self, model: Any) -> "Mapping[str, Value]":
+        """Arrays by the keys that lead to them; they share the model's memory."""
+        return take_apart(model)
+
+    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
+        """The same structure; arrays of `original` of equal shape and dtype are filled."""
+        return put_together(tensors, original)
+
+
+def _bit_generator_state(bits: Any) -> dict[str, object]:
+    kind = type(bits).__name__
+    if kind not in _BIT_GENERATORS:
+        raise UnsupportedValueError.at("", f"a bit generator {kind}")
+    seeds = getattr(bits, "seed_seq", None)
+    spawn = getattr(seeds, "state", None)  # what further generators are spawned from
+    return {"kind": kind, "state": bits.state, "seeds": spawn if isinstance(spawn, dict) else None}
+
+
+def _load_bits(state: Any, original: Any) -> Any:
+    from numpy import random as generators
+
+    kind, seeds = state["kind"], state["seeds"]
+    if kind not in _BIT_GENERATORS:
+        raise DamagedStateError.at("", f"a bit generator {kind!r}")
+    if original is not None and type(original).__name__ != kind:
+        raise mismatched(original, kind)
+    bits = original
+    if bits is None:
+        sequence = None if seeds is None else generators.SeedSequence(**seeds)
+        bits = getattr(generators, kind)(sequence)
+    return _with_state(bits, state["state"])
+
+
+def _with_state(bits: Any, state: Any) -> Any:
+    try:
+        bits.state = state
+    except (TypeError, ValueError, KeyError) as error:
+        raise DamagedStateError.at("", f"no state of a generator: {error}") from error
+    return bits
+
+
+def _load_generator(state: Any, original: Any) -> Any:
+    from numpy.random import Generator
+
+    if original is None:
+        return Generator(state["bits"])
+    if not isinstance(original, Generator):
+        raise mismatched(original, "a numpy.random.Generator")
+    return original
+
+
+def _random_state(source: Any) -> dict[str, object]:
+    state = dict(source.get_state(legacy=False))
+    if state["bit_generator"] not in _BIT_GENERATORS:
+        raise UnsupportedValueError.at("", f"a bit generator {state['bit_generator']}")
+    return state
+
+
+def _load_random_state(state: Any, original: Any) -> Any:
+    from numpy import random as generators
+
+    if original is not None and not isinstance(original, generators.RandomState):
+        raise mismatched(original, "a numpy.random.RandomState")
+    if state["bit_generator"] not in _BIT_GENERATORS:
+        raise DamagedStateError.at("", f"a bit generator {state['bit_generator']!r}")
+    source = original
+    if source is None:
+        source = generators.RandomState(getattr(generators, state["bit_generator"])())
+    try:
+        source.set_state(state)
+    except (TypeError, ValueError, KeyError) as error:
+        raise DamagedStateError.at("", f"no state of a generator: {error}") from error
+    return source
+
+
+def _load_python_random(state: Any, original: Any) -> Any:
+    if original is not None and not isinstance(original, random.Random):
+        raise mismatched(original, "a random.Random")
+    source = random.Random() if original is None else original
+    try:
+        source.setstate(state)
+    except (TypeError, ValueError) as error:
+        raise DamagedStateError.at("", f"no state of a generator: {error}") from error
+    return source
+
+
+_BITS: Final = StateProvider("numpy.random.bits", _bit_generator_state, _load_bits)
+for _name, _module in (
+    ("MT19937", "_mt19937"),
+    ("PCG64", "_pcg64"),
+    ("PCG64DXSM", "_pcg64"),
+    ("Philox", "_philox"),
+    ("SFC64", "_sfc64"),
+):
+    register_provider(f"numpy.random.{_module}.{_name}", _BITS)
+register_provider(
+    "numpy.random._generator.Generator",
+    StateProvider(
+        "numpy.random.generator",
+        lambda source: {"bits": source.bit_generator},
+        _load_generator,
+        lambda source: {"bits": source.bit_generator},
+    ),
+)
+register_provider(
+    "numpy.random.mtrand.RandomState",
+    StateProvider("numpy.random.state", _random_state, _load_random_state),
+)
+register_provider(
+    "random.Random",
+    StateProvider("python.random", lambda source: source.getstate(), _load_python_random),
+)

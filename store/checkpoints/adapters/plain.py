@@ -1,0 +1,305 @@
+"""Plain Python values as msgpack, every type exactly as it was. No pickle: nothing runs on reading.
+
+On the wire None, bool, int of 64 bits, float, str, bytes, and dict with keys of str are themselves;
+everything else is an array that begins with its tag.
+"""
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from tensor_dedup.store.checkpoints.state_errors import (
+    CyclicStateError,
+    DamagedStateError,
+    UnsupportedValueError,
+)
+
+# What msgpack can say; Any, since it holds itself.
+Wire: TypeAlias = Any
+
+# Well within Python's limit: a level takes several calls.
+MAX_DEPTH: Final = 100
+# Tags are part of the format: never given another meaning.
+LIST, TUPLE, DICT, SET, FROZENSET, ORDERED, COUNTER, DEFAULT, DEQUE = range(9)
+_BYTEARRAY, _INT, _COMPLEX, _TEXT, _RANGE, _SLICE = range(16, 22)
+_SCALAR, _DTYPE, _SCALAR_TYPE = range(32, 35)
+_TORCH_DTYPE, _TORCH_SIZE, _TORCH_DEVICE = range(48, 51)
+
+CONTAINERS: Final[dict[type, int]] = {
+    list: LIST,
+    tuple: TUPLE,
+    dict: DICT,
+    set: SET,
+    frozenset: FROZENSET,
+    OrderedDict: ORDERED,
+    Counter: COUNTER,
+    defaultdict: DEFAULT,
+    deque: DEQUE,
+}
+MAPPINGS: Final = frozenset({DICT, ORDERED, COUNTER, DEFAULT})
+# What a defaultdict may make: they take no argument and do nothing else.
+_FACTORIES: Final[dict[str, Any]] = {
+    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bytes, bool)
+}
+_INT_RANGE: Final = range(-(1 << 63), 1 << 64)
+
+
+def encode(value: object, place: str, depth: int = 0) -> Wire:
+    """The value on the wire. UnsupportedValueError names its place, CyclicStateError a circle."""
+    tag = CONTAINERS.get(type(value))
+    if tag is None:
+        return scalar(value, place)
+    if depth >= MAX_DEPTH:
+        raise CyclicStateError.at(place, f"nested more than {MAX_DEPTH} deep")
+    if is_flat(value):
+        return [tag, *value]  # type: ignore[misc]
+    if isinstance(value, dict):
+        keys = [encode(key, f"{place}.keys()", depth + 1) for key in value]
+        named = ((f"{place}[{key!r}]", held) for key, held in value.items())
+        return wrap(value, keys, [encode(held, at, depth + 1) for at, held in named])
+    items: Sequence[object] = list(value)  # type: ignore[call-overload]
+    return wrap(value, [], [encode(x, f"{place}[{i}]", depth + 1) for i, x in enumerate(items)])
+
+
+def is_flat(value: object) -> bool:
+    """Whether it is a long list or tuple of small numbers: those are written as they are."""
+    if not isinstance(value, list | tuple) or len(value) < 4:
+        return False
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return bool(min(value) >= _INT_RANGE.start and max(value) < _INT_RANGE.stop)
+    return kinds in ({float}, {bool})
+
+
+def scalar(value: object, place: str) -> Wire:
+    """A value that holds no other ones, on the wire."""
+    encoder = _SCALARS.get(type(value))
+    if encoder is not None:
+        return encoder(value)
+    for package, known in (("numpy", _of_numpy), ("torch", _of_torch)):
+        if package in sys.modules and (found := known(sys.modules[package], value)) is not None:
+            return found
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise UnsupportedValueError.at(place, f"a {kind} has no form in a checkpoint", type=kind)
+
+
+def is_scalar(value: object) -> bool:
+    """Whether it is one of Python's own values that hold no other ones."""
+    return type(value) in _SCALARS
+
+
+def header(container: object) -> Wire:
+    """What a container is beside its keys and items."""
+    if isinstance(container, deque):
+        return container.maxlen
+    if isinstance(container, defaultdict):
+        factory = container.default_factory
+        known = next((name for name, kind in _FACTORIES.items() if kind is factory), None)
+        if factory is not None and known is None:
+            raise UnsupportedValueError.at("", f"a defaultdict that calls {factory!r}")
+        return known
+    return None
+
+
+def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire:
+    """A container on the wire, of its keys and items there."""
+    tag = CONTAINERS[type(container)]
+    if tag == DICT and all(type(key) is str for key in keys):
+        return dict(zip(keys, items, strict=True))
+    content = list(chain.from_iterable(zip(keys, items, strict=True))) if keys else list(items)
+    if tag in (SET, FROZENSET):  # their order differs from process to process
+        content.sort(key=msgspec.msgpack.encode)
+    return [tag, header(container), *content] if tag in (DEFAULT, DEQUE) else [tag, *content]
+
+
+def decode(wire: Wire) -> Any:
+    """The value. DamagedStateError when no encoder wrote this."""
+    try:
+        return _decoded(wire)
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
+        raise DamagedStateError.at("#values", f"no plain value: {error}") from error
+
+
+def build(tag: int, head: Wire, keys: Sequence[Any], items: Sequence[Any]) -> Any:
+    """A container of its decoded keys and items. KeyError, TypeError, ValueError."""
+    if tag == DEFAULT:
+        factory = None if head is None else _FACTORIES[head]
+        return defaultdict(factory, zip(keys, items, strict=True))
+    if tag == DEQUE:
+        return deque(items, head)
+    if tag in MAPPINGS:
+        return _KINDS[tag](dict(zip(keys, items, strict=True)))
+    return _KINDS[tag](items)
+
+
+def _decoded(wire: Wire) -> Any:
+    if isinstance(wire, dict):
+        return {key: _decoded(held) for key, held in wire.items()}
+    if not isinstance(wire, list):
+        return wire
+    tag = wire[0]
+    if tag in _DECODERS:
+        return _DECODERS[tag](*wire[1:])
+    head, content = (wire[1], wire[2:]) if tag in (DEFAULT, DEQUE) else (None, wire[1:])
+    if tag in MAPPINGS:
+        return build(tag, head, _all(content[::2]), _all(content[1::2]))
+    return build(tag, head, (), _all(content))
+
+
+def _all(wires: Sequence[Wire]) -> list[Any]:
+    return [_decoded(wire) if isinstance(wire, list | dict) else wire for wire in wires]
+
+
+def _of_int(value: int) -> Wire:
+    if value in _INT_RANGE:
+        return value
+    size = value.bit_length() // 8 + 1
+    return [_INT, value.to_bytes(size, "little", signed=True)]
+
+
+def _of_text(value: str) -> Wire:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return [_TEXT, value.encode("utf-8", "surrogatepass")]
+    return value
+
+
+def _same(value: Any) -> Wire:
+    return value
+
+
+def _of_slice(value: slice) -> Wire:
+    return [_SLICE, *(encode(part, "slice") for part in (value.start, value.stop, value.step))]
+
+
+_SCALARS: Final[dict[type, Callable[[Any], Wire]]] = {
+    type(None): _same,
+    bool: _same,
+    float: _same,
+    bytes: _same,
+    int: _of_int,
+    str: _of_text,
+    bytearray: lambda value: [_BYTEARRAY, bytes(value)],
+    complex: lambda value: [_COMPLEX, value.real, value.imag],
+    range: lambda value: [_RANGE, *map(_of_int, (value.start, value.stop, value.step))],
+    slice: _of_slice,
+}
+
+
+def _of_numpy(numpy: Any, value: object) -> Wire | None:
+    if isinstance(value, numpy.generic):
+        return _of_numpy_scalar(numpy, value)
+    if isinstance(value, numpy.dtype):
+        return None if value.hasobject else [_DTYPE, dtype_wire(value)]
+    if isinstance(value, type) and issubclass(value, numpy.generic):
+        return [_SCALAR_TYPE, value.__name__] if _type_of(value.__name__) is value else None
+    return None
+
+
+def _of_numpy_scalar(numpy: Any, value: Any) -> Wire | None:
+    if value.dtype.hasobject or value.dtype == numpy.longdouble or value.dtype.kind in "VTG":
+        return None
+    if value.dtype == numpy.clongdouble:
+        return None
+    little = value.dtype.newbyteorder("<")
+    return [_SCALAR, little.str, numpy.asarray(value, little).tobytes()]
+
+
+def _type_of(name: str) -> Any:
+    import numpy as np
+
+    found = getattr(np, name, None)
+    return found if isinstance(found, type) and issubclass(found, np.generic) else None
+
+
+def dtype_wire(dtype: Any) -> Wire:
+    """A numpy dtype on the wire: fields with their offsets, in the order of their bytes."""
+    import numpy as np
+
+    return encode(np.lib.format.dtype_to_descr(dtype), "dtype")  # type: ignore[no-untyped-call]
+
+
+def dtype_of(wire: Wire) -> Any:
+    """The dtype. ValueError when it has Python objects in it, or is none."""
+    import numpy as np
+
+    dtype = np.lib.format.descr_to_dtype(_decoded(wire))  # type: ignore[no-untyped-call]
+    if dtype.hasobject:
+        raise DamagedStateError.at("#structure", f"a dtype of Python objects: {dtype}")
+    return dtype
+
+
+def _numpy_scalar(code: str, data: bytes) -> Any:
+    import numpy as np
+
+    dtype = dtype_of(code)
+    if dtype.itemsize != len(data):
+        raise DamagedStateError.at("#values", f"{len(data)} bytes are no {code}")
+    # Not frombuffer: it refuses strings of no length.
+    return np.ndarray((), dtype, data)[()]
+
+
+def _scalar_type(name: str) -> Any:
+    if (found := _type_of(name)) is None:
+        raise DamagedStateError.at("#values", f"numpy has no type {name}")
+    return found
+
+
+def _of_torch(torch: Any, value: object) -> Wire | None:
+    if isinstance(value, torch.dtype):
+        return [_TORCH_DTYPE, str(value).removeprefix("torch.")]
+    if isinstance(value, torch.Size):
+        return [_TORCH_SIZE, *map(int, value)]
+    if isinstance(value, torch.device):
+        return [_TORCH_DEVICE, value.type, value.index]
+    return None
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise DamagedStateError.at("#values", f"torch has no dtype {name}")
+    return found
+
+
+def _torch_size(*sizes: int) -> Any:
+    import torch
+
+    return torch.Size(sizes)
+
+
+def _torch_device(kind: str, index: int | None) -> Any:
+    import torch
+
+    try:
+        return torch.device(kind) if index is None else torch.device(kind, index)
+    except RuntimeError as error:
+        raise DamagedStateError.at("#values", f"torch knows no device {kind}") from error
+
+
+def _big_int(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+_KINDS: Final[dict[int, Any]] = {tag: kind for kind, tag in CONTAINERS.items()}
+_DECODERS: Final[dict[int, Callable[..., Any]]] = {
+    _BYTEARRAY: lambda data: bytearray(memoryview(data)),  # of a number it would make room
+    _INT: _big_int,
+    _COMPLEX: complex,
+    _TEXT: lambda data: data.decode("utf-8", "surrogatepass"),
+    _RANGE: lambda *parts: range(*_all(parts)),
+    _SLICE: lambda *parts: slice(*_all(parts)),
+    _SCALAR: _numpy_scalar,
+    _DTYPE: dtype_of,
+    _SCALAR_TYPE: _scalar_type,
+    _TORCH_DTYPE: _torch_dtype,
+    _TORCH_SIZE: _torch_size,
+    _TORCH_DEVICE: _torch_device,
+}

@@ -1,0 +1,330 @@
+"""Puts together what nested.py took apart, into an object that is there or into new ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensor_dedup.store.checkpoints.adapters import arrays, nodes, plain
+from tensor_dedup.store.checkpoints.adapters.base import (
+    Place,
+    Series,
+    StateProvider,
+    located,
+    providers,
+)
+from tensor_dedup.store.checkpoints.state import (
+    Piece,
+    dtype_names,
+    is_array,
+    is_tensor,
+    pieces,
+    raw,
+    value,
+)
+from tensor_dedup.store.checkpoints.state_errors import (
+    DamagedStateError,
+    MismatchedOriginalError,
+    UnknownProviderError,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.checkpoints.state import Value
+
+
+def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any:
+    """What `take_apart` was given.
+
+    Where `original` has something at the same place, that is filled and stays: modules, optimizers
+    and whatever else has a provider, dicts, lists, tensors and arrays of equal shape and dtype.
+    Without, modules and optimizers come back as their state dicts. Values become the result's own.
+    StateError; then some of `original` may have been filled.
+    """
+    rebuild = _Rebuild(tensors)
+    root = nodes.decode_structure(raw(rebuild.piece(nodes.STRUCTURE)))
+    result = rebuild.node(root, Place(), original)
+    rebuild.finish()
+    return result
+
+
+class _Rebuild:
+    def __init__(self, tensors: "Mapping[str, Value]") -> None:
+        self._tensors = tensors
+        wires = nodes.decode_values(raw(self.piece(nodes.VALUES)))
+        self._count = len(wires)
+        self._wires = iter(wires)
+        self._objects: dict[int, Any] = {}
+        self._leaves: dict[str, Any] = {}
+
+    def piece(self, name: str) -> "Value":
+        """The value of this name."""
+        try:
+            return self._tensors[name]
+        except KeyError as error:
+            raise DamagedStateError.at(name, "the piece is not there") from error
+
+    def finish(self) -> None:
+        """DamagedStateError when plain values are left over."""
+        if next(self._wires, None) is not None:
+            raise DamagedStateError.at(nodes.VALUES, f"more values than places, {self._count}")
+
+    def node(self, node: nodes.Node, place: Place, original: object) -> Any:
+        """What stands at one place."""
+        match node:
+            case None:
+                return plain.decode(self._wire())
+            case nodes.TensorLeaf():
+                return self._tensor(node, original)
+            case nodes.ArrayLeaf():
+                return self._array(node, original)
+            case nodes.Container():
+                return self._container(node, place, original)
+            case nodes.ObjectNode():
+                return self._object(node, place, original)
+            case nodes.RefNode():
+                return self._known(node)
+            case _:
+                return self._rare(node, place, original)
+
+    def _rare(self, node: nodes.Node, place: Place, original: object) -> Any:
+        match node:
+            case nodes.SeriesLeaf():
+                return self._series(node)
+            case nodes.ObjectArray():
+                return self._object_array(node, place, original)
+            case nodes.InlineTensor():
+                return self._inlined(node)
+            case nodes.PieceLeaf():
+                return as_piece(node.name, self.piece(node.name))
+            case nodes.Fixed():
+                return plain.decode(node.value)
+            case _:
+                raise DamagedStateError.at(str(place), "an unknown kind of node")
+
+    def _wire(self) -> plain.Wire:
+        try:
+            return next(self._wires)
+        except StopIteration as error:
+            raise DamagedStateError.at(nodes.VALUES, "fewer values than places") from error
+
+    def _container(self, node: nodes.Container, place: Place, original: Any) -> Any:
+        keys = [plain.decode(key) for key in node.keys]
+        if len(keys) != (len(node.items) if node.kind in plain.MAPPINGS else 0):
+            raise DamagedStateError.at(str(place), "keys and items differ in number")
+        items = []
+        for number, item in enumerate(node.items):
+            key = keys[number] if keys else number
+            at = place.key(key) if keys else place.item(number)
+            items.append(self.node(item, at, _at(original, key)))
+        return _filled(_built(node, keys, items), original)
+
+    def _object(self, node: nodes.ObjectNode, place: Place, original: Any) -> Any:
+        provider = providers.named(node.provider)
+        if provider is None:
+            raise UnknownProviderError.at(
+                str(place), f"no provider {node.provider!r} is registered"
+            )
+        parts = None
+        if original is not None and provider.parts is not None:
+            parts = provider.parts(original)
+        state = self.node(node.state, place, parts)
+        if node.number in self._objects:
+            raise DamagedStateError.at(str(place), "two objects of one number")
+        self._objects[node.number] = restored = _restore(provider, state, original, place)
+        return restored
+
+    def _known(self, node: nodes.RefNode) -> Any:
+        try:
+            return self._objects[node.number]
+        except KeyError as error:
+            raise DamagedStateError.at(nodes.STRUCTURE, "a reference to nothing") from error
+
+    def _tensor(self, node: nodes.TensorLeaf, original: Any) -> Any:
+        if node.same is not None:
+            return self._leaf(node.same)
+        made = _parameter(node, _ordered_tensor(as_tensor(self.piece(node.name)), node.order))
+        self._leaves[node.name] = kept = _kept_tensor(made, original)
+        return kept
+
+    def _array(self, node: nodes.ArrayLeaf, original: Any) -> Any:
+        if node.same is not None:
+            return self._leaf(node.same)
+        made = as_array(node.name, self.piece(node.name))
+        if node.dtype is not None:
+            made = arrays.restored(made, node.dtype)
+        if node.order is not None:
+            made = arrays.ordered(made, node.order)
+        self._leaves[node.name] = kept = _kept_array(made, original)
+        return kept
+
+    def _leaf(self, name: str) -> Any:
+        try:
+            return self._leaves[name]
+        except KeyError as error:
+            raise DamagedStateError.at(
+                name, "the same as a piece that does not come before"
+            ) from error
+
+    def _series(self, node: nodes.SeriesLeaf) -> Series:
+        count = self._wire()
+        # The number of pieces bounds it, not what the checkpoint says.
+        if type(count) is not int or not 0 <= count <= len(self._tensors):
+            raise DamagedStateError.at(node.name, f"a series of {count!r} pieces")
+        names = [nodes.series_name(node.name, number) for number in range(count)]
+        return Series(node.name, [raw(self.piece(name)) for name in names])
+
+    def _object_array(self, node: nodes.ObjectArray, place: Place, original: Any) -> Any:
+        import numpy as np
+
+        shape = self._wire()
+        held = original.reshape(-1).tolist() if is_array(original) else None
+        items = [self.node(item, place.item(i), _at(held, i)) for i, item in enumerate(node.items)]
+        flat = np.empty(len(items), object)
+        for number, item in enumerate(items):
+            flat[number] = item
+        try:
+            return flat.reshape(shape)
+        except (TypeError, ValueError) as error:
+            raise DamagedStateError.at(str(place), f"{len(items)} objects in {shape}") from error
+
+    def _inlined(self, node: nodes.InlineTensor) -> Any:
+        data = self._wire()
+        if type(data) is not bytes:
+            raise DamagedStateError.at(nodes.VALUES, "no bytes of a tensor")
+        return as_tensor(Piece(nodes.VALUES, node.dtype, (), data))
+
+
+def as_tensor(held: "Value") -> Any:
+    """A torch tensor on the CPU that has the value's memory where that is writable."""
+    import torch
+
+    if is_tensor(held):
+        return held
+    if is_array(held):
+        array: Any = held
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    piece = as_piece("", held)
+    named = {name: dtype for dtype, name in dtype_names().items()}
+    if (dtype := named.get(piece.dtype)) is None:
+        raise DamagedStateError.at(piece.name, f"torch has no dtype for {piece.dtype}")
+    if piece.nbytes != _count(piece.shape) * dtype.itemsize:
+        raise DamagedStateError.at(piece.name, f"{piece.nbytes} bytes in {piece.shape}")
+    if not piece.nbytes:
+        return torch.empty(piece.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(piece.data), dtype=dtype).view(piece.shape)
+
+
+def as_array(name: str, held: "Value") -> Any:
+    """A numpy array that has the value's memory where that is writable."""
+    if is_array(held):
+        array: Any = held
+        return array if array.flags.writeable else array.copy()
+    made = value(as_piece(name, held))
+    if isinstance(made, Piece):
+        raise DamagedStateError.at(name, f"numpy has no dtype for {made.dtype}")
+    return made
+
+
+def as_piece(name: str, held: "Value") -> Piece:
+    """The value as a piece."""
+    return pieces({name: held})[0]
+
+
+def _restore(provider: StateProvider, state: Any, original: Any, place: Place) -> Any:
+    with located(place):
+        try:
+            return provider.restore(state, original)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            what = f"{provider.name} does not take its state: {error!r}"
+            raise DamagedStateError.at("", what, provider=provider.name) from error
+
+
+def _built(node: nodes.Container, keys: list[Any], items: list[Any]) -> Any:
+    try:
+        return plain.build(node.kind, node.head, keys, items)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DamagedStateError.at(nodes.STRUCTURE, f"no container: {error}") from error
+
+
+def _filled(made: Any, original: Any) -> Any:
+    """The container that was there, with what was made in it; else what was made."""
+    if original is None:
+        return made
+    if hasattr(original, "load_state_dict") and isinstance(made, dict):
+        provider = providers.named("stateful")
+        return made if provider is None else provider.restore(made, original)
+    if type(original) is not type(made):
+        return made
+    if isinstance(made, dict):
+        original.clear()
+        original.update(made)
+        return original
+    if isinstance(made, list):
+        original[:] = made
+        return original
+    return made
+
+
+def _at(original: Any, key: Any) -> Any:
+    """What the object that is there has at the same place."""
+    if isinstance(original, Mapping):
+        return original.get(key)
+    if isinstance(original, list | tuple) and type(key) is int and key < len(original):
+        return original[key]
+    return None
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _ordered_tensor(tensor: Any, order: list[int] | None) -> Any:
+    import torch
+
+    if order is None:
+        return tensor
+    if sorted(order) != list(range(tensor.dim())):
+        raise DamagedStateError.at(nodes.STRUCTURE, f"{order} is no order of {tensor.dim()}")
+    shape = [tensor.shape[number] for number in order]
+    held = torch.empty(shape, dtype=tensor.dtype)
+    return held.permute([order.index(number) for number in range(tensor.dim())]).copy_(tensor)
+
+
+def _parameter(node: nodes.TensorLeaf, tensor: Any) -> Any:
+    import torch
+
+    if node.parameter:
+        return torch.nn.Parameter(tensor, requires_grad=node.grad)
+    return tensor.requires_grad_() if node.grad else tensor
+
+
+def _kept_tensor(made: Any, original: Any) -> Any:
+    import torch
+
+    if not is_tensor(original) or original is made:
+        return made
+    if (original.shape, original.dtype) != (made.shape, made.dtype) or original.is_meta:
+        return made
+    if any(
+        size > 1 and not step for size, step in zip(original.shape, original.stride(), strict=True)
+    ):
+        return made  # expanded: several elements are one place in memory
+    with torch.no_grad():
+        original.copy_(made)
+    return original
+
+
+def _kept_array(made: Any, original: Any) -> Any:
+    if not is_array(original) or not original.flags.writeable:
+        return made
+    if (original.shape, original.dtype) != (made.shape, made.dtype):
+        return made
+    original[...] = made
+    return original
+
+
+def mismatched(original: object, kind: str) -> MismatchedOriginalError:
+    """The error about an original that is no such thing."""
+    found = type(original).__qualname__
+    return MismatchedOriginalError.at("", f"`original` is a {found}, not {kind}", type=found)

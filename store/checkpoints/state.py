@@ -1,0 +1,181 @@
+"""What a checkpoint is made of: named pieces, each a dtype, a shape and its bytes.
+
+    for piece in pieces({"weight": tensor, "scale": array}):
+        write(piece.name, piece.dtype, piece.shape, piece.data)
+
+Neither numpy nor torch is imported before an array or a tensor of theirs is met.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from tensor_dedup.formats.pytorch.allowed import DTYPES
+from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedArrayError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from typing_extensions import Buffer
+
+    Value: TypeAlias = "np.ndarray[Any, Any]" | "torch.Tensor" | "Piece"
+else:
+    Value = Any
+
+# A dtype's name -> numpy's code for it, of the byte order this format has.
+NUMPY_CODES: Final[Mapping[str, str]] = {
+    "BOOL": "|b1",
+    "U8": "|u1",
+    "I8": "|i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "C64": "<c8",
+    "C128": "<c16",
+}
+_NAMES: Final = {code: name for name, code in NUMPY_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One named value of a checkpoint.
+
+    `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`; `data` its elements in
+    C order, little-endian, contiguous, in host memory. It may be the memory of the model itself:
+    valid as long as the model is not changed.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: "Buffer"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of `data` in bytes."""
+        return memoryview(self.data).nbytes
+
+
+def pieces(tensors: "Mapping[str, Value]") -> list[Piece]:
+    """The values as pieces, in order, each named by its key.
+
+    Contiguous little-endian arrays and tensors on the CPU are not copied; what is on a device, has
+    strides, or has the other byte order is. UnsupportedArrayError names what has no form here:
+    arrays of objects, records, strings or times, quantised, sparse or meta tensors, tensors of
+    unknown subclasses. Any thread, while nobody writes to the values.
+    """
+    return [_piece(name, value) for name, value in tensors.items()]
+
+
+def value(piece: Piece) -> "np.ndarray[Any, Any] | Piece":
+    """A writable array of its own; the piece itself where numpy has no such dtype.
+
+    DamagedStateError when the bytes are not as many as the shape needs.
+    """
+    code = NUMPY_CODES.get(piece.dtype)
+    if code is None:
+        return piece
+    import numpy as np
+
+    try:
+        flat = np.frombuffer(memoryview(piece.data), np.dtype(code))
+        return flat.reshape(piece.shape).copy()
+    except ValueError as error:
+        what = f"{piece.nbytes} bytes are no {piece.dtype} of shape {piece.shape}"
+        raise DamagedStateError.at(piece.name, what) from error
+
+
+def raw(held: "Value") -> memoryview:
+    """The bytes of a value, flat: a piece's, an array's or a tensor's."""
+    return memoryview(_piece("", held).data).cast("B")
+
+
+def is_tensor(held: object) -> bool:
+    """Whether it is a torch tensor. Does not import torch: without it, nothing is one."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(held, torch.Tensor)
+
+
+def is_array(held: object) -> bool:
+    """Whether it is a numpy array. Does not import numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(held, numpy.ndarray)
+
+
+def _piece(name: str, held: object) -> Piece:
+    if isinstance(held, Piece):
+        return held if held.name == name else replace(held, name=name)
+    if is_tensor(held):
+        return _of_tensor(name, held)
+    if is_array(held):
+        return _of_array(name, held)
+    kind = type(held).__qualname__
+    raise UnsupportedArrayError.at(name, f"a {kind} is no array, tensor or Piece", type=kind)
+
+
+def _of_array(name: str, array: Any) -> Piece:
+    import numpy as np
+
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedArrayError.at(name, "a masked array")
+    dtype = array.dtype
+    if dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big"):
+        dtype = dtype.newbyteorder("<")
+    known = _NAMES.get(dtype.str)
+    if known is None:
+        raise UnsupportedArrayError.at(name, f"an array of dtype {array.dtype}", dtype=dtype.str)
+    # ascontiguousarray would make one dimension of none: the shape is kept beside it.
+    flat = np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8)
+    return Piece(name, known, tuple(array.shape), flat.data)
+
+
+def _of_tensor(name: str, tensor: Any) -> Piece:
+    known = dtype_names().get(tensor.dtype)
+    if fault := tensor_fault(tensor):
+        raise UnsupportedArrayError.at(name, fault)
+    if known is None:
+        raise UnsupportedArrayError.at(name, f"a tensor of dtype {tensor.dtype}")
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return Piece(name, known, shape, memoryview(b""))
+    import torch
+
+    flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().view(-1)
+    return Piece(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
+
+
+@cache
+def dtype_names() -> "Mapping[torch.dtype, str]":
+    """Our name of each of torch's dtypes that has one. Imports torch."""
+    import torch
+
+    # Two numbers in a byte have a shape of their own in other formats: not here.
+    named = {name: dtype.name for name, dtype in DTYPES.items() if dtype.name != "F4"}
+    return {getattr(torch, name): our for name, our in named.items() if hasattr(torch, name)}
+
+
+def tensor_fault(tensor: "torch.Tensor") -> str | None:
+    """Why a tensor has no dense bytes of its own; None when it has."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a kind of tensor of its own"
+        )
+    if tensor.is_quantized:
+        return "a quantised tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_meta:
+        return "a meta tensor, which has no bytes"
+    return None
