@@ -14,7 +14,7 @@ from tensor_dedup.memory_manager.limits import MAX_MESSAGE
 from tensor_dedup.memory_manager.messages import Reply, Request
 
 MAGIC: Final = b"TD"
-VERSION: Final = 1
+VERSION: Final = 2  # 2: Welcome names the device, and says who hashes
 HEADER_BYTES: Final = 4
 
 _Struct = TypeVar("_Struct")

@@ -11,6 +11,8 @@ MemoryManagerError
       - NoMemoryError       the system refused memory or a descriptor
       - StillWritableError  somebody still maps the slab writable
       - NotSealedError      an offered descriptor is not sealed memory of that size
+      - DeviceError         a call of the CUDA driver failed
+          - NoDriverError     there is no CUDA driver, or no cuda-bindings to call it with
 """
 
 from tensor_dedup.errors import TensorDedupError
@@ -63,3 +65,11 @@ class StillWritableError(BackendError):
 
 class NotSealedError(BackendError):
     """An offered descriptor is not sealed memory of the size that was said."""
+
+
+class DeviceError(BackendError):
+    """A call of the CUDA driver failed; `call` and `code` (a CUresult) are among the facts."""
+
+
+class NoDriverError(DeviceError):
+    """There is no CUDA driver here, or nothing to call it with."""

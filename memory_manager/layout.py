@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 PAGE: Final = mmap.PAGESIZE
@@ -14,11 +15,22 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
     return -(-nbytes // unit) * unit
 
 
-def offsets_of(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How slabs of a kind of memory are cut, in bytes."""
+
+    unit: int = PAGE  # of slabs
+    alignment: int = ALIGNMENT  # of tensors
+
+
+MEMORY: Final = Layout()
+
+
+def offsets_of(sizes: Iterable[int], layout: Layout = MEMORY) -> tuple[tuple[int, ...], int]:
     """Offsets of tensors of these sizes, in this order, and the size of a slab that holds them."""
     offsets, end = [], 0
     for nbytes in sizes:
-        start = round_up(end, PAGE if nbytes >= PAGE_ALIGNED_FROM else ALIGNMENT)
+        start = round_up(end, PAGE if nbytes >= PAGE_ALIGNED_FROM else layout.alignment)
         offsets.append(start)
         end = start + nbytes
-    return tuple(offsets), round_up(end)
+    return tuple(offsets), round_up(end, layout.unit)

@@ -204,13 +204,19 @@ Request: TypeAlias = (
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello. `build_timeout_s`: how long a builder may be silent."""
+    """Answer to Hello. `build_timeout_s`: how long a builder may be silent.
+
+    `hashes_itself`: digests are the manager's word; else every digest must be announced, and is the
+    writer's. `device`: the UUID of the GPU whose memory this is, "" for the machine's memory.
+    """
 
     pid: Number
     session: Number
     backend: Name
     hardware_readonly: bool
     build_timeout_s: float
+    hashes_itself: bool = True
+    device: Name = ""
 
 
 class Found(Message, frozen=True):

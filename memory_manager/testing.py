@@ -21,16 +21,25 @@ _SIZE = 1 << 20
 class BackendTests(ABC):
     """What the manager relies on. Subclass it, say how to make yours, and let pytest collect it.
 
-    What only `hardware_readonly` or `hashes_itself` promises is tested where it is promised.
+    What only some promise (see Capabilities) is tested where it is promised. Where descriptors
+    cannot be read as files, say how to `read` and `write`.
     """
 
     @abstractmethod
     def make(self, folder: Path) -> Backend:
         """A new backend; the folder is this test's own."""
 
+    def write(self, memory: Memory, data: bytes) -> None:
+        """Put bytes at its beginning, as a writer does, with nothing mapped afterwards."""
+        assert os.pwrite(memory.fileno, data, 0) == len(data)
+
+    def read(self, memory: Memory, nbytes: int) -> bytes:
+        """The first bytes, as a reader sees them."""
+        return os.pread(memory.fileno, nbytes, 0)
+
     def _written(self, backend: Backend, data: bytes) -> Memory:
         memory = backend.reserve(_SIZE)
-        assert os.pwrite(memory.fileno, data, 0) == len(data)
+        self.write(memory, data)
         return memory
 
     def _sealed(self, backend: Backend, data: bytes) -> Memory:
@@ -39,37 +48,43 @@ class BackendTests(ABC):
         return memory
 
     def test_a_slab_has_its_size_and_is_zeroed(self, tmp_path: Path) -> None:
-        """What nobody has written is zero, not another model's weights."""
-        memory = self.make(tmp_path).reserve(_SIZE)
-        assert memory.nbytes == os.fstat(memory.fileno).st_size == _SIZE
-        assert os.pread(memory.fileno, _SIZE, 0) == bytes(_SIZE)
+        """What nobody has written is zero, not another model's weights; where it is promised."""
+        backend = self.make(tmp_path)
+        memory = backend.reserve(_SIZE)
+        assert memory.nbytes == _SIZE
+        assert len(self.read(memory, _SIZE)) == _SIZE
+        if backend.capabilities.zeroed:
+            assert self.read(memory, _SIZE) == bytes(_SIZE)
 
     def test_its_memory_exists_when_it_is_handed_out(self, tmp_path: Path) -> None:
         """A writer never meets SIGBUS: every page is there (where the system tells)."""
         backend = self.make(tmp_path)
         memory = backend.reserve(_SIZE)
-        if backend.capabilities.hardware_readonly:
+        if backend.capabilities.seals:
             assert os.fstat(memory.fileno).st_blocks * 512 >= _SIZE
 
     def test_two_slabs_are_two(self, tmp_path: Path) -> None:
         """Writing one changes no other."""
         backend = self.make(tmp_path)
-        first, second = self._written(backend, b"first"), backend.reserve(_SIZE)
-        assert os.pread(second.fileno, 5, 0) == bytes(5)
-        assert os.pread(first.fileno, 5, 0) == b"first"
+        first, second = self._written(backend, b"first"), self._written(backend, b"other")
+        assert self.read(second, 5) == b"other"
+        assert self.read(first, 5) == b"first"
 
     def test_sealed_bytes_are_what_was_written(self, tmp_path: Path) -> None:
         """Sealing changes nothing, and sealing twice is sealing."""
         backend = self.make(tmp_path)
         memory = self._sealed(backend, b"weights")
         backend.seal(memory)
-        assert os.pread(memory.fileno, 7, 0) == b"weights"
+        assert self.read(memory, 7) == b"weights"
 
     def test_readers_map_it_and_have_their_own_copies_of_what_they_write(
         self, tmp_path: Path
     ) -> None:
-        """Copy-on-write: nobody else sees it."""
-        memory = self._sealed(self.make(tmp_path), b"weights")
+        """Copy-on-write: nobody else sees it. Of the machine's memory; GPUs have no such thing."""
+        backend = self.make(tmp_path)
+        if backend.capabilities.device:
+            return
+        memory = self._sealed(backend, b"weights")
         with mmap.mmap(memory.fileno, _SIZE, flags=mmap.MAP_PRIVATE) as mine:
             assert mine[:7] == b"weights"
             mine[:7] = b"changed"
@@ -78,7 +93,7 @@ class BackendTests(ABC):
     def test_hardware_keeps_everybody_from_writing(self, tmp_path: Path) -> None:
         """Not the writer's descriptor, no size, no new mapping; where it is promised."""
         backend = self.make(tmp_path)
-        if not backend.capabilities.hardware_readonly:
+        if not backend.capabilities.seals:
             return
         memory = self._sealed(backend, b"weights")
         for attempt in (
@@ -99,7 +114,7 @@ class BackendTests(ABC):
     def test_it_is_not_sealed_while_somebody_can_write(self, tmp_path: Path) -> None:
         """Refused, and afterwards as it was; where it is promised."""
         backend = self.make(tmp_path)
-        if not backend.capabilities.hardware_readonly:
+        if not backend.capabilities.seals:
             return
         memory = backend.reserve(_SIZE)
         with mmap.mmap(memory.fileno, _SIZE) as view:
@@ -140,15 +155,28 @@ class BackendTests(ABC):
         """A manager takes back only what nobody can change any more, and of the size it is told."""
         backend = self.make(tmp_path)
         sealed, unsealed = self._sealed(backend, b"weights"), self._written(backend, b"weights")
+        if not backend.capabilities.outlives:
+            return
         adopted = self.make(tmp_path).adopt(os.dup(sealed.fileno), _SIZE)
-        assert os.pread(adopted.fileno, 7, 0) == b"weights"
+        assert self.read(adopted, 7) == b"weights"
         for memory, nbytes in ((unsealed, _SIZE), (sealed, 2 * _SIZE)):
-            refused = False
-            try:
-                backend.adopt(os.dup(memory.fileno), nbytes)
-            except NotSealedError:
-                refused = True
-            assert refused
+            if backend.capabilities.seals or not backend.capabilities.device:
+                assert self._refuses(backend, os.dup(memory.fileno), nbytes)
+
+    def test_any_other_file_is_not_adopted(self, tmp_path: Path) -> None:
+        """Whatever its size."""
+        backend = self.make(tmp_path)
+        other = tmp_path / "other"
+        other.write_bytes(bytes(_SIZE))
+        assert self._refuses(backend, os.open(other, os.O_RDWR), _SIZE)
+        assert self._refuses(backend, os.open(os.devnull, os.O_RDWR), _SIZE)
+
+    def _refuses(self, backend: Backend, fd: int, nbytes: int) -> bool:
+        try:
+            backend.adopt(fd, nbytes)
+        except NotSealedError:
+            return True
+        return False
 
     def test_the_descriptor_goes_with_the_object(self, tmp_path: Path) -> None:
         """Also after a refusal: nothing is leaked."""

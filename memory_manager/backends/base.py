@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tensor_dedup.memory_manager.layout import MEMORY, Layout
+
 # Offset, size and announced digest ("" when not known) of each tensor of a slab.
 Pieces = Sequence[tuple[int, int, str]]
 
@@ -12,14 +14,22 @@ Pieces = Sequence[tuple[int, int, str]]
 class Capabilities:
     """What a client may rely on.
 
-    `hardware_readonly`: after sealing nobody, the writer included, can change a byte. Otherwise
-    readers are only kept from it by their own mapping. `hashes_itself`: `digests` reads the bytes;
-    otherwise it returns what the writer announced, which is trusted within one uid.
+    `hardware_readonly`: a reader's mapping cannot be written; the hardware refuses. `seals`: after
+    sealing nobody at all, the writer included, can change a byte or map the memory writable.
+    Without it the writer's word and manners count, within one uid. `hashes_itself`: `digests` reads
+    the bytes; otherwise it returns what the writer announced, which is trusted within one uid.
+    `zeroed`: what nobody has written is zero. `outlives`: mappings stay valid when the manager is
+    killed. `device`: the GPU's UUID, "" for the machine's memory.
     """
 
     name: str
     hardware_readonly: bool
     hashes_itself: bool
+    seals: bool = False
+    zeroed: bool = True
+    outlives: bool = True
+    device: str = ""
+    layout: Layout = MEMORY
 
 
 class Memory(Protocol):
@@ -27,11 +37,14 @@ class Memory(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size: a multiple of the page."""
+        """Its size: a multiple of the layout's unit."""
 
     @property
     def fileno(self) -> int:
-        """The descriptor that clients are sent. It stays this object's."""
+        """The descriptor that clients are sent. It stays this object's.
+
+        It leads to the memory or, with `ipc`, to a ticket that says how to open it.
+        """
 
 
 class Backend(Protocol):
@@ -42,15 +55,16 @@ class Backend(Protocol):
         """What it can do; the same for its whole life."""
 
     def reserve(self, nbytes: int) -> Memory:
-        """A zeroed slab whose pages exist already: writing to it never fails for want of memory.
+        """A slab whose memory exists already: writing to it never fails for want of memory.
 
-        Its size cannot be changed by who gets the descriptor. NoMemoryError.
+        Its size cannot be changed by who gets the descriptor. NoMemoryError, BackendError.
         """
 
     def seal(self, memory: Memory) -> None:
         """Make the bytes immutable, for everybody and for ever; a second time does nothing.
 
         StillWritableError while a writable mapping lives anywhere: the slab is then as before.
+        Where it does not seal this only ends the writing: the writer says that it has unmapped.
         """
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
@@ -59,7 +73,8 @@ class Backend(Protocol):
     def adopt(self, fd: int, nbytes: int) -> Memory:
         """Take a sealed slab of an earlier manager; owns `fd` from now on, also when it refuses.
 
-        NotSealedError unless it is memory of this kind and size that nobody can change.
+        NotSealedError unless it is memory of this kind, of that size and that nobody can change
+        (the last two where it seals: elsewhere nobody can tell).
         """
 
     def close(self) -> None:

@@ -46,7 +46,9 @@ class MemfdSlab:
 class MemfdBackend:
     """The `memfd` backend. Hashes on threads of its own, as many as this process may use."""
 
-    capabilities: Final = Capabilities("memfd", hardware_readonly=True, hashes_itself=True)
+    capabilities: Final = Capabilities(
+        "memfd", hardware_readonly=True, hashes_itself=True, seals=True
+    )
 
     def __init__(self) -> None:
         threads = len(os.sched_getaffinity(0))

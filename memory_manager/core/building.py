@@ -101,7 +101,8 @@ def allocate(world: World, now: float, connection: Connection, message: Allocate
     """Charge a slab and have it made."""
     put = _mine(connection, message.put, now)
     put.step(Event.ALLOCATE)
-    offsets, nbytes = offsets_of(piece.nbytes for piece in message.pieces)
+    layout = world.settings.layout
+    offsets, nbytes = offsets_of((piece.nbytes for piece in message.pieces), layout)
     slab = world.ledger.add(nbytes, now)
     if slab is None:
         put.step(Event.NO_MEMORY)

@@ -117,6 +117,8 @@ class Core:
             settings.backend,
             settings.hardware_readonly,
             settings.build_timeout_s,
+            settings.hashes_itself,
+            settings.device,
         )
         self._world.send(connection, reply)
 

@@ -37,7 +37,7 @@ def inherit(
 
 def _slab_for(world: World, now: float, nbytes: int, spans: Sequence[Span]) -> Slab:
     end = max(span.offset + span.nbytes for span in spans)
-    if end > nbytes or nbytes != round_up(nbytes):
+    if end > nbytes or nbytes != round_up(nbytes, world.settings.layout.unit):
         raise refusal("not_sealed", f"a slab of {nbytes} bytes cannot hold {end}")
     slab = world.ledger.add(nbytes, now)
     if slab is None:

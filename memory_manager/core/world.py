@@ -9,6 +9,7 @@ from tensor_dedup.memory_manager.core.ledger import Ledger, Resident, Slab
 from tensor_dedup.memory_manager.core.records import LayerRecord, Records
 from tensor_dedup.memory_manager.core.states import ACTIVE, Event, State, advance
 from tensor_dedup.memory_manager.errors import RefusedError
+from tensor_dedup.memory_manager.layout import MEMORY, Layout
 from tensor_dedup.memory_manager.limits import Code
 from tensor_dedup.memory_manager.messages import Refused, Reply, Span
 
@@ -22,6 +23,9 @@ class Settings:
     name: str = ""
     backend: str = "memfd"
     hardware_readonly: bool = False
+    hashes_itself: bool = True
+    device: str = ""
+    layout: Layout = MEMORY
     build_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
     max_puts: int = 64  # of one connection

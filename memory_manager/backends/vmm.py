@@ -1,0 +1,106 @@
+"""Memory of one GPU, made and handed on as descriptors; this process never maps it.
+
+cuMemCreate, cuMemExportToShareableHandle, cuMemRelease: from then on the descriptor is the memory.
+None of these calls takes or makes a context, so a manager of 80 GB costs a GPU nothing else. It
+also cannot look into it: nothing is zeroed, sealed or hashed here, and what is offered back is
+checked only to be memory of this GPU. Readers map it so that the hardware refuses their writes;
+that the writer has unmapped it, and what it wrote, is the writer's word.
+"""
+
+import errno
+import os
+import threading
+import weakref
+from typing import Final
+
+from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Pieces
+from tensor_dedup.memory_manager.cuda.driver import Device, Driver, find_device
+from tensor_dedup.memory_manager.errors import BackendError, DeviceError, NotSealedError
+from tensor_dedup.memory_manager.layout import Layout
+
+ALIGNMENT: Final = 512  # what torch's own allocator gives, and more than any kernel asks for
+
+
+class DeviceSlab:
+    """One handle's memory; its descriptor is closed when nothing refers to this object."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.nbytes: Final = nbytes
+        self.fileno: Final = fd
+        weakref.finalize(self, os.close, fd).atexit = False
+
+
+class VmmBackend:
+    """The `vmm` backend: one GPU, by its UUID (or its ordinal, for people)."""
+
+    def __init__(self, driver: Driver, device: str) -> None:
+        """Raise NoDriverError, DeviceError."""
+        driver.init()
+        self._driver = driver
+        self.device: Final[Device] = find_device(driver, device)
+        if not self.device.descriptors:
+            raise DeviceError(
+                f"{self.device.uuid} cannot hand memory on as file descriptors; ask for the "
+                "backend `ipc`",
+                device=self.device.uuid,
+            )
+        self._closed = threading.Event()
+        self.capabilities: Final = Capabilities(
+            "vmm",
+            hardware_readonly=True,
+            hashes_itself=False,
+            zeroed=False,
+            device=self.device.uuid,
+            layout=Layout(driver.granularity(self.device.ordinal), ALIGNMENT),
+        )
+
+    def reserve(self, nbytes: int) -> DeviceSlab:
+        """See Backend."""
+        if self._closed.is_set():
+            raise InterruptedError(errno.EINTR, "the manager is about to end")
+        handle = self._driver.create(self.device.ordinal, nbytes)
+        try:
+            return DeviceSlab(self._driver.export(handle), nbytes)
+        finally:
+            # The descriptor holds the memory; a handle would hold it after all descriptors.
+            self._driver.release(handle)
+
+    def seal(self, memory: Memory) -> None:
+        """See Backend."""
+
+    def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
+        """What the writer said. NotSealedError where it said nothing."""
+        if self._closed.is_set():
+            raise InterruptedError(errno.EINTR, "the manager is about to end")
+        return announced(pieces)
+
+    def adopt(self, fd: int, nbytes: int) -> DeviceSlab:
+        """See Backend."""
+        slab = DeviceSlab(fd, nbytes)
+        try:
+            handle = self._driver.import_(fd)
+        except BackendError as error:
+            raise NotSealedError(f"the descriptor is no memory of a GPU: {error}") from error
+        try:
+            found = self._driver.device_of(handle)
+        except BackendError as error:
+            raise NotSealedError(f"whose memory this is cannot be told: {error}") from error
+        finally:
+            self._driver.release(handle)
+        if found != self.device.ordinal or nbytes % self.capabilities.layout.unit:
+            raise NotSealedError(
+                f"{nbytes} bytes of GPU {found}; this manager has {self.device.uuid}, in units of "
+                f"{self.capabilities.layout.unit}"
+            )
+        return slab
+
+    def close(self) -> None:
+        """See Backend."""
+        self._closed.set()
+
+
+def announced(pieces: Pieces) -> list[str]:
+    """The digests that a writer has announced. NotSealedError where one is missing."""
+    if not all(digest for _, _, digest in pieces):
+        raise NotSealedError("this backend does not hash: announce every digest when you allocate")
+    return [digest for _, _, digest in pieces]

@@ -1,0 +1,379 @@
+"""A CUDA driver for tests, over memory files: no GPU, and real pages, protections and processes.
+
+A handle is a memory file, an address is a mapping of this process that mprotect really guards, a
+context is a number. It is as strict as the documentation of each call, or stricter where that says
+"undefined": a handle or address that is none, or no more, is an error. What several processes of
+the tests share goes through descriptors, and through /proc for the old kind of sharing.
+"""
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tensor_dedup.memory_manager.cuda.addresses import AddressSpace, Mapped
+from tensor_dedup.memory_manager.cuda.driver import (
+    IPC_HANDLE_BYTES,
+    Access,
+    Device,
+    Result,
+    refused,
+)
+
+GRANULARITY: Final = 64 << 10  # of a real GPU 2 MiB; small here, so that tests have many
+_NAME: Final = "fake-gpu:"
+_TOKEN: Final = struct.Struct("<4q")  # pid, descriptor, inode, bytes
+
+
+def fake_uuid(ordinal: int) -> str:
+    """The UUID of the fake GPU with that number."""
+    return f"GPU-00000000-0000-0000-0000-{ordinal:012x}"
+
+
+class _Opened(NamedTuple):
+    address: int
+    uses: int
+
+
+class FakeDriver:
+    """See Driver. `visible`: which GPUs, in the order of their ordinals (CUDA_VISIBLE_DEVICES)."""
+
+    def __init__(self, visible: tuple[int, ...] = (0,), nbytes: int = 1 << 40) -> None:
+        self._visible = visible
+        self._nbytes = nbytes
+        self._owner = -1
+        self._handles: dict[int, int] = {}
+        self._next = 1
+        self._space = AddressSpace()
+        self._allocations: dict[int, int] = {}  # address -> descriptor
+        self._opened: dict[bytes, _Opened] = {}
+        self._events: dict[int, frozenset[int]] = {}
+        self._busy: dict[int, int] = {}  # stream -> how often it was made busy
+        self._contexts = threading.local()
+        self._lock = threading.RLock()
+        self.capturing = False
+
+    # For tests.
+
+    def left(self) -> dict[str, int]:
+        """How much of each kind was made and not given back."""
+        found = {
+            "handles": len(self._handles),
+            "reservations": len(self._space.reserved),
+            "mappings": len(self._space.mapped),
+            "allocations": len(self._allocations),
+            "opened": len(self._opened),
+            "events": len(self._events),
+            "contexts": len(self._stack()),
+        }
+        return {kind: count for kind, count in found.items() if count}
+
+    def begin(self, stream: int) -> None:
+        """A stream works from now on."""
+        self._busy[stream] = self._busy.get(stream, 0) + 1
+
+    def end(self, stream: int) -> None:
+        """A stream has done all its work."""
+        self._busy.pop(stream)
+        self._events = {e: streams - {stream} for e, streams in self._events.items()}
+
+    def access(self, address: int) -> Access:
+        """What may be done at an address (cuMemGetAccess)."""
+        mapped = self._space.at(address)
+        return Access.NONE if mapped is None else mapped.access
+
+    # The driver.
+
+    def init(self) -> None:
+        """See Driver."""
+        if self._owner in (-1, os.getpid()):
+            self._owner = os.getpid()
+            return
+        raise refused("cuInit", Result.NOT_INITIALIZED)
+
+    def _ready(self, call: str) -> None:
+        if self._owner != os.getpid():
+            raise refused(call, Result.NOT_INITIALIZED)
+
+    def devices(self) -> list[Device]:
+        """See Driver."""
+        self._ready("cuDeviceGetCount")
+        return [
+            Device(ordinal, fake_uuid(number), self._nbytes, True)
+            for ordinal, number in enumerate(self._visible)
+        ]
+
+    def _number(self, call: str, device: int) -> int:
+        self._ready(call)
+        if not 0 <= device < len(self._visible):
+            raise refused(call, Result.INVALID_DEVICE)
+        return self._visible[device]
+
+    def granularity(self, device: int) -> int:
+        """See Driver."""
+        self._number("cuMemGetAllocationGranularity", device)
+        return GRANULARITY
+
+    def create(self, device: int, nbytes: int) -> int:
+        """See Driver."""
+        number = self._number("cuMemCreate", device)
+        if nbytes <= 0 or nbytes % GRANULARITY:
+            raise refused("cuMemCreate", Result.INVALID_VALUE)
+        return self._enter_handle(self._file("cuMemCreate", number, nbytes))
+
+    def _file(self, call: str, number: int, nbytes: int) -> int:
+        if nbytes > self._nbytes:
+            raise refused(call, Result.OUT_OF_MEMORY, nbytes)
+        fd = os.memfd_create(f"{_NAME}{number}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return fd
+
+    def _enter_handle(self, fd: int) -> int:
+        with self._lock:
+            handle, self._next = self._next, self._next + 1
+            self._handles[handle] = fd
+            return handle
+
+    def _fd(self, call: str, handle: int) -> int:
+        self._ready(call)
+        fd = self._handles.get(handle)
+        if fd is None:
+            raise refused(call, Result.INVALID_VALUE)
+        return fd
+
+    def release(self, handle: int) -> None:
+        """See Driver."""
+        os.close(self._fd("cuMemRelease", handle))
+        del self._handles[handle]
+
+    def export(self, handle: int) -> int:
+        """See Driver."""
+        return os.dup(self._fd("cuMemExportToShareableHandle", handle))
+
+    def import_(self, fd: int) -> int:
+        """See Driver."""
+        self._ready("cuMemImportFromShareableHandle")
+        if _number_of(fd) is None:
+            raise refused("cuMemImportFromShareableHandle", Result.INVALID_VALUE)
+        return self._enter_handle(os.dup(fd))
+
+    def device_of(self, handle: int) -> int:
+        """See Driver."""
+        call = "cuMemGetAllocationPropertiesFromHandle"
+        number = _number_of(self._fd(call, handle))
+        if number not in self._visible:
+            raise refused(call, Result.INVALID_DEVICE)
+        return self._visible.index(number)
+
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        """See Driver."""
+        self._ready("cuMemAddressReserve")
+        if nbytes <= 0 or nbytes % mmap.PAGESIZE or alignment & (alignment - 1):
+            raise refused("cuMemAddressReserve", Result.INVALID_VALUE)
+        return self._space.reserve(nbytes, alignment or GRANULARITY)
+
+    def free(self, address: int, nbytes: int) -> None:
+        """See Driver."""
+        self._ready("cuMemAddressFree")
+        if not self._space.free(address, nbytes):
+            raise refused("cuMemAddressFree", Result.INVALID_VALUE)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """See Driver."""
+        fd = self._fd("cuMemMap", handle)
+        whole = nbytes == os.fstat(fd).st_size
+        if not whole or address % GRANULARITY or not self._space.reserves(address, nbytes):
+            raise refused("cuMemMap", Result.INVALID_VALUE)
+        if self._space.overlaps(address, nbytes):
+            raise refused("cuMemMap", Result.ALREADY_MAPPED)
+        self._space.map(address, Mapped(nbytes, os.dup(fd), Access.NONE))
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """See Driver."""
+        self._ready("cuMemUnmap")
+        if not self._space.unmap(address, nbytes):
+            raise refused("cuMemUnmap", Result.INVALID_VALUE)
+
+    def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
+        """See Driver."""
+        self._number("cuMemSetAccess", device)
+        if not self._space.allow(address, nbytes, access):
+            raise refused("cuMemSetAccess", Result.INVALID_VALUE)
+
+    # With a context.
+
+    def _stack(self) -> list[int]:
+        if not hasattr(self._contexts, "stack"):
+            self._contexts.stack = []
+        found: list[int] = self._contexts.stack
+        return found
+
+    def _context(self, call: str) -> int:
+        self._ready(call)
+        if not self._stack():
+            raise refused(call, Result.INVALID_CONTEXT)
+        return self._stack()[-1]
+
+    def enter(self, device: int) -> None:
+        """See Driver."""
+        self._number("cuDevicePrimaryCtxRetain", device)
+        self._stack().append(device)
+
+    def leave(self) -> None:
+        """See Driver."""
+        self._context("cuCtxPopCurrent")
+        self._stack().pop()
+
+    def _may(self, call: str, address: int, nbytes: int, access: Access) -> None:
+        self._context(call)
+        if not self._space.allows(address, nbytes, access):
+            raise refused(call, Result.INVALID_VALUE)
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None:
+        """See Driver."""
+        self._may("cuMemcpyHtoD", target, nbytes, Access.READ_WRITE)
+        ctypes.memmove(target, source, nbytes)
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None:
+        """See Driver."""
+        self._may("cuMemcpyDtoH", source, nbytes, Access.READ)
+        ctypes.memmove(target, source, nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """See Driver."""
+        self._may("cuMemcpyDtoD", source, nbytes, Access.READ)
+        self._may("cuMemcpyDtoD", target, nbytes, Access.READ_WRITE)
+        ctypes.memmove(target, source, nbytes)
+
+    def synchronize(self) -> None:
+        """See Driver."""
+        self._context("cuCtxSynchronize")
+        self._not_capturing("cuCtxSynchronize")
+        for stream in list(self._busy):
+            self.end(stream)
+
+    def _not_capturing(self, call: str) -> None:
+        if self.capturing:
+            raise refused(call, Result.STREAM_CAPTURE_UNSUPPORTED)
+
+    def mark(self) -> int:
+        """See Driver."""
+        self._context("cuEventCreate")
+        self._not_capturing("cuCtxRecordEvent")
+        with self._lock:
+            event, self._next = self._next, self._next + 1
+            self._events[event] = frozenset(self._busy)
+            return event
+
+    def _event(self, call: str, event: int) -> frozenset[int]:
+        self._ready(call)
+        if event not in self._events:
+            raise refused(call, Result.INVALID_HANDLE)
+        return self._events[event]
+
+    def done(self, event: int) -> bool:
+        """See Driver."""
+        return not self._event("cuEventQuery", event)
+
+    def wait(self, event: int) -> None:
+        """See Driver."""
+        for stream in self._event("cuEventSynchronize", event):
+            self.end(stream)
+
+    def forget(self, event: int) -> None:
+        """See Driver."""
+        self._event("cuEventDestroy", event)
+        del self._events[event]
+
+    # The old kind of sharing.
+
+    def allocate(self, nbytes: int) -> int:
+        """See Driver."""
+        device = self._context("cuMemAlloc")
+        if nbytes <= 0:
+            raise refused("cuMemAlloc", Result.INVALID_VALUE)
+        whole = -(-nbytes // GRANULARITY) * GRANULARITY
+        fd = self._file("cuMemAlloc", self._visible[device], whole)
+        address = self._shown(fd, whole)
+        self._allocations[address] = fd
+        return address
+
+    def _shown(self, fd: int, nbytes: int) -> int:
+        """Map a whole file somewhere, readable and writable."""
+        address = self._space.reserve(nbytes, GRANULARITY)
+        self._space.map(address, Mapped(nbytes, os.dup(fd), Access.NONE))
+        self._space.allow(address, nbytes, Access.READ_WRITE)
+        return address
+
+    def _hide(self, address: int) -> None:
+        nbytes = self._space.reserved[address]
+        self._space.unmap(address, nbytes)
+        self._space.free(address, nbytes)
+
+    def deallocate(self, address: int) -> None:
+        """See Driver."""
+        self._context("cuMemFree")
+        if address not in self._allocations:
+            raise refused("cuMemFree", Result.INVALID_VALUE)
+        self._hide(address)
+        os.close(self._allocations.pop(address))
+
+    def ipc_handle(self, address: int) -> bytes:
+        """See Driver."""
+        self._context("cuIpcGetMemHandle")
+        fd = self._allocations.get(address)
+        if fd is None:
+            raise refused("cuIpcGetMemHandle", Result.INVALID_VALUE)
+        found = os.fstat(fd)
+        token = _TOKEN.pack(os.getpid(), fd, found.st_ino, found.st_size)
+        return token.ljust(IPC_HANDLE_BYTES, b"\0")
+
+    def ipc_open(self, handle: bytes) -> int:
+        """See Driver."""
+        self._context("cuIpcOpenMemHandle")
+        pid, number, inode, nbytes = _TOKEN.unpack(handle[: _TOKEN.size])
+        if pid == os.getpid():
+            raise refused("cuIpcOpenMemHandle", Result.INVALID_CONTEXT)
+        with self._lock:
+            known = self._opened.get(handle)
+            if known is None:
+                fd = _open_of(pid, number, inode)
+                known = _Opened(self._shown(fd, nbytes), 0)
+                os.close(fd)
+            self._opened[handle] = _Opened(known.address, known.uses + 1)
+            return known.address
+
+    def ipc_close(self, address: int) -> None:
+        """See Driver."""
+        self._context("cuIpcCloseMemHandle")
+        for handle, known in list(self._opened.items()):
+            if known.address == address:
+                self._opened[handle] = _Opened(address, known.uses - 1)
+                if known.uses == 1:
+                    self._hide(address)
+                    del self._opened[handle]
+                return
+        raise refused("cuIpcCloseMemHandle", Result.INVALID_VALUE)
+
+
+def _number_of(fd: int) -> int | None:
+    """Which fake GPU a descriptor's memory is on; None for any other file."""
+    with suppress(OSError):
+        name = str(Path(f"/proc/self/fd/{fd}").readlink())
+        _, found, rest = name.partition(_NAME)
+        return int(rest.split()[0]) if found and rest.split()[0].isdecimal() else None
+    return None
+
+
+def _open_of(pid: int, number: int, inode: int) -> int:
+    """Another process's memory file. DeviceError when it, or its process, is gone."""
+    with suppress(OSError):
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(fd).st_ino == inode:
+            return fd
+        os.close(fd)
+    raise refused("cuIpcOpenMemHandle", Result.MAP_FAILED)

@@ -1,0 +1,257 @@
+"""The real driver, called through NVIDIA's cuda-python (the extra `cuda`).
+
+`cuda.bindings` is loaded when the driver is first needed: neither the package nor a manager of
+ordinary memory ever loads it.
+"""
+
+import ctypes
+import importlib
+import os
+import threading
+from typing import Any, Final
+
+from tensor_dedup.memory_manager.cuda.driver import (
+    IPC_HANDLE_BYTES,
+    Access,
+    Device,
+    Result,
+    device_uuid,
+    refused,
+)
+from tensor_dedup.memory_manager.errors import NoDriverError
+
+_MODULE: Final = "cuda.bindings.driver"
+
+
+class NvidiaDriver:
+    """See Driver. NoDriverError from `init` where there is none."""
+
+    def __init__(self) -> None:
+        self._api: Any = None
+        self._lock = threading.Lock()
+        self._entered = threading.local()
+        self._contexts: dict[int, Any] = {}
+
+    def init(self) -> None:
+        """See Driver."""
+        with self._lock:
+            if self._api is None:
+                api = _bindings()
+                try:
+                    (result,) = api.cuInit(0)
+                except (ImportError, OSError, RuntimeError) as error:
+                    # How the bindings say that there is no libcuda changes with their version.
+                    raise NoDriverError(
+                        f"libcuda.so.1 cannot be loaded ({error}); install the NVIDIA driver, or "
+                        "in a container ask for its GPUs",
+                    ) from error
+                _check("cuInit", result)
+                self._api = api
+
+    def _ask(self, name: str, *arguments: Any, nbytes: int = 0) -> Any:
+        """Call the driver; the value it returned beside CUDA_SUCCESS, if any."""
+        if self._api is None:
+            raise refused(name, Result.NOT_INITIALIZED)
+        result, *values = getattr(self._api, name)(*arguments)
+        _check(name, result, nbytes)
+        return values[0] if values else None
+
+    def devices(self) -> list[Device]:
+        """See Driver."""
+        return [self._device(ordinal) for ordinal in range(self._ask("cuDeviceGetCount"))]
+
+    def _device(self, ordinal: int) -> Device:
+        device = self._ask("cuDeviceGet", ordinal)
+        names = self._api.CUdevice_attribute
+        can = [
+            self._ask("cuDeviceGetAttribute", name, device)
+            for name in (
+                names.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+                names.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+            )
+        ]
+        raw = bytes(self._ask("cuDeviceGetUuid", device).bytes)
+        total = int(self._ask("cuDeviceTotalMem", device))
+        return Device(ordinal, device_uuid(raw), total, all(can))
+
+    def _descriptor_kind(self) -> Any:
+        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _place(self, target: Any, device: int) -> None:
+        target.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        target.location.id = device
+
+    def _properties(self, device: int) -> Any:
+        found = self._api.CUmemAllocationProp()
+        found.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        found.requestedHandleTypes = self._descriptor_kind()
+        self._place(found, device)
+        return found
+
+    def granularity(self, device: int) -> int:
+        """See Driver."""
+        self._require()
+        option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._ask("cuMemGetAllocationGranularity", self._properties(device), option))
+
+    def _require(self) -> None:
+        if self._api is None:
+            raise refused("cuInit", Result.NOT_INITIALIZED)
+
+    def create(self, device: int, nbytes: int) -> int:
+        """See Driver."""
+        self._require()
+        return int(self._ask("cuMemCreate", nbytes, self._properties(device), 0, nbytes=nbytes))
+
+    def release(self, handle: int) -> None:
+        """See Driver."""
+        self._ask("cuMemRelease", handle)
+
+    def export(self, handle: int) -> int:
+        """See Driver."""
+        self._require()
+        fd = int(self._ask("cuMemExportToShareableHandle", handle, self._descriptor_kind(), 0))
+        os.set_inheritable(fd, False)
+        return fd
+
+    def import_(self, fd: int) -> int:
+        """See Driver."""
+        self._require()
+        return int(self._ask("cuMemImportFromShareableHandle", fd, self._descriptor_kind()))
+
+    def device_of(self, handle: int) -> int:
+        """See Driver."""
+        return int(self._ask("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
+
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        """See Driver."""
+        return int(self._ask("cuMemAddressReserve", nbytes, alignment, 0, 0, nbytes=nbytes))
+
+    def free(self, address: int, nbytes: int) -> None:
+        """See Driver."""
+        self._ask("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        """See Driver."""
+        self._ask("cuMemMap", address, nbytes, 0, handle, 0, nbytes=nbytes)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """See Driver."""
+        self._ask("cuMemUnmap", address, nbytes)
+
+    def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
+        """See Driver."""
+        self._require()
+        wish = self._api.CUmemAccessDesc()
+        self._place(wish, device)
+        wish.flags = self._api.CUmemAccess_flags(int(access))
+        self._ask("cuMemSetAccess", address, nbytes, [wish], 1)
+
+    def enter(self, device: int) -> None:
+        """See Driver."""
+        context = self._context(device)
+        self._ask("cuCtxPushCurrent", context)
+        self._stack().append(context)
+
+    def _context(self, device: int) -> Any:
+        # Kept for good: were it the only one who holds the context, events and memory would go.
+        with self._lock:
+            if device not in self._contexts:
+                self._contexts[device] = self._ask("cuDevicePrimaryCtxRetain", device)
+            return self._contexts[device]
+
+    def leave(self) -> None:
+        """See Driver."""
+        self._stack().pop()
+        self._ask("cuCtxPopCurrent")
+
+    def _stack(self) -> list[Any]:
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        found: list[Any] = self._entered.stack
+        return found
+
+    def copy_in(self, target: int, source: int, nbytes: int) -> None:
+        """See Driver."""
+        self._ask("cuMemcpyHtoD", target, source, nbytes)
+
+    def copy_out(self, target: int, source: int, nbytes: int) -> None:
+        """See Driver."""
+        self._ask("cuMemcpyDtoH", target, source, nbytes)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """See Driver."""
+        self._ask("cuMemcpyDtoD", target, source, nbytes)
+
+    def synchronize(self) -> None:
+        """See Driver."""
+        self._ask("cuCtxSynchronize")
+
+    def mark(self) -> int:
+        """See Driver."""
+        if not self._stack():
+            raise refused("cuEventCreate", Result.INVALID_CONTEXT)
+        flag = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        event = self._ask("cuEventCreate", int(flag))
+        try:
+            self._ask("cuCtxRecordEvent", self._stack()[-1], event)
+        except BaseException:
+            self._ask("cuEventDestroy", event)
+            raise
+        return int(event)
+
+    def done(self, event: int) -> bool:
+        """See Driver."""
+        self._require()
+        (result,) = self._api.cuEventQuery(event)
+        if int(result) == Result.NOT_READY:
+            return False
+        _check("cuEventQuery", result)
+        return True
+
+    def wait(self, event: int) -> None:
+        """See Driver."""
+        self._ask("cuEventSynchronize", event)
+
+    def forget(self, event: int) -> None:
+        """See Driver."""
+        self._ask("cuEventDestroy", event)
+
+    def allocate(self, nbytes: int) -> int:
+        """See Driver."""
+        return int(self._ask("cuMemAlloc", nbytes, nbytes=nbytes))
+
+    def deallocate(self, address: int) -> None:
+        """See Driver."""
+        self._ask("cuMemFree", address)
+
+    def ipc_handle(self, address: int) -> bytes:
+        """See Driver."""
+        found = self._ask("cuIpcGetMemHandle", address)
+        return ctypes.string_at(found.getPtr(), IPC_HANDLE_BYTES)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """See Driver."""
+        self._require()
+        given = self._api.CUipcMemHandle()
+        ctypes.memmove(given.getPtr(), handle, IPC_HANDLE_BYTES)
+        flag = self._api.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._ask("cuIpcOpenMemHandle", given, int(flag)))
+
+    def ipc_close(self, address: int) -> None:
+        """See Driver."""
+        self._ask("cuIpcCloseMemHandle", address)
+
+
+def _bindings() -> Any:
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise NoDriverError(
+            f"{error}; install it with `pip install 'tensor-dedup[cuda]'`", module=_MODULE
+        ) from error
+
+
+def _check(call: str, result: Any, nbytes: int = 0) -> None:
+    if int(result) != Result.SUCCESS:
+        raise refused(call, int(result), nbytes)

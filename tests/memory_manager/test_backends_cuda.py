@@ -1,0 +1,141 @@
+"""Memory of GPUs keeps the contract, over the fake driver; whatever call fails, nothing is left."""
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import gpus
+from tensor_dedup.memory_manager.backends.base import Backend, Memory
+from tensor_dedup.memory_manager.backends.vmm import VmmBackend
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result
+from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver, fake_uuid
+from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    DeviceError,
+    NoMemoryError,
+    NotSealedError,
+)
+from tensor_dedup.memory_manager.testing import BackendTests
+
+MIB = 1 << 20
+
+
+class TestVmm(BackendTests):
+    def make(self, folder: Path) -> Backend:
+        return VmmBackend(FakeDriver(), "0")
+
+    def write(self, memory: Memory, data: bytes) -> None:
+        gpus.write(memory.fileno, memory.nbytes, data)
+
+    def read(self, memory: Memory, nbytes: int) -> bytes:
+        return gpus.read(memory.fileno, memory.nbytes, nbytes)
+
+
+def test_the_manager_has_no_context_and_no_mapping_and_keeps_no_handle() -> None:
+    driver = RefusingDriver(FakeDriver())
+    driver.cleaning = True
+    backend = VmmBackend(cast("Driver", driver), "0")
+    slab = backend.reserve(MIB)
+    backend.seal(slab)
+    backend.digests(slab, [(0, 1, "0" * 64)])
+    backend.adopt(os.dup(slab.fileno), MIB)
+    backend.close()
+    assert set(driver.calls) == {
+        "init", "devices", "granularity", "create", "export", "release", "import_", "device_of",
+    }  # fmt: skip
+    assert cast("FakeDriver", driver._inner).left() == {}
+
+
+def test_the_descriptor_alone_keeps_the_memory() -> None:
+    slab = VmmBackend(FakeDriver(), "0").reserve(MIB)
+    gpus.write(slab.fileno, MIB, b"weights")
+    kept = os.dup(slab.fileno)
+    del slab
+    gc.collect()
+    assert gpus.read(kept, MIB, 7) == b"weights"
+    os.close(kept)
+
+
+def test_a_gpu_is_found_by_its_uuid_whatever_is_visible() -> None:
+    driver = FakeDriver(visible=(3, 1))
+    assert VmmBackend(driver, fake_uuid(1)).device.ordinal == 1
+    assert VmmBackend(driver, "0").capabilities.device == fake_uuid(3)
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES"):
+        VmmBackend(driver, fake_uuid(0))
+
+
+def test_memory_of_another_gpu_is_not_adopted() -> None:
+    other = VmmBackend(FakeDriver(visible=(1,)), "0").reserve(MIB)
+    for visible in ((0,), (0, 1)):
+        with pytest.raises(NotSealedError):
+            VmmBackend(FakeDriver(visible), "0").adopt(os.dup(other.fileno), MIB)
+
+
+def test_a_size_that_is_no_multiple_is_not_adopted() -> None:
+    backend = VmmBackend(FakeDriver(), "0")
+    slab = backend.reserve(MIB)
+    with pytest.raises(NotSealedError, match="units"):
+        backend.adopt(os.dup(slab.fileno), MIB - 1)
+
+
+def test_slabs_are_whole_handles_and_tensors_as_torch_has_them() -> None:
+    layout = VmmBackend(FakeDriver(), "0").capabilities.layout
+    assert (layout.unit, layout.alignment) == (GRANULARITY, 512)
+
+
+def test_a_full_gpu_is_no_memory() -> None:
+    with pytest.raises(NoMemoryError, match="budget"):
+        VmmBackend(FakeDriver(nbytes=MIB), "0").reserve(2 * MIB)
+
+
+def make_and_adopt(backend: VmmBackend, fd: int) -> None:
+    backend.reserve(MIB)
+    backend.adopt(os.dup(fd), MIB)
+
+
+@pytest.mark.parametrize("code", [Result.OUT_OF_MEMORY, Result.NOT_PERMITTED])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_whatever_call_fails_nothing_is_left(code: Result, number: int) -> None:
+    inner = FakeDriver()
+    driver = RefusingDriver(inner, code=code)
+    backend = VmmBackend(cast("Driver", driver), "0")
+    slab = backend.reserve(MIB)
+    before = gpus.descriptors()
+    driver.again(number)
+    with pytest.raises(BackendError):
+        make_and_adopt(backend, slab.fileno)
+    assert driver.calls[-1] == ["create", "export", "import_", "device_of"][number - 1]
+    gc.collect()
+    assert inner.left() == {}
+    assert gpus.descriptors() == before
+    driver.again()
+    make_and_adopt(backend, slab.fileno)
+    assert len(driver.calls) == 4, "a call that is not tried here"
+
+
+def test_announce_what_it_cannot_hash() -> None:
+    backend = VmmBackend(FakeDriver(), "0")
+    with pytest.raises(NotSealedError, match="announce"):
+        backend.digests(backend.reserve(MIB), [(0, 1, "")])
+
+
+def test_a_closed_backend_makes_no_slabs() -> None:
+    backend = VmmBackend(FakeDriver(), "0")
+    backend.close()
+    with pytest.raises(InterruptedError):
+        backend.reserve(MIB)
+
+
+def test_a_readers_mapping_refuses_its_writes() -> None:
+    slab = VmmBackend(FakeDriver(), "0").reserve(MIB)
+    gpus.write(slab.fileno, MIB, b"weights")
+    with gpus.mapped(slab.fileno, MIB, Access.READ) as (driver, address):
+        with pytest.raises(DeviceError, match="cuMemcpyHtoD"):
+            gpus.put(driver, address, b"x")
+        assert gpus.ends_by_signal(lambda: ctypes.memset(address, 0, 1))
+        assert ctypes.string_at(address, 7) == b"weights"

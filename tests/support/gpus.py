@@ -1,0 +1,77 @@
+"""Device memory for tests: what a process does with a descriptor, over any driver."""
+
+import ctypes
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver, current
+from tensor_dedup.memory_manager.cuda.fake import FakeDriver
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextmanager
+def mapped(
+    fd: int, nbytes: int, access: Access, driver: Driver | None = None
+) -> Iterator[tuple[Driver, int]]:
+    """A slab at an address of this process, with a context, and nothing left of it afterwards."""
+    driver = driver or FakeDriver()
+    driver.init()
+    handle = driver.import_(fd)
+    address = driver.reserve(nbytes, 0)
+    driver.map(address, nbytes, handle)
+    driver.release(handle)
+    driver.allow(address, nbytes, 0, access)
+    try:
+        with current(driver, 0):
+            yield driver, address
+            driver.synchronize()
+    finally:
+        driver.unmap(address, nbytes)
+        driver.free(address, nbytes)
+
+
+def put(driver: Driver, address: int, data: bytes) -> None:
+    """Copy bytes to the device."""
+    buffer = ctypes.create_string_buffer(data, len(data))
+    driver.copy_in(address, ctypes.addressof(buffer), len(data))
+
+
+def get(driver: Driver, address: int, nbytes: int) -> bytes:
+    """Copy bytes from the device."""
+    buffer = ctypes.create_string_buffer(nbytes)
+    driver.copy_out(ctypes.addressof(buffer), address, nbytes)
+    return buffer.raw
+
+
+def write(fd: int, nbytes: int, data: bytes, driver: Driver | None = None) -> None:
+    """Write to the beginning of a slab, as its writer does."""
+    with mapped(fd, nbytes, Access.READ_WRITE, driver) as (used, address):
+        put(used, address, data)
+
+
+def read(fd: int, nbytes: int, wanted: int, driver: Driver | None = None) -> bytes:
+    """Read the beginning of a slab, as its readers do."""
+    with mapped(fd, nbytes, Access.READ, driver) as (used, address):
+        return get(used, address, wanted)
+
+
+def ends_by_signal(action: Callable[[], object]) -> bool:
+    """Does this end the process that does it? Tried in a child."""
+    with warnings.catch_warnings():
+        # Of Python 3.12 on: this process may have threads. The child uses none of their locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            action()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
