@@ -167,7 +167,9 @@ def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     layout, files = objects.layout, objects.files
     moved = [Item(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
     # Without a grace, what has just been moved has been there long enough.
-    delete = [*plan.delete, *(moved if grace_hours <= 0 else ())]
+    # What came back and was moved again within a second has the name of what was there before.
+    both = [*plan.delete, *(moved if grace_hours <= 0 else ())]
+    delete = list({item.path: item for item in both}.values())
     for item in (*delete, *plan.unfinished):
         files.unlink(item.path)
     for folder in (layout.trash, layout.quarantine, layout.tmp):

@@ -7,8 +7,7 @@ file cannot be used, the index of that session is in memory.
 
 import contextlib
 import sqlite3
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -41,9 +40,6 @@ _READABLE = (
 )
 _MEMORY = Path(":memory:")
 _BATCH = 500
-# Up to so many containers are opened although fewer hold all that is wanted: for what they have
-# twice. A process may have a thousand files open, and an ensemble may lie in thousands.
-_SPARE = 64
 _LOCK_WAIT_S = 10.0  # it is held for as long as it takes to unlink three files
 # These speak of the moment or of the disk, and say nothing against the file.
 _PASSING = frozenset(
@@ -85,6 +81,11 @@ class Index:
     def close(self) -> None:
         """Let the database go."""
         self._db.close()
+
+    def relax(self) -> None:
+        """Do not wait for the disk: what a crash takes from a cache is taken in again."""
+        with contextlib.suppress(sqlite3.DatabaseError):
+            self._db.execute("PRAGMA synchronous = NORMAL")
 
     def refresh(self) -> None:
         """Bring it up to date with the containers that are there; in memory, if need be."""
@@ -271,16 +272,6 @@ class Index:
         found = "(SELECT id FROM container WHERE name = ?)"
         self._db.execute(f"DELETE FROM place WHERE container IN {found}", (container.name,))
         self._db.execute("DELETE FROM container WHERE name = ?", (container.name,))
-
-
-def enough(places: Mapping[bytes, Sequence[Place]]) -> list[ContainerId]:
-    """The containers to open for these pieces: all, or, of many, as few as hold them all."""
-    weights = Counter(place.container for held in places.values() for place in held)
-    if len(weights) <= _SPARE:
-        return list(weights)
-    ranks = {container: rank for rank, (container, _) in enumerate(weights.most_common())}
-    best = (min((p.container for p in held), key=ranks.__getitem__) for held in places.values())
-    return list(dict.fromkeys(best))
 
 
 class _IndexFile:

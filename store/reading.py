@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.covering import enough
 from tensor_dedup.store.decoding import Base, fill_leaves, leaves_of, read_range
 from tensor_dedup.store.errors import (
     BadRangeError,
@@ -21,7 +22,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.generated import made_of
-from tensor_dedup.store.index import Index, enough
+from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import Piece, aliases, by_file, loose
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import PLAIN, Record
@@ -95,7 +96,7 @@ class StoredPieces:
         if not index.fresh and not all(digest in self for digest in wanted):
             index.refresh()
             self._let_go()
-            self._handles, self._spots = {}, {}
+            self._spots = {}
             self._open_known(index, wanted)
 
     def _open_known(self, index: Index, wanted: set[bytes]) -> None:
@@ -133,8 +134,8 @@ class StoredPieces:
         self._let_go()
 
     def _let_go(self) -> None:
-        for handle in self._handles.values():
-            self.door.close(handle)
+        while self._handles:
+            self.door.close(self._handles.popitem()[1])
 
     def __contains__(self, digest: bytes) -> bool:
         """Whether a container is open that should hold the piece with this digest."""
@@ -329,7 +330,6 @@ class StoredCheckpoint(StoredPieces):
             yield StoredFile(made.path, made.nbytes, (made.head, *made.pieces))
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        # docstring inherited
         made = self._made.get(digest)
         if made is not None:  # the header of a file that is nowhere
             return bytearray(made[start:stop])

@@ -11,14 +11,14 @@ from xxhash import xxh3_128, xxh3_128_digest
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_SEED = secrets.randbits(64)
+SEED = secrets.randbits(64)
 
 
 def fast(data: "Buffer") -> bytes:
     """16 bytes that bytes of another content do not have. Any thread."""
-    return xxh3_128_digest(data, _SEED)
+    return xxh3_128_digest(data, SEED)
 
 
 def fast_stream() -> xxh3_128:
     """The same of bytes that come in parts."""
-    return xxh3_128(seed=_SEED)
+    return xxh3_128(seed=SEED)

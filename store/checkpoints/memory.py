@@ -4,9 +4,11 @@ By page of the manifest: a page whose names and bytes are what they were is not 
 an ensemble that grows at its end costs what is new and one comparison of lists a page.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from tensor_dedup.store.objects import ContainerId
 
@@ -15,26 +17,15 @@ Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
 Places: TypeAlias = tuple[ContainerId, ...]
 """The containers a piece is read from: its own, and that of what it is a delta against."""
 
-
-@dataclass(slots=True)
-class PageState:
-    """A page that is in the store."""
-
-    rows: Sequence[Row]
-    name: str
-    file_bytes: int
-    nbytes: list[int]
-    digests: list[bytes]
-    places: list[Places]
-
-    @property
-    def containers(self) -> set[ContainerId]:
-        """All it needs."""
-        return {container for places in set(self.places) for container in places}
+# So many packs of about one size are put together: the files of a step stay few, and a piece is
+# written again as often as its ensemble has grown sixteenfold.
+_TIER = 16
+_TIER_BITS = 4
+_SMALLEST_BITS = 12
+_PACK = "pack"
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """Bytes that are in the store."""
 
     digest: bytes
@@ -42,12 +33,37 @@ class Known:
     places: Places
 
 
+class PageState:
+    """A page that is in the store: its pieces, its name, the size of its file.
+
+    `held` are its pieces by fast hash, `weights` the bytes of them that are in each place.
+    """
+
+    __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
+
+    def __init__(
+        self, rows: Sequence[Row], held: Mapping[bytes, Known], name: str, file_bytes: int
+    ) -> None:
+        self.rows = rows
+        self.name, self.file_bytes = name, file_bytes
+        self.nbytes = sum(held[row[0]].nbytes for row in rows)
+        self.take(held)
+
+    def take(self, held: Mapping[bytes, Known]) -> None:
+        """Its pieces, wherever they are by now."""
+        self.held = {row[0]: held[row[0]] for row in self.rows}
+        self.weights: Counter[Places] = Counter()
+        for known in self.held.values():
+            self.weights[known.places] += known.nbytes
+        self.containers = frozenset(each for places in self.weights for each in places)
+
+
 @dataclass(slots=True)
 class Last:
-    """The step that was saved last, and the sizes of the containers' files that hold it."""
+    """The step that was saved last, and the files of the containers that hold it."""
 
     pages: list[PageState] = field(default_factory=list)
-    containers: dict[ContainerId, int] = field(default_factory=dict)
+    containers: dict[ContainerId, tuple[Path, int]] = field(default_factory=dict)
 
     def page(self, number: int) -> PageState | None:
         """The page of this number; None: there was none."""
@@ -55,10 +71,28 @@ class Last:
 
     def known(self, alive: set[ContainerId]) -> dict[bytes, Known]:
         """What can be read from these containers alone, by fast hash."""
-        return {row[0]: known for row, known in self._all() if alive.issuperset(known.places)}
-
-    def _all(self) -> Iterator[tuple[Row, Known]]:
+        found: dict[bytes, Known] = {}
         for page in self.pages:
-            held = zip(page.rows, page.digests, page.nbytes, page.places, strict=True)
-            for row, digest, nbytes, places in held:
-                yield row, Known(digest, nbytes, places)
+            found |= page.held
+        if len(alive) == len(self.containers):
+            return found
+        return {key: known for key, known in found.items() if alive.issuperset(known.places)}
+
+    def digests(self) -> dict[str, bytes]:
+        """The digest of each tensor, by name."""
+        return {
+            row[1]: page.held[row[0]].digest for page in self.pages for row in page.rows if row[1]
+        }
+
+
+def crowded(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
+    """The packs to put together, of those in which these bytes are."""
+    weights: Counter[ContainerId] = Counter()
+    for places, nbytes in held:
+        if places and places[0].kind == _PACK:
+            weights[places[0]] += nbytes
+    tiers: dict[int, set[ContainerId]] = {}
+    for container, nbytes in weights.items():
+        tier = max(0, nbytes.bit_length() - _SMALLEST_BITS) // _TIER_BITS
+        tiers.setdefault(tier, set()).add(container)
+    return {each for tier in tiers.values() if len(tier) >= _TIER for each in tier}

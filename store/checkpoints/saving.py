@@ -13,34 +13,37 @@ session's lock, all of it durable before the reference appears.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, Self
+
+from xxhash import xxh3_128_digest
 
 from tensor_dedup.digest import digest
 from tensor_dedup.store import manifests
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
-from tensor_dedup.store.checkpoints.fast import fast
-from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Places, Row
+from tensor_dedup.store.checkpoints.fast import SEED
+from tensor_dedup.store.checkpoints.keeping import Keeper
+from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, crowded
 from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.publishing import Batch, Settled
 from tensor_dedup.store.checkpoints.state import Piece
-from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, hash_all
-from tensor_dedup.store.containers import Sealed, kind_for
+from tensor_dedup.store.checkpoints.storing import Stocker
+from tensor_dedup.store.checkpoints.writing import Wanted
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.generated import RESERVED
 from tensor_dedup.store.hashing import Hasher
-from tensor_dedup.store.index import Index, Place, open_index
-from tensor_dedup.store.locks import session
+from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import PAGE_ENTRIES, FileEntry, Manifest
 from tensor_dedup.store.names import check_path, file_of
 from tensor_dedup.store.objects import ContainerId, Objects, ref_text
-from tensor_dedup.store.translating import translated
 
-_EMPTY = bytes.fromhex(digest(b""))
+_EMPTY = Known(bytes.fromhex(digest(b"")), 0, ())
+_FILE = "(small file)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +96,16 @@ class Saver:
     def __init__(self, objects: Objects, workers: int, *, compress: Literal["auto"] | None) -> None:
         self._objects = objects
         self._compress = compress
-        self._workers = workers
+        self._keeper = Keeper(objects, workers)
         self._lock = threading.Lock()
         self._last = Last()
         self._settled = Settled()
 
     def close(self) -> None:
-        """Forget the last step: the next save asks the store."""
+        """Let go of what is kept, and forget the last step: the next save asks the store."""
         with self._lock:
             self._last = Last()
+            self._keeper.close()
 
     def commit(self, snapshot: Snapshot) -> Saved:
         """Store a step under its name, in place of one that has it. All or nothing.
@@ -111,26 +115,14 @@ class Saver:
         """
         began = time.monotonic()
         snapshot.check()
-        with self._lock, self._session() as (index, hasher):
-            work = _Commit(self._objects, index, hasher, self._settled, self._last, snapshot)
-            try:
+        with self._lock:
+            last, self._last = self._last, Last()  # an error leaves none: the next save asks
+            with self._keeper.session() as (index, hasher):
+                work = _Commit(self._objects, index, hasher, self._settled, last, snapshot)
                 with work:
                     manifest = work.run()
-            except BaseException:
-                self._last = Last()  # what is true of the store now, the next save asks it
-                raise
             self._last = work.next
         return work.result(manifest, time.monotonic() - began)
-
-    @contextmanager
-    def _session(self) -> Iterator[tuple[Index, Hasher]]:
-        objects = self._objects
-        root = objects.layout.root
-        with translated(root), session(objects.files, objects.layout), ExitStack() as undo:
-            hasher = Hasher(objects.files, self._workers)
-            undo.callback(hasher.close)
-            first = not self._last.pages
-            yield undo.enter_context(open_index(objects, update=first)), hasher
 
 
 class _Commit:
@@ -145,14 +137,18 @@ class _Commit:
         last: Last,
         snapshot: Snapshot,
     ) -> None:
-        self._objects, self._index, self._hasher = objects, index, hasher
+        self._objects = objects
         self._last, self._snapshot = last, snapshot
+        self._batch = Batch(objects, hasher, settled)
+        self._stocker = Stocker(objects, index, hasher, self._batch)
         self._undo = ExitStack()
-        self._batch = self._undo.enter_context(Batch(objects, hasher, settled))
+        self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
+        self._bookkeeping = 0
         self.next = Last()
-        self._new_tensors = self._new_bytes = self._stored = 0
 
-    def __enter__(self) -> "_Commit":
+    def __enter__(self) -> Self:
+        self._undo.enter_context(self._batch)
+        self._undo.enter_context(self._stocker)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,39 +156,39 @@ class _Commit:
 
     def run(self) -> str:
         """Store and commit; the manifest's name."""
-        rows, views = self._rows()
+        rows = self._rows()
         alive = self._alive()
-        parts = [(at, rows[at : at + PAGE_ENTRIES]) for at in range(0, len(rows), PAGE_ENTRIES)]
-        kept = [self._kept(number, part, alive) for number, (_, part) in enumerate(parts)]
-        changed = [part for part, page in zip(parts, kept, strict=True) if page is None]
-        found, sealed = self._found(changed, views, alive)
+        parts = [rows[at : at + PAGE_ENTRIES] for at in range(0, len(rows), PAGE_ENTRIES)]
+        kept = [self._kept(number, part, alive) for number, part in enumerate(parts)]
+        known = self._known(parts, kept, alive)
         self.next.pages = [
-            page or self._page(at, part, found, views)
-            for (at, part), page in zip(parts, kept, strict=True)
+            page or self._page(part, known) for part, page in zip(parts, kept, strict=True)
         ]
-        return self._publish(sealed)
+        return self._publish()
 
-    def _rows(self) -> tuple[list[Row], list[memoryview]]:
-        files = self._snapshot.files.values()
-        pieces = self._snapshot.pieces
-        rows: list[Row] = [(fast(data), None, None, None) for data in files]
-        rows += [(fast(p.data), p.name, p.dtype, p.shape) for p in pieces]
-        views = [memoryview(data) for data in files]
-        views += [memoryview(piece.data) for piece in pieces]
-        return rows, views
+    def _rows(self) -> list[Row]:
+        # Here all tensors are read: nothing else is done for each of them when none has changed.
+        rows: list[Row] = [
+            (xxh3_128_digest(data, SEED), None, None, None)
+            for data in self._snapshot.files.values()
+        ]
+        return rows + [
+            (xxh3_128_digest(piece.data, SEED), piece.name, piece.dtype, piece.shape)
+            for piece in self._snapshot.pieces
+        ]
 
     def _alive(self) -> set[ContainerId]:
         """The containers of the last step that are still what they were."""
-        files, layout = self._objects.files, self._objects.layout
-        bad = set(self._objects.bad_containers())
-        found = set()
-        for container, size in self._last.containers.items():
-            status = files.status(layout.container(container.name, container.kind))
-            if status is not None and status.size == size and container.name not in bad:
-                found.add(container)
-        return found
+        files, bad = self._objects.files, set(self._objects.bad_containers())
+        return {
+            container
+            for container, (path, size) in self._last.containers.items()
+            if (status := files.status(path)) is not None
+            and status.size == size
+            and container.name not in bad
+        }
 
-    def _kept(self, number: int, part: list[Row], alive: set[ContainerId]) -> PageState | None:
+    def _kept(self, number: int, part: Sequence[Row], alive: set[ContainerId]) -> PageState | None:
         """The page of the last step, when this one has the same and all of it is there."""
         page = self._last.page(number)
         if page is None or page.rows != part or not page.containers <= alive:
@@ -200,97 +196,83 @@ class _Commit:
         status = self._objects.files.status(self._objects.layout.manifest(page.name))
         return page if status is not None and status.size == page.file_bytes else None
 
-    def _found(
+    def _known(
         self,
-        changed: list[tuple[int, list[Row]]],
-        views: list[memoryview],
+        parts: Sequence[Sequence[Row]],
+        kept: Sequence[PageState | None],
         alive: set[ContainerId],
-    ) -> tuple[dict[bytes, Known], list[Sealed]]:
-        """Where the pieces of these pages are, by fast hash; what is nowhere is written."""
-        if not changed:
-            return {}, []
-        found = self._last.known(alive)
-        wanted = {
-            row[0]: (row[1] or "(file)", views[at + number].cast("B"), row[0])
-            for at, part in changed
-            for number, row in enumerate(part)
-            if row[0] not in found and views[at + number].nbytes
-        }
-        hashed = hash_all(self._hasher, [*wanted.values()])
-        pieces = {piece.hashed.digest: piece for piece in hashed}
-        places = self._look_up(pieces)
-        fresh = [piece for digest_, piece in pieces.items() if digest_ not in places]
-        sealed = self._write(fresh)
-        places |= {
-            record.digest: (each.container,) for each in sealed for record in each.table.records
-        }
-        for digest_, piece in pieces.items():
-            found[piece.fast] = Known(digest_, piece.view.nbytes, places[digest_])
-        return found, sealed
+    ) -> dict[bytes, Known]:
+        """Where the pieces of the pages that are not kept are; what is nowhere is written.
 
-    def _look_up(self, digests: Mapping[bytes, Fresh]) -> dict[bytes, Places]:
-        """The containers in which the store has some of these pieces."""
-        held = self._index.find(digests)
-        if not self._index.fresh and not self._index.still_so(_containers(held)):
-            self._index.refresh()
-            held = self._index.find(digests)
-        bases = {place.base for places in held.values() for place in places if place.base}
-        under = self._index.find(bases)
-        return {digest_: _nearest(places, under) for digest_, places in held.items()}
+        Packs that have become too many are put together, those of kept pages too.
+        """
+        changed = [number for number, page in enumerate(kept) if page is None]
+        known = self._last.known(alive) if changed else {}
+        wanted: dict[bytes, tuple[str, memoryview]] = {}
+        places = []
+        for number in changed:
+            for at, row in enumerate(parts[number], number * PAGE_ENTRIES):
+                if row[0] in known:
+                    places.append((known[row[0]].places, known[row[0]].nbytes))
+                else:
+                    self._want(wanted, row, memoryview(self._data[at]), known)
+        pages = [page for page in kept if page is not None]
+        packs = crowded(chain(places, *(page.weights.items() for page in pages)))
+        again = self._lying_in(packs, parts, known, pages)
+        if wanted or again:
+            known |= self._stocker.store(wanted, again)
+        for page in pages:
+            if not again.keys().isdisjoint(page.held):
+                page.take({**page.held, **{key: known[key] for key in again}})
+        return known
 
-    def _write(self, fresh: list[Fresh]) -> list[Sealed]:
-        writers = {
-            kind: MemoryWriter(self._objects, self._hasher, kind) for kind in ("slab", "pack")
+    def _want(
+        self,
+        wanted: dict[bytes, tuple[str, memoryview]],
+        row: Row,
+        view: memoryview,
+        known: dict[bytes, Known],
+    ) -> None:
+        if view.nbytes:
+            wanted[row[0]] = (row[1] or _FILE, view.cast("B"))
+        else:
+            known[row[0]] = _EMPTY
+
+    def _lying_in(
+        self,
+        packs: set[ContainerId],
+        parts: Sequence[Sequence[Row]],
+        known: Mapping[bytes, Known],
+        pages: Sequence[PageState],
+    ) -> Wanted:
+        """The pieces of this step that are read from some of these containers."""
+        if not packs:
+            return {}
+        held = {key: each for page in pages for key, each in page.held.items()} | dict(known)
+        rows = (row for part in parts for row in part)
+        return {
+            row[0]: (row[1] or _FILE, memoryview(data).cast("B"))
+            for row, data in zip(rows, self._data, strict=True)
+            if row[0] in held and not packs.isdisjoint(held[row[0]].places)
         }
-        for writer in writers.values():
-            self._undo.callback(writer.abandon)
-        for piece in fresh:
-            writers[kind_for(piece.view.nbytes)].put(piece)
-            self._new_tensors += 1
-            self._new_bytes += piece.view.nbytes
-        sealed = [each for writer in writers.values() if (each := writer.seal()) is not None]
-        for each in sealed:
-            target = self._objects.layout.container(each.container.name, each.container.kind)
-            self._batch.take(each.handle, target)
-            self._stored += each.file_bytes
-        return sealed
 
-    def _page(
-        self, at: int, part: list[Row], found: Mapping[bytes, Known], views: list[memoryview]
-    ) -> PageState:
-        held = [
-            found[row[0]] if views[at + number].nbytes else Known(_EMPTY, 0, ())
-            for number, row in enumerate(part)
-        ]
+    def _page(self, part: Sequence[Row], known: Mapping[bytes, Known]) -> PageState:
         name, blob = manifests.encode_page(
-            [
-                manifests.Piece(known.digest, known.nbytes, *row[1:])
-                for known, row in zip(held, part, strict=True)
-            ]
+            [manifests.Piece(known[row[0]].digest, known[row[0]].nbytes, *row[1:]) for row in part]
         )
         self._batch.write(blob, self._objects.layout.manifest(name))
-        self._stored += len(blob)
-        return PageState(
-            part,
-            name,
-            len(blob),
-            [known.nbytes for known in held],
-            [known.digest for known in held],
-            [known.places for known in held],
-        )
+        self._bookkeeping += len(blob)
+        return PageState(part, known, name, len(blob))
 
-    def _publish(self, sealed: Sequence[Sealed]) -> str:
+    def _publish(self) -> str:
         objects, snapshot = self._objects, self._snapshot
         manifest, blob = manifests.encode_manifest(self._manifest())
         self._batch.write(blob, objects.layout.manifest(manifest))
         text = ref_text(snapshot.name, manifest)
         reference = self._batch.write(text, None)
-        self._stored += len(blob) + len(text)
+        self._bookkeeping += len(blob) + len(text)
         self._batch.publish()
-        for each in sealed:
-            # It may just have come back whole, under a name that had bad places.
-            objects.set_bad_offsets(each.container.name, ())
-            self._index.add(each.container, each.table, each.file_bytes)
+        self._stocker.index()
         self._check_hits()
         with objects.naming():
             objects.files.rename(reference, objects.layout.refs / file_of(snapshot.name))
@@ -303,7 +285,7 @@ class _Commit:
             [FileEntry(path, len(data), 1, "") for path, data in self._snapshot.files.items()],
             [bytes.fromhex(page.name) for page in pages],
             sum(len(page.rows) for page in pages),
-            sum(sum(page.nbytes) for page in pages),
+            sum(page.nbytes for page in pages),
             self._snapshot.notes.to_texts(),
         )
 
@@ -311,12 +293,13 @@ class _Commit:
         """Look all containers up again. LostHitError: one is not there any more."""
         files, layout = self._objects.files, self._objects.layout
         for container in {each for page in self.next.pages for each in page.containers}:
-            status = files.status(layout.container(container.name, container.kind))
-            known = self._last.containers.get(container)
-            if status is None or (known is not None and status.size != known):
+            path = layout.container(container.name, container.kind)
+            path, size = self._last.containers.get(container, (path, None))
+            status = files.status(path)
+            if status is None or size not in (None, status.size):
                 what = f"the container {container.name} was removed meanwhile"
                 raise LostHitError.at(layout.root, what)
-            self.next.containers[container] = status.size
+            self.next.containers[container] = (path, status.size)
 
     def result(self, manifest: str, seconds: float) -> Saved:
         """What it did."""
@@ -325,23 +308,9 @@ class _Commit:
             step=self._snapshot.notes.step,
             manifest=manifest,
             tensors=len(self._snapshot.pieces),
-            nbytes=sum(sum(page.nbytes) for page in self.next.pages),
-            new_tensors=self._new_tensors,
-            new_bytes=self._new_bytes,
-            stored_bytes=self._stored,
+            nbytes=sum(page.nbytes for page in self.next.pages),
+            new_tensors=self._stocker.pieces,
+            new_bytes=self._stocker.nbytes,
+            stored_bytes=self._stocker.stored_bytes + self._bookkeeping,
             seconds=seconds,
         )
-
-
-def _containers(held: Mapping[bytes, Sequence[Place]]) -> set[ContainerId]:
-    return {place.container for places in held.values() for place in places}
-
-
-def _nearest(places: Sequence[Place], under: Mapping[bytes, Sequence[Place]]) -> Places:
-    """The containers that a piece is read from: one that needs no other, where there is one."""
-    alone = next((place for place in places if place.base is None), None)
-    if alone is not None:
-        return (alone.container,)
-    place = places[0]
-    base = next(each for each in under[place.base or b""] if each.base is None)
-    return (place.container, base.container)

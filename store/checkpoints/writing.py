@@ -4,7 +4,9 @@ What is written is a copy that was compared with what was hashed: a container ne
 do not have their digest, whatever happens to a model while it is saved.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.checkpoints.errors import ChangedModelError
@@ -14,6 +16,10 @@ from tensor_dedup.store.hashing import Hashed, Hasher
 
 # Small pieces are put together until there is this much: one system call for many of them.
 _TOGETHER = 1 << 20
+_HANDED_OVER = 256 << 10
+
+Wanted: TypeAlias = Mapping[bytes, tuple[str, memoryview]]
+"""Pieces by fast hash: a name for messages, and the bytes, flat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +32,29 @@ class Fresh:
     hashed: Hashed
 
 
-def hash_all(hasher: Hasher, wanted: list[tuple[str, memoryview, bytes]]) -> list[Fresh]:
-    """BLAKE3 of pieces whose fast hash is known, on all threads. ChangedModelError."""
+def hash_all(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
+    """BLAKE3 of pieces by their fast hash, on all threads where they are large.
+
+    ChangedModelError: one was written to.
+    """
     parts = [
-        (view[at : at + LEAF_BYTES], number)
-        for number, (_, view, _) in enumerate(wanted)
+        (view[at : at + LEAF_BYTES], key)
+        for key, (_, view) in wanted.items()
         for at in range(0, view.nbytes, LEAF_BYTES)
     ]
-    leaves: list[list[bytes]] = [[] for _ in wanted]
-    views = (view for view, _ in parts)
-    large = sum(view.nbytes for _, view, _ in wanted) >= LEAF_BYTES
-    found = hasher.each(leaf_digests, views) if large else iter(map(leaf_digests, views))
-    for (_, number), digests in zip(parts, found, strict=True):
-        leaves[number] += digests
-    return [
-        _checked(name, view, was, tree)
-        for (name, view, was), tree in zip(wanted, leaves, strict=True)
-    ]
+    leaves: dict[bytes, list[bytes]] = {key: [] for key in wanted}
+    # Handing over a small one takes longer than hashing it.
+    large = [(view, key) for view, key in parts if view.nbytes >= _HANDED_OVER]
+    found = hasher.each(leaf_digests, (view for view, _ in large))
+    for (_, key), digests in zip(large, found, strict=True):
+        leaves[key] += digests
+    for view, key in parts:
+        if view.nbytes < _HANDED_OVER:  # the last of its piece
+            leaves[key] += leaf_digests(view)
+    return [_checked(key, *held, leaves[key]) for key, held in wanted.items()]
 
 
-def _checked(name: str, view: memoryview, was: bytes, leaves: list[bytes]) -> Fresh:
+def _checked(was: bytes, name: str, view: memoryview, leaves: list[bytes]) -> Fresh:
     if fast(view) != was:
         raise changed(name)
     digest = bytes.fromhex(combine(view.nbytes, leaves))

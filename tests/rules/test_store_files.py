@@ -10,8 +10,8 @@ import house
 DOORS = {"tensor_dedup.store.files", "tensor_dedup.store.testing"}
 FORBIDDEN = {"shutil", "io", "tempfile", "mmap", "fcntl", "subprocess", "glob", "pathlib.os"}
 # What of os is not about files.
-HARMLESS = {"PathLike", "environ", "sched_getaffinity"}
-# What a Path can do to a disk; `files.open(...)` is the door itself, and `Store.open` goes through it.
+HARMLESS = {"PathLike", "environ", "getpid", "sched_getaffinity"}
+# What a Path can do to a disk; `files.open(...)` is the door itself, `Store.open` goes through it.
 METHODS = {
     "chmod",
     "exists",

@@ -184,6 +184,19 @@ def test_an_ensemble_pays_for_its_new_trees(tmp_path: Path) -> None:
     assert_same(run.load(0), forest(1000))
 
 
+def test_a_long_run_does_not_lie_in_ever_more_files(tmp_path: Path) -> None:
+    run = handle(tmp_path)
+    for step in range(80):
+        run.save(forest(2 * step + 2), step)
+    assert shares(run)
+    with run.store.checkpoint("run@79") as opened:
+        assert len(opened._handles) < 40
+    assert_same(run.load(79), forest(160))
+    run.store.gc(0)
+    assert run.store.verify(full=True).fine
+    assert_same(run.load(40), forest(82))
+
+
 def test_odd_tensors(tmp_path: Path) -> None:
     run = handle(tmp_path)
     model: Model = {

@@ -1,0 +1,78 @@
+"""What a handle keeps open between saves: the index and some threads.
+
+Closing the last connection to the index writes all of it to disk, and opening it reads its scheme:
+together longer than a save takes. A forked child does not touch what its parent keeps.
+"""
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.index import Index, open_index
+from tensor_dedup.store.locks import session
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.translating import translated
+
+# What a child inherited: closing it would end what the parent is doing, so it stays as it is.
+_INHERITED: list["_Kept"] = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    owner: int
+    index: Index
+    hasher: Hasher
+    undo: ExitStack
+
+    def close(self) -> None:
+        if self.owner == os.getpid():
+            self.undo.close()
+        else:
+            _INHERITED.append(self)
+
+
+class Keeper:
+    """Sessions of one handle, one at a time; close() lets go of what is kept."""
+
+    def __init__(self, objects: Objects, workers: int) -> None:
+        self._objects, self._workers = objects, workers
+        self._finalizer: weakref.finalize[[], Keeper] | None = None
+        self._kept: _Kept | None = None
+
+    @contextmanager
+    def session(self) -> Iterator[tuple[Index, Hasher]]:
+        """Nothing is swept meanwhile. What the disk says is a StoreError."""
+        objects = self._objects
+        with translated(objects.layout.root), session(objects.files, objects.layout):
+            kept = self._usable()
+            try:
+                yield kept.index, kept.hasher
+            except BaseException:
+                self.close()  # whatever it was, it may have been this
+                raise
+            if kept.index.broken:
+                self.close()
+
+    def close(self) -> None:
+        """Let go; the next session takes it up again."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer = self._kept = None
+
+    def _usable(self) -> _Kept:
+        if self._kept is not None and self._kept.owner != os.getpid():
+            self.close()
+        if self._kept is None:
+            with ExitStack() as undo:
+                hasher = Hasher(self._objects.files, self._workers)
+                undo.callback(hasher.close)
+                index = undo.enter_context(open_index(self._objects))
+                index.relax()
+                self._kept = _Kept(os.getpid(), index, hasher, undo.pop_all())
+            self._finalizer = weakref.finalize(self, self._kept.close)
+        else:
+            self._kept.index.fresh = False
+        return self._kept
