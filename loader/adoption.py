@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from tensor_dedup.digest import submit
-from tensor_dedup.loader.assembly import COLLISION, SHARED_STORAGE, raise_audit, same_bytes
+from tensor_dedup.digest import digest, submit
+from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.loader import families
+from tensor_dedup.loader.aliases import Formers
+from tensor_dedup.loader.assembly import SHARED_STORAGE
+from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
+from tensor_dedup.loader.copies import Copies, Share, came_up
+from tensor_dedup.loader.guarding import map_shared
 from tensor_dedup.loader.ledger import Ledger
 from tensor_dedup.loader.lender import Wanted
-from tensor_dedup.loader.mappings import MAPPINGS, any_page_copied
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.placing import (
     Mappings,
@@ -34,11 +38,12 @@ from tensor_dedup.loader.placing import (
 )
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack, resident_key, sharable, tensor_bytes
+from tensor_dedup.loader.whereabouts import is_mapping_of, residents_behind
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.origins import Origins, Place
     from tensor_dedup.loader.supply import Supply
-    from tensor_dedup.types import ResidentKey
 
 Named: TypeAlias = tuple[str, nn.Parameter]
 
@@ -50,46 +55,49 @@ _BATCH_BYTES: Final = 64 << 20
 _CLASSES: Final = frozenset(
     {"torch.nn.parameter.Parameter", "diffusers.quantizers.gguf.utils.GGUFParameter"}
 )
-# How many copies of one key are looked at beyond those in use: what differs between two models
-# shifts the numbers of their equal tensors by no more than a few.
-_AHEAD: Final = 8
-# Under which name a resident came up first: models of one kind then meet name by name.
-_first_names: Final[WeakKeyDictionary[Resident, str]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
 class Terms:
-    """What the adoptions of one load have in common. One thread."""
+    """What the adoptions of one load have in common. One thread.
+
+    `origins`: None where hints are no help, as after a cast. `hashed` counts tensors, and
+    `remembered` those that were not because a hint and a resident made it needless.
+    """
 
     config: TensorDedupConfig
     supply: Supply
+    origins: Origins | None = None
     own: WeakSet[Resident] = field(default_factory=WeakSet)
     bytes_hashed: int = 0
+    hashed: int = 0
+    remembered: int = 0
     hash_seconds: float = 0.0
     process_seconds: float = 0.0
     collisions: int = 0
     rng: random.Random = field(default_factory=random.Random)
 
 
-@dataclass(slots=True)
-class _Share:
-    """A parameter that is a mapping now. `made`: for it; `before`: resident before the load."""
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A parameter to share; `place`: the file range that it is."""
 
+    name: str
     parameter: nn.Parameter
-    resident: Resident
-    copy: int
-    made: bool
-    before: bool
+    place: Place | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
     """A parameter whose bytes are nowhere resident; it will be this copy of its key."""
 
-    name: str
-    parameter: nn.Parameter
+    candidate: _Candidate
     copy: int
     digest: str
+
+    @property
+    def data(self) -> torch.Tensor:
+        return data_of(self.candidate.parameter)
 
 
 class Adoption:
@@ -105,9 +113,19 @@ class Adoption:
         self._terms = terms
         self._waiting: dict[int, Named] = {}
         self._waiting_bytes = 0
-        self._shares: dict[int, _Share] = {}
+        self._shares: dict[int, Share] = {}
         self._reasons: dict[int, str] = {}
-        self._used: dict[ResidentKey, set[int]] = defaultdict(set)
+        self._copies = Copies()
+        self._formers = Formers()
+        # A part of a model takes nothing that another part of it has.
+        whole = families.whole_of(model)
+        if whole is not model:
+            mine = {id(parameter) for parameter in model.parameters()}
+            self._claim(each for each in whole.parameters() if id(each) not in mine)
+
+    def _claim(self, parameters: Iterable[nn.Parameter]) -> None:
+        for known, _ in residents_behind(parameters).values():
+            self._copies.claim(known.key, known.copy)
 
     def note(self, name: str) -> None:
         """Hear that a loader has set this tensor of the model for good."""
@@ -127,19 +145,33 @@ class Adoption:
     def settle(self) -> None:
         """Share what is left, order the copies, and do the accounts. The model is complete."""
         self._waiting.clear()
+        self._forget_replaced()
         for batch in _batches(self._left()):
             self._adopt(batch)
-        self._order_copies()
+        self._copies.order(self.model.named_parameters(), self._shares)
         self._let_files_go()
         self._account()
-        self._shares.clear()
+        self._end()
+
+    def _forget_replaced(self) -> None:
+        """A loader may have given a parameter other memory after it was shared."""
+        for number, share in list(self._shares.items()):
+            if not is_mapping_of(share.parameter, share.resident):
+                del self._shares[number]
+                self._copies.release(share.resident.key, share.copy)
 
     def share_again(self, parameters: Container[int]) -> None:
         """Share those of these ids that are private now. The model is complete."""
+        self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         for batch in _batches(item for item in self._left() if id(item[1]) in parameters):
             self._adopt(batch)
-        self._order_copies()
+        self._copies.order(self.model.named_parameters(), self._shares)
+        self._end()
+
+    def _end(self) -> None:
+        families.remember(self.model)
         self._shares.clear()
+        self._formers = Formers()
 
     def _flush(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
@@ -152,27 +184,43 @@ class Adoption:
 
     def _adopt(self, items: Sequence[Named]) -> None:
         began, hashed = time.perf_counter(), self._terms.hash_seconds
-        candidates = self._candidates(items)
-        digests = self._digests([parameter for _, parameter in candidates])
+        candidates = [each for each in self._candidates(items) if not self._take_remembered(each)]
+        digests = self._digests([each.parameter for each in candidates])
         missing = []
-        for (name, parameter), digest in zip(candidates, digests, strict=True):
-            key = resident_key(data_of(parameter), digest)
-            copy = self._choose(key, name)
-            self._used[key].add(copy)
+        for candidate, found in zip(candidates, digests, strict=True):
+            if candidate.place is not None and self._terms.origins is not None:
+                self._terms.origins.learn(candidate.place, found)
+            key = resident_key(data_of(candidate.parameter), found)
+            copy = self._copies.choose(key, candidate.name)
             resident = registry.lookup(key, copy)
             if resident is None:
-                missing.append(_Missing(name, parameter, copy, digest))
+                missing.append(_Missing(candidate, copy, found))
             else:
-                self._take(parameter, resident, copy, made=False)
+                self._take(candidate.parameter, resident, copy, made=False)
         self._make(missing)
         spent = time.perf_counter() - began
         self._terms.process_seconds += spent - (self._terms.hash_seconds - hashed)
 
-    def _candidates(self, items: Sequence[Named]) -> list[Named]:
+    def _take_remembered(self, candidate: _Candidate) -> bool:
+        """Share what a hint names and what is resident, without reading it. False: hash it."""
+        remembered = None if candidate.place is None else candidate.place.remembered
+        if remembered is None:
+            return False
+        key = resident_key(data_of(candidate.parameter), remembered)
+        copy = self._copies.choose(key, candidate.name)
+        resident = registry.lookup(key, copy)
+        if resident is None:
+            self._copies.release(key, copy)
+            return False
+        self._terms.remembered += 1
+        self._take(candidate.parameter, resident, copy, made=False)
+        return True
+
+    def _candidates(self, items: Sequence[Named]) -> list[_Candidate]:
         """Those to share. Of the others the reasons are kept, or the residents that they are."""
-        together = overlapping(self.model.parameters())
-        _, common = files_and_common()
-        resident = self._residents_behind(items)
+        together = overlapping(chain(self.model.parameters(), self.model.buffers()))
+        files, common = files_and_common()
+        resident = residents_behind([parameter for _, parameter in items])
         chosen = []
         for name, parameter in items:
             found = resident.get(id(parameter))
@@ -181,13 +229,14 @@ class Adoption:
                 reason = "other processes can write to its memory"
             if reason is not None:
                 self._reasons[id(parameter)] = reason
-            elif found is not None and found[0] not in self._used[found[1].key]:
-                copy, behind = found
-                self._used[behind.key].add(copy)
+            elif found is not None and self._copies.claim(*found[0]):
+                (_, copy), behind = found
                 before = behind not in self._terms.own
-                self._shares[id(parameter)] = _Share(parameter, behind, copy, False, before)
+                self._shares[id(parameter)] = Share(parameter, behind, copy, False, before)
             elif parameter.nbytes:
-                chosen.append((name, parameter))
+                origins = self._terms.origins
+                place = None if origins is None else origins.place(parameter, files)
+                chosen.append(_Candidate(name, parameter, place))
         return chosen
 
     def _reason(self, parameter: nn.Parameter, together: set[int]) -> str | None:
@@ -201,89 +250,85 @@ class Adoption:
             return f"it is on {parameter.device.type}; only host memory is shared in this version"
         if not sharable(data_of(parameter)):
             return "its type or layout cannot be shared"
-        if id(parameter) in together:
+        if id(parameter) in together or self._part_again(parameter):
             return SHARED_STORAGE
         if parameter.nbytes < self._terms.config.min_tensor_bytes:
             return "it is below min_tensor_bytes"
         return None
 
-    def _residents_behind(self, items: Sequence[Named]) -> dict[int, tuple[int, Resident]]:
-        """Parameters that are unwritten mappings already, as after an earlier load or sweep."""
-        places = {}
-        for _, parameter in items:
-            if parameter.device.type == "cpu" and parameter.nbytes:
-                start, nbytes = data_of(parameter).data_ptr(), parameter.nbytes
-                place = MAPPINGS.find(start, nbytes)
-                if place is not None and not any_page_copied(start, nbytes):
-                    places[id(parameter)] = place
-        if not places:
-            return {}
-        known = {(r.slab.serial, r.offset): (copy, r) for copy, r in registry.entries()}
-        return {
-            id(parameter): found
-            for _, parameter in items
-            if (place := places.get(id(parameter))) is not None
-            and (found := known.get(place)) is not None
-            and found[1].key == resident_key(data_of(parameter), found[1].key.digest)
-        }
+    def _part_again(self, parameter: nn.Parameter) -> bool:
+        """Had one that is shared the memory that this one has? Then neither is shared."""
+        formers = self._formers.overlapping(parameter)
+        for former in formers:
+            share = self._shares.pop(id(former.parameter), None)
+            if share is not None:
+                self._copies.release(share.resident.key, share.copy)
+                former.restore(data_of(parameter).untyped_storage())
+                self._reasons[id(former.parameter)] = SHARED_STORAGE
+        return bool(formers)
 
     def _digests(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         began = time.perf_counter()
         algorithm = self._terms.config.hash_algorithm
         futures = [submit(tensor_bytes(data_of(each)), algorithm) for each in parameters]
         digests = [future.result() for future in futures]
+        self._terms.hashed += len(digests)
         self._terms.bytes_hashed += sum(each.nbytes for each in parameters)
         self._terms.hash_seconds += time.perf_counter() - began
         return digests
-
-    def _choose(self, key: ResidentKey, name: str) -> int:
-        """Which copy of a key this name is to be: one that is there, best its own, or a new one."""
-        used = self._used[key]
-        there = {
-            copy: resident
-            for copy in chain(range(len(used), len(used) + _AHEAD), range(len(used)))
-            if copy not in used and (resident := registry.lookup(key, copy)) is not None
-        }
-        own = (copy for copy, resident in there.items() if _first_names.get(resident) == name)
-        new = (copy for copy in count() if copy not in used)
-        return next(chain(own, there, new))
 
     def _make(self, missing: Sequence[_Missing]) -> None:
         firsts = [each for each in missing if each.copy == 0]
         # Further copies are this process's own: a manager has one of each content.
         twins = [each for each in missing if each.copy > 0]
         try:
+            wanted = [(resident_key(each.data, each.digest), each) for each in firsts]
             made = self._terms.supply.make(
-                [
-                    Wanted(f"content:{resident_key(data_of(p), d)}", data_of(p), d)
-                    for p, d in ((each.parameter, each.digest) for each in firsts)
-                ]
+                [Wanted(f"content:{key}", each.data, each.digest) for key, each in wanted]
             )
-            items = [(data_of(each.parameter), each.digest) for each in twins]
+            items = [(each.data, each.digest) for each in twins]
             packed = pack(items, as_aligned=True) if items else []
         except SharedMemoryError as error:
-            self._reasons.update((id(each.parameter), str(error)) for each in missing)
+            self._reasons.update((id(each.candidate.parameter), str(error)) for each in missing)
             return
         for resident, each in zip(packed, twins, strict=True):
             first = registry.publish(resident, each.copy)
             made.append((first, first is resident))
         for each, (resident, new) in zip([*firsts, *twins], made, strict=True):
             if new:
+                self._check_copied(each.candidate.place, resident)
                 self._terms.own.add(resident)
-                _first_names[resident] = each.name
-            self._take(each.parameter, resident, each.copy, made=new)
+                came_up(resident, each.candidate.name)
+            self._take(each.candidate.parameter, resident, each.copy, made=new)
+
+    def _check_copied(self, place: Place | None, resident: Resident) -> None:
+        """A file was hashed, then copied: were the same bytes there both times?
+
+        Its times tell at the end of the load, unless it had changed just before. ChangedFileError.
+        """
+        if place is None or place.file.quiet:
+            return
+        name = resident.key.digest
+        copied = tensor_bytes(resident.map(writable=False))
+        if digest(copied, self._terms.config.hash_algorithm) != name:
+            raise ChangedFileError(
+                f"{place.file.path} changed while it was being loaded; load it again",
+                path=place.file.path,
+            )
 
     def _take(self, parameter: nn.Parameter, resident: Resident, copy: int, *, made: bool) -> None:
         if not made and not self._equal(resident, parameter):
             self._reasons[id(parameter)] = COLLISION
             return
         try:
-            replace(parameter, resident.map())
+            shared = map_shared(resident)
         except SharedMemoryError as error:
             self._reasons[id(parameter)] = str(error)
             return
+        self._formers.enter(parameter)
+        replace(parameter, shared)
         before = not made and resident not in self._terms.own
-        self._shares[id(parameter)] = _Share(parameter, resident, copy, made, before)
+        self._shares[id(parameter)] = Share(parameter, resident, copy, made, before)
         self._reasons.pop(id(parameter), None)
 
     def _equal(self, resident: Resident, parameter: nn.Parameter) -> bool:
@@ -298,30 +343,6 @@ class Adoption:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
         self._terms.collisions += 1
         return False
-
-    def _order_copies(self) -> None:
-        """Names of equal bytes get copies by name, then in order, however loading ordered them."""
-        twins: dict[ResidentKey, list[tuple[str, _Share]]] = defaultdict(list)
-        for name, parameter in self.model.named_parameters():
-            share = self._shares.get(id(parameter))
-            if share is not None and len(self._used[share.resident.key]) > 1:
-                twins[share.resident.key].append((name, share))
-        for group in twins.values():
-            self._deal(group)
-
-    def _deal(self, group: Sequence[tuple[str, _Share]]) -> None:
-        held = sorted((share for _, share in group), key=lambda share: share.copy)
-        cards = [(s.resident, s.copy, s.made, s.before) for s in held]
-        rest = []
-        for name, share in group:
-            own = next((card for card in cards if _first_names.get(card[0]) == name), None)
-            if own is None:
-                rest.append(share)
-            else:
-                cards.remove(own)
-                _give(share, own)
-        for share, card in zip(rest, cards, strict=True):
-            _give(share, card)
 
     def _let_files_go(self) -> None:
         """Copy what is left of checkpoint files in memory: one small tensor pins a whole file."""
@@ -341,12 +362,6 @@ class Adoption:
             elif parameter.nbytes:
                 self.ledger.add(name, parameter.nbytes, shared=False)
                 self.ledger.skip(name, self._reasons[id(parameter)])
-
-
-def _give(share: _Share, card: tuple[Resident, int, bool, bool]) -> None:
-    if share.resident is not card[0]:
-        replace(share.parameter, card[0].map())
-        share.resident, share.copy, share.made, share.before = card
 
 
 def _copy_out(tensor: torch.Tensor, files: Mappings) -> None:

@@ -23,6 +23,7 @@ class Span(NamedTuple):
     length: int
     slab: int
     offset: int
+    writable: bool = True
 
 
 class MappingTable:
@@ -50,15 +51,24 @@ class MappingTable:
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Slab and offset of a range of memory; None unless one mapping holds all of it."""
+        start, span = self._last_before(address)
+        if span is None or address + nbytes > start + span.length:
+            return None
+        return span.slab, span.offset + address - start
+
+    def is_read_only(self, address: int) -> bool:
+        """Does this address lie in a mapping that may not be written?"""
+        start, span = self._last_before(address)
+        return span is not None and address < start + span.length and not span.writable
+
+    def _last_before(self, address: int) -> tuple[int, Span | None]:
+        """The last mapping that starts at this address or before."""
         change = self._change
         if self._sorted[0] is not change:
             self._sorted = (change, sorted(self._spans))
         starts = self._sorted[1]
         index = bisect_right(starts, address) - 1
-        span = self._spans.get(starts[index]) if index >= 0 else None
-        if span is None or address + nbytes > starts[index] + span.length:
-            return None
-        return span.slab, span.offset + address - starts[index]
+        return (starts[index], self._spans.get(starts[index])) if index >= 0 else (0, None)
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -84,6 +94,14 @@ def any_page_copied(address: int, nbytes: int) -> bool:
             "mount /proc to ask",
             errno=error.errno,
         ) from error
+
+
+def is_as_mapped(address: int, nbytes: int) -> bool:
+    """Is every page of this range still that of the file? False also where nobody can tell."""
+    try:
+        return not any_page_copied(address, nbytes)
+    except UnsupportedError:
+        return False
 
 
 def _any_copied(pagemap: FileIO, left: int) -> bool:

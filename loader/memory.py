@@ -185,7 +185,7 @@ class Slab:
         address = _map(self.fileno, offset - inside, length, protection, flags)
         with ExitStack() as undo:
             undo.callback(_unmap, address, length)
-            MAPPINGS.add(address, Span(length, self.serial, offset - inside))
+            MAPPINGS.add(address, Span(length, self.serial, offset - inside, writable))
             array = bytes_at(address + inside, nbytes, (self, owner))
             weakref.finalize(array, _unmap, address, length).atexit = False
             undo.pop_all()

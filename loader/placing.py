@@ -5,12 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _MAPS: Final = Path("/proc/self/maps")
 
@@ -27,10 +24,10 @@ def replace(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         parameter.data = tensor
 
 
-def overlapping(parameters: Iterable[nn.Parameter]) -> set[int]:
+def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The ids of those whose memory is, in whole or in part, that of another one."""
     ranges = []
-    for each in parameters:
+    for each in tensors:
         if each.device.type == "cpu" and each.layout is torch.strided and each.nbytes:
             data = data_of(each)
             ranges.append((data.data_ptr(), data.data_ptr() + data.nbytes, id(each)))
@@ -44,21 +41,40 @@ def overlapping(parameters: Iterable[nn.Parameter]) -> set[int]:
     return found
 
 
+class Mapped(NamedTuple):
+    """One mapping of a file: addresses, where in the file it begins, and which file it is.
+
+    `device` is as the kernel writes it ("fe:00"); `path` is only where to look for it.
+    """
+
+    start: int
+    end: int
+    offset: int = 0
+    device: str = ""
+    inode: int = 0
+    path: str = ""
+
+
 class Mappings:
     """Some mappings of this process, as of when this was made."""
 
-    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        ordered = sorted(ranges)
-        self._starts = [start for start, _ in ordered]
-        self._ends = [end for _, end in ordered]
+    def __init__(self, ranges: Iterable[Mapped]) -> None:
+        self._ordered = sorted(ranges)
+        self._starts = [each.start for each in self._ordered]
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Does the memory of this tensor begin in one of them?"""
+        return self.find(tensor) is not None
+
+    def find(self, tensor: torch.Tensor) -> Mapped | None:
+        """The one in which the memory of this tensor begins."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
-            return False
+            return None
         address = data_of(tensor).data_ptr()
         index = bisect_right(self._starts, address) - 1
-        return index >= 0 and address < self._ends[index]
+        if index < 0 or address >= self._ordered[index].end:
+            return None
+        return self._ordered[index]
 
 
 def files_and_common() -> tuple[Mappings, Mappings]:
@@ -69,15 +85,22 @@ def files_and_common() -> tuple[Mappings, Mappings]:
     """
     files, common = [], []
     try:
-        lines = _MAPS.read_text(errors="replace").splitlines()
+        lines = _MAPS.read_text(errors="surrogateescape").splitlines()
     except OSError:
         lines = []
     for line in lines:
         fields = line.split(maxsplit=5)  # addresses, permissions, offset, device, inode, path
         start, _, end = fields[0].partition("-")
-        where = int(start, 16), int(end, 16)
+        where = Mapped(
+            int(start, 16),
+            int(end, 16),
+            int(fields[2], 16),
+            fields[3],
+            int(fields[4]),
+            fields[-1],
+        )
         if fields[1].endswith("s") and "w" in fields[1]:
             common.append(where)
-        elif fields[4] != "0" and not fields[-1].startswith("/memfd:"):
+        elif where.inode and not where.path.startswith("/memfd:"):
             files.append(where)
     return Mappings(files), Mappings(common)

@@ -11,16 +11,18 @@ from torch import nn
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.mappings import MAPPINGS
+from tensor_dedup.loader.device_copies import COPIES, is_of_bytes
+from tensor_dedup.loader.placing import data_of, replace
 from tensor_dedup.loader.records import LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import tensor_bytes
+from tensor_dedup.loader.whereabouts import is_mapped
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found: residents and bytes hashed, keys whose bytes differ, and how many
-    packed copies there are, which cannot be hashed."""
+    """What `verify` found: residents and bytes hashed, keys whose bytes differ, and what cannot be
+    hashed: packed copies, by layer key, and copies on devices that were cast there."""
 
     residents: int
     nbytes: int
@@ -40,29 +42,43 @@ class Verification:
             *(f"  differs: {name}" for name in self.mismatches),
         ]
         if self.not_verifiable:
-            lines[0] += f"; {len(self.not_verifiable)} packed copies cannot be hashed"
+            lines[0] += f"; {len(self.not_verifiable)} packed or cast copies cannot be hashed"
         return "\n".join(lines)
 
 
 def verify() -> Verification:
     """Hash every resident of this process again. Safe from any thread; takes as long as hashing.
 
-    Packed copies are opaque: they are listed by layer key and never read.
+    Copies on other devices are fetched for it. Packed copies are opaque: they are listed by layer
+    key and never read.
     """
-    residents = registry.residents()
-    mismatches = []
-    for resident in residents:
-        name = resident.key.digest
-        algorithm = name.partition(":")[0] if ":" in name else "blake3"
-        if digest(tensor_bytes(resident.map(writable=False)), algorithm) != name:
-            mismatches.append(name)
-    packed = [
+    unknown = [
         key
         for key, record in registry.records().items()
         if isinstance(record, LayerRecord) and record.opaque is not None and record.key == key
     ]
-    nbytes = sum(resident.nbytes for resident in residents)
-    return Verification(len(residents), nbytes, tuple(mismatches), tuple(sorted(packed)))
+    hashed, nbytes, mismatches = 0, 0, []
+    for name, tensor in _shared_tensors(unknown):
+        hashed, nbytes = hashed + 1, nbytes + tensor.nbytes
+        if not _hashes_to(tensor, name):
+            mismatches.append(name)
+    return Verification(hashed, nbytes, tuple(mismatches), tuple(sorted(unknown)))
+
+
+def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is shared, with the digest it must have; what cannot be hashed goes into `unknown`."""
+    for resident in registry.residents():
+        yield resident.key.digest, resident.map(writable=False)
+    for entry, tensor in COPIES.alive():
+        if is_of_bytes(entry.known.key) and not tensor.is_meta:
+            yield entry.known.key.digest, tensor
+        else:
+            unknown.append(f"{entry.device}:{entry.known.key.digest}")
+
+
+def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
+    algorithm = name.partition(":")[0] if ":" in name else "blake3"
+    return digest(tensor_bytes(tensor.cpu()), algorithm) == name
 
 
 def unshare(target: object) -> int:
@@ -79,16 +95,11 @@ def unshare(target: object) -> int:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if _is_mapped(parameter):
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+            if is_mapped(parameter) or COPIES.holds(data_of(parameter)):
+                own = data_of(parameter).clone(memory_format=torch.preserve_format)
+                replace(parameter, own)
                 copied += parameter.nbytes
     return copied
-
-
-def _is_mapped(tensor: torch.Tensor) -> bool:
-    if tensor.device.type != "cpu" or not tensor.nbytes:
-        return False
-    return MAPPINGS.find(tensor.data_ptr(), tensor.nbytes) is not None
 
 
 def _modules(target: object) -> Iterator[nn.Module]:

@@ -7,28 +7,35 @@ us), so all loads that share wait for each other.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.adoption import Adoption, Terms
 from tensor_dedup.loader.lender import lender_for
+from tensor_dedup.loader.load_lock import LOAD_LOCK
+from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.supply import Supply
 from tensor_dedup.patches.moves import watch
 from tensor_dedup.patches.signatures import Replacements
+from tensor_dedup.patches.switch import REFUSAL
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
 
+_log = logging.getLogger(__name__)
 _libc: Final = ctypes.CDLL(None)
 # Modules that some entry of the report speaks of.
 _reported: Final[WeakSet[nn.Module]] = WeakSet()
@@ -44,32 +51,44 @@ _SUMS: Final = (
 
 
 class _State:
-    """The load under way, of the one thread that holds the lock."""
+    """The load under way, of the one thread that holds the load lock."""
 
     def __init__(self) -> None:
         self.reset()
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        # In a child the thread that held it, and its load, do not exist.
-        self.lock = threading.RLock()
+        # In a child the thread whose load it was does not exist.
         self.load: Load | None = None
 
 
 class Load:
-    """Everything that one call of `from_pretrained` loads: a pipeline's models, or one model."""
+    """Everything that one call of `from_pretrained` loads: a pipeline's models, or one model.
 
-    def __init__(self, config: TensorDedupConfig, name: str) -> None:
+    A context manager: it has files open.
+    """
+
+    def __init__(self, config: TensorDedupConfig, name: str, *, trust: bool = True) -> None:
+        """`trust`: believe hints, where the config does."""
         self._name = name
         self._config = config
         lender = lender_for(config.memory_manager, name)
+        trust = trust and config.verify == "hint"
+        self._origins = Origins(config.hash_algorithm, trust=trust)
         # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
-        self._terms = Terms(config, Supply(lender, as_aligned=True))
+        self._terms = Terms(config, Supply(lender, as_aligned=True), self._origins)
         self._adoptions: dict[int, Adoption] = {}
         self._settled: set[int] = set()
+        self._left_alone: dict[int, nn.Module] = {}
         self._offloaded: set[int] = set()
         self._began = time.perf_counter()
         self._thread = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._origins.close()
 
     def note(self, model: nn.Module, name: str) -> None:
         """Hear that a loader has set a tensor of a model for good.
@@ -77,8 +96,21 @@ class Load:
         Other threads are not heard: they may load something else, and not for us. What a loader's
         own threads set is shared when its model is complete.
         """
-        if threading.get_ident() == self._thread:
+        if self.is_here() and not REFUSAL.depth:
             self._adoption(model).note(name)
+
+    @property
+    def config(self) -> TensorDedupConfig:
+        """What it was asked for."""
+        return self._config
+
+    def is_here(self) -> bool:
+        """Does this thread do it?"""
+        return threading.get_ident() == self._thread
+
+    def leave_alone(self, models: Iterable[nn.Module]) -> None:
+        """Hear that these are parts of what is loaded, and not to be shared."""
+        self._left_alone.update((id(model), model) for model in models)
 
     def _adoption(self, model: nn.Module) -> Adoption:
         found = self._adoptions.get(id(model))
@@ -99,8 +131,10 @@ class Load:
 
     def finish(self, models: Mapping[str, nn.Module]) -> ModelReport:
         """All that was loaded is complete; `models` are those that came of it, by name."""
+        models = {n: m for n, m in models.items() if id(m) not in self._left_alone}
         for model in [*models.values(), *(a.model for a in list(self._adoptions.values()))]:
             self.settle(model)
+        self._origins.finish()
         report = ModelReport(name=self._name)
         names = {id(model): name for name, model in models.items()}
         for key, adoption in self._adoptions.items():
@@ -111,6 +145,7 @@ class Load:
             report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
         terms = self._terms
         report.collisions = terms.collisions
+        report.known = terms.remembered > 0 and terms.hashed == 0
         report.bytes_hashed = terms.bytes_hashed
         report.seconds["hash"] = terms.hash_seconds
         report.seconds["process"] = terms.process_seconds
@@ -141,32 +176,65 @@ def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: se
     `given`: ids of modules that the caller brought, and which are left alone. Waits for other
     loads. What `call` raises is raised, with everything as it was before.
     """
-    with _state.lock:
+    with LOAD_LOCK:
         if _state.load is not None:  # a model of a pipeline
             result = call()
             for model in modules_of(result).values():
                 if id(model) not in given:
                     _state.load.settle(model)
             return result
-        with _loading(config, name) as load:
-            result = call()
-            models = {n: m for n, m in modules_of(result).items() if id(m) not in given}
-            add(load.finish(models))
-        return result
+        try:
+            return _run(call, config, name, given, trust=True)
+        except StaleHintError as error:
+            # As text: whoever keeps log records must not keep the frames, and memory, of a load.
+            _log.warning("%s; loading again without hints", str(error))
+        return _run(call, config, name, given, trust=False)
+
+
+def _run(
+    call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int], *, trust: bool
+) -> Any:
+    with _loading(config, name, trust=trust) as load:
+        result = call()
+        models = {n: m for n, m in modules_of(result).items() if id(m) not in given}
+        add(load.finish(models))
+    return result
+
+
+def move(target: object, device: Any, config: TensorDedupConfig) -> None:
+    """Bring a pipeline or module to a device, sharing what it has in host memory."""
+    here = torch.device(device).type == "cpu"
+    models = _require_modules(target, "move")
+    if not here:
+        share(target, config)
+    movable: Any = target
+    for each in [movable] if hasattr(target, "to") else models.values():
+        each.to(device)
+    if here:
+        share(target, config)
+
+
+def under_way() -> TensorDedupConfig | None:
+    """The config of the load that this thread is in the middle of."""
+    load = _state.load
+    return load.config if load is not None and load.is_here() else None
+
+
+def leave_alone(loaded: object) -> None:
+    """What was loaded with `tensor_dedup=False` as a part of a load that shares."""
+    load = _state.load
+    if load is not None and load.is_here():
+        load.leave_alone(modules_of(loaded).values())
 
 
 def share(target: object, config: TensorDedupConfig) -> ModelReport:
     """Share what a pipeline or module holds now. UnsupportedError for anything else."""
-    models = modules_of(target)
-    if not models:
-        raise UnsupportedError(
-            f"sweep takes a pipeline or a module, not {type(target).__name__}",
-            type=type(target).__name__,
-        )
-    with _state.lock:
+    models = _require_modules(target, "sweep")
+    with LOAD_LOCK:
         known = all(model in _reported for model in models.values())
-        load = Load(config, type(target).__name__)
-        report = load.finish(models)
+        with Load(config, type(target).__name__, trust=False) as load:
+            report = load.finish(models)
+        del load
         release_memory()
     watch(config, alone)
     if not known:
@@ -174,17 +242,27 @@ def share(target: object, config: TensorDedupConfig) -> ModelReport:
     return report
 
 
+def _require_modules(target: object, verb: str) -> dict[str, nn.Module]:
+    models = modules_of(target)
+    if not models:
+        raise UnsupportedError(
+            f"{verb} takes a pipeline or a module, not {type(target).__name__}",
+            type=type(target).__name__,
+        )
+    return models
+
+
 @contextmanager
 def alone() -> Iterator[bool]:
     """While no other thread loads. False: a load is under way in this one."""
-    with _state.lock:
+    with LOAD_LOCK:
         yield _state.load is None
 
 
 @contextmanager
-def _loading(config: TensorDedupConfig, name: str) -> Iterator[Load]:
-    load = Load(config, name)
-    with Replacements(_replacements(load)):
+def _loading(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[Load]:
+    load = Load(config, name, trust=trust)
+    with load, Replacements(_replacements(load)):
         _state.load = load
         try:
             yield load

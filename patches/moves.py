@@ -1,29 +1,42 @@
-"""`.to(dtype)`, `.half()` and the like in host memory: what was shared before is shared after.
+"""`.to(...)`, `.half()`, `.cuda()` and the like: what was shared before is shared after.
 
-A cast gives every model a private copy, and the same one to each. They are hashed as they are: a
-cast and the way back meet the original where the cast lost nothing.
+To another device: the first model that goes there makes a copy of each resident, later ones get
+that copy (`tensor_dedup.loader.device_copies`). A cast in host memory gives every model a private
+copy, and the same one to each: it is hashed as it is, and what it was a cast of is remembered, so
+that the next model's needs neither a cast nor a hash.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
+from tensor_dedup.loader import families
 from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.device_copies import COPIES, Known, cast_key
+from tensor_dedup.loader.guarding import map_shared, read_only
 from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.weak_storage import number_of
+from tensor_dedup.loader.whereabouts import is_mapped, known_of, residents_behind
+from tensor_dedup.patches import writers
 from tensor_dedup.patches.signatures import Seam, usable
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.residents import Resident
 
 APPLY: Final = Seam(
     "torch.nn.modules.module:Module._apply",
@@ -34,14 +47,18 @@ APPLY: Final = Seam(
 )
 # The functions of torch that give a parameter the same values in another form. Others move
 # memory to where it must stay (share_memory), or have no values (to_empty).
+_TYPES: Final = ("float", "double", "half", "bfloat16")
+_DEVICES: Final = ("cpu", "cuda", "xpu", "mtia", "ipu")
 _CONVERSIONS: Final = frozenset(
     [
         "Module.to.<locals>.convert",
-        *(f"Module.{name}.<locals>.<lambda>" for name in ("float", "double", "half", "bfloat16")),
+        *(f"Module.{name}.<locals>.<lambda>" for name in (*_TYPES, *_DEVICES)),
     ]
 )
+# How many copies of one key are tried on a device before a tensor stays private there.
+_TRIED: Final = 16
 
-
+Function = Callable[[torch.Tensor], torch.Tensor]
 Guard = Callable[[], AbstractContextManager[bool]]
 
 
@@ -59,56 +76,164 @@ class _Watch:
 
 _moves: Final = _Moves()
 _watch: Final = _Watch()
+# The resident that a cast in host memory became, by what was cast, to what.
+_casts: Final[WeakValueDictionary[Known, Resident]] = WeakValueDictionary()
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
-    """Keep what is shared shared when it is converted; until nothing is mapped any more.
+    """Keep what is shared shared when it is converted; until nothing is shared any more.
 
     `alone()` is a context in which no other thread loads; it yields False during a load of this
     one, which shares by itself.
     """
     _watch.config = config
+    if read_only():
+        writers.install()
     if not usable(APPLY) or hasattr(nn.Module._apply, "_tensor_dedup"):
         return
     original: Callable[..., Any] = nn.Module._apply
 
     @functools.wraps(original)
-    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        if not len(MAPPINGS) and nn.Module._apply is _apply:
+    def _apply(self: nn.Module, fn: Function, recurse: bool = True) -> Any:
+        if not len(MAPPINGS) and not len(COPIES) and nn.Module._apply is _apply:
             nn.Module._apply = original  # type: ignore[method-assign]
         if _moves.busy or getattr(fn, "__qualname__", "") not in _CONVERSIONS:
             return original(self, fn, recurse)
-        with _converting(self, alone):
+        parameters = _shared(self)
+        if not parameters:
             return original(self, fn, recurse)
+        with alone() as nothing_loads:
+            move = Move(self, parameters, fn)
+            result = _convert(move, lambda: original(self, move, recurse))
+            if nothing_loads:
+                _share_again(self, parameters)
+                move.remember(parameters)
+        return result
 
     _apply._tensor_dedup = True  # type: ignore[attr-defined]
     nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
-@contextmanager
-def _converting(model: nn.Module, alone: Guard) -> Iterator[None]:
+def _shared(model: nn.Module) -> list[nn.Parameter]:
     # Layerwise casting converts before and after every use of a layer: hashing would never end.
-    hooked = hasattr(model, "_diffusers_hook")
-    before = {} if hooked else {id(p): p for p in model.parameters() if _is_mapped(p)}
+    if hasattr(model, "_diffusers_hook"):
+        return []
+    return [each for each in model.parameters() if is_mapped(each) or COPIES.holds(data_of(each))]
+
+
+def _convert(move: Move, convert: Callable[[], Any]) -> Any:
     _moves.busy = True
     try:
-        yield
+        result = convert()
+        move.finish()
     finally:
         _moves.busy = False
-    if any(each.device.type == "cpu" and not _is_mapped(each) for each in before.values()):
-        with alone() as nothing_loads:
-            if nothing_loads:
-                _share_again(model, before.keys())
+    return result
 
 
-def _share_again(model: nn.Module, parameters: Container[int]) -> None:
-    config = _watch.config
-    assert config is not None
-    lender = lender_for(config.memory_manager, type(model).__name__)
-    Adoption(model, Terms(config, Supply(lender, as_aligned=True))).share_again(parameters)
+def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    private = {id(p) for p in parameters if p.device.type == "cpu" and not is_mapped(p)}
+    if private:
+        config = _watch.config
+        assert config is not None
+        lender = lender_for(config.memory_manager, type(model).__name__)
+        adoption = Adoption(model, Terms(config, Supply(lender, as_aligned=True)))
+        adoption.share_again(private)
 
 
-def _is_mapped(tensor: torch.Tensor) -> bool:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
-        return False
-    return MAPPINGS.find(data_of(tensor).data_ptr(), tensor.nbytes) is not None
+class Move:
+    """One conversion of one model, in place of the function that converts. One thread.
+
+    Tensors that are residents, or copies of them, become what another model has made of them
+    already; the others go through the function.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], fn: Function) -> None:
+        self._fn = fn
+        self._known = known_of(each for each in parameters if type(each) is nn.Parameter)
+        self._targets: dict[torch.dtype, tuple[torch.device, torch.dtype]] = {}
+        self._made: set[torch.device] = set()
+        # Twins of one model stay apart, wherever they are.
+        whole = list(families.whole_of(model).parameters())
+        self._in_use = {_storage(each) for each in whole if COPIES.holds(data_of(each))}
+        self._residents = {id(resident) for _, resident in residents_behind(whole).values()}
+        self._casts: dict[int, Known] = {}
+        closure = inspect.getclosurevars(fn).nonlocals if inspect.isfunction(fn) else {}
+        self._format = closure.get("convert_to_format")
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the function would give, or an equal tensor that is there already."""
+        known = self._known.get(id(tensor))
+        reformatted = self._format is not None and tensor.dim() in (4, 5)
+        if known is None or reformatted:
+            return self._fn(tensor)
+        device, dtype = self._target(tensor)
+        key = cast_key(known.key, dtype)
+        if key is None or (device, dtype) == (tensor.device, tensor.dtype):
+            return self._fn(tensor)
+        wanted = Known(key, known.copy)
+        if tensor.is_meta and device.type != "meta":
+            return self._fn(tensor)  # as torch says it: there are no values
+        if device.type == "cpu":
+            return self._here(tensor, wanted)
+        return self._there(tensor, wanted, device)
+
+    def _target(self, tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+        """Where the function puts such a tensor, asked with one that has no elements."""
+        found = self._targets.get(tensor.dtype)
+        if found is None:
+            probe = self._fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            found = self._targets[tensor.dtype] = probe.device, probe.dtype
+        return found
+
+    def _here(self, tensor: torch.Tensor, known: Known) -> torch.Tensor:
+        resident = _casts.get(known) or registry.lookup(known.key, known.copy)
+        if resident is not None and id(resident) not in self._residents:
+            self._residents.add(id(resident))
+            return map_shared(resident)
+        self._casts[id(tensor)] = known
+        return self._fn(tensor)
+
+    def _there(self, tensor: torch.Tensor, known: Known, device: torch.device) -> torch.Tensor:
+        for copy in islice(chain([known.copy], count()), _TRIED):
+            wanted = Known(known.key, copy)
+            found = COPIES.lookup(wanted, device)
+            if found is None:
+                return self._make(tensor, wanted)
+            if _storage(found) not in self._in_use:
+                self._in_use.add(_storage(found))
+                _use_on_this_stream(found)
+                return found
+        return self._fn(tensor)
+
+    def _make(self, tensor: torch.Tensor, known: Known) -> torch.Tensor:
+        made = self._fn(tensor)
+        if COPIES.publish(known, made.detach()):
+            self._in_use.add(_storage(made))
+            self._made.add(made.device)
+            writers.install()
+        return made
+
+    def finish(self) -> None:
+        """Wait until what was copied is there: the next model may use it on another stream."""
+        for device in self._made:
+            if device.type != "meta":
+                torch.accelerator.synchronize(device)
+
+    def remember(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note which residents the casts have become, once they are shared again."""
+        cast = (each for each in parameters if id(each) in self._casts)
+        for number, (_, resident) in residents_behind(cast).items():
+            _casts[self._casts[number]] = resident
+
+
+def _use_on_this_stream(tensor: torch.Tensor) -> None:
+    # The allocator must not hand the memory out again before what runs on this stream is done.
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return 0
+    return number_of(data_of(tensor).untyped_storage())

@@ -9,20 +9,21 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import wrapt
 
 from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.patches.switch import REFUSAL, SWITCH
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType, TracebackType
 
     from tensor_dedup.loader.report import ModelReport
 
 _KEYWORD: Final = "tensor_dedup"
+_LOADS: Final = "tensor_dedup.patches.loads"  # imported with the first load, for it needs torch
 # What loads: class methods whose first argument says what to load. Modules, with the class and
 # the method each of them has; a class that is gone is left out.
 _ENTRIES: Final = {
@@ -32,42 +33,6 @@ _ENTRIES: Final = {
     "diffusers.loaders.single_file_model": ("FromOriginalModelMixin", "from_single_file"),
     "diffusers.loaders.single_file": ("FromSingleFileMixin", "from_single_file"),
 }
-
-
-class _Switch:
-    """What `enable` has set, for the whole process: worker threads inherit no context."""
-
-    def __init__(self) -> None:
-        self.config: TensorDedupConfig | None = None
-        self.lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._renew_lock)
-
-    def _renew_lock(self) -> None:
-        self.lock = threading.Lock()
-
-    def set(self, config: TensorDedupConfig | None) -> TensorDedupConfig | None:
-        """Set, and return what was set before."""
-        with self.lock:
-            before, self.config = self.config, config
-        return before
-
-
-_switch: Final = _Switch()
-
-
-class _Refusal(threading.local):
-    """Whether a load with `tensor_dedup=False` is under way here: its models are refused too."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
-
-
-_refusal: Final = _Refusal()
 
 
 class Enabled:
@@ -86,7 +51,7 @@ class Enabled:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _switch.set(self._before)
+        SWITCH.set(self._before)
 
 
 def enable(config: object = True) -> Enabled:
@@ -98,12 +63,12 @@ def enable(config: object = True) -> Enabled:
     """
     chosen = TensorDedupConfig.from_any(config)
     install()
-    return Enabled(chosen, _switch.set(chosen))
+    return Enabled(chosen, SWITCH.set(chosen))
 
 
 def disable() -> None:
     """Load plainly from now on. What is shared stays shared."""
-    _switch.set(None)
+    SWITCH.set(None)
 
 
 def sweep(target: object, config: object = None) -> ModelReport:
@@ -115,8 +80,26 @@ def sweep(target: object, config: object = None) -> ModelReport:
     """
     from tensor_dedup.patches import loads
 
-    chosen = _switch.config if config is None else TensorDedupConfig.from_any(config)
-    return loads.share(target, chosen or TensorDedupConfig())
+    return loads.share(target, _chosen(config))
+
+
+def move(target: object, device: object, config: object = None) -> None:
+    """Bring a pipeline or module to a device, as `.to(device)` does, and share what it has.
+
+    Of tensors that others have there already nothing is copied. What is private in host memory is
+    shared first, as by `sweep`; what is private elsewhere stays so. In memory of other devices a
+    write in place would reach the neighbours: peft, `load_state_dict`, textual inversion and
+    optimizers are kept from it, any other writer needs `unshare` first. Nobody may use the models
+    meanwhile. Raises UnsupportedError for anything but a pipeline or a module, and what `.to` does.
+    """
+    from tensor_dedup.patches import loads
+
+    loads.move(target, device, _chosen(config))
+
+
+def _chosen(config: object) -> TensorDedupConfig:
+    chosen = SWITCH.config if config is None else TensorDedupConfig.from_any(config)
+    return chosen or TensorDedupConfig()
 
 
 def install() -> None:
@@ -147,10 +130,11 @@ def _wrapped(original: Any) -> Any:
     @functools.wraps(original)
     def entry(cls: Any, *args: Any, **kwargs: Any) -> Any:
         asked = kwargs.pop(_KEYWORD, None)
-        config = _switch.config if asked is None else TensorDedupConfig.from_any(asked)
-        if config is None or not config.enabled or (asked is None and _refusal.depth):
-            with _refusal:
-                return original(cls, *args, **kwargs)
+        config = _in_force() if asked is None else TensorDedupConfig.from_any(asked)
+        if asked is not None and config is not None and not config.enabled:
+            return _refused(lambda: original(cls, *args, **kwargs))
+        if config is None or not config.enabled or REFUSAL.depth:
+            return original(cls, *args, **kwargs)
         from tensor_dedup.patches import loads
 
         return loads.run(
@@ -159,6 +143,22 @@ def _wrapped(original: Any) -> Any:
 
     entry._tensor_dedup = True  # type: ignore[attr-defined]
     return entry
+
+
+def _in_force() -> TensorDedupConfig | None:
+    """What is enabled; within a load, what that one was asked for."""
+    loads = sys.modules.get(_LOADS)
+    return SWITCH.config or (None if loads is None else loads.under_way())
+
+
+def _refused(call: Callable[[], Any]) -> Any:
+    """Load with `tensor_dedup=False`, maybe as a part of a load that shares."""
+    with REFUSAL:
+        result = call()
+    loads = sys.modules.get(_LOADS)
+    if loads is not None:
+        loads.leave_alone(result)
+    return result
 
 
 def _name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -25,6 +24,7 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import Checkout, stored_in
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.keeping import keep
+from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 _Loaded: TypeAlias = tuple[nn.Module, ModelReport]
 _log = logging.getLogger(__name__)
-# Tracing replaces process-wide state (the default dtype among it), and two loads of one model at
-# once would each build what one could share.
-_load_lock = threading.RLock()
 # What a model's loading code may raise when it meets a tensor without content.
 _TRACING_ERRORS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
@@ -75,7 +72,7 @@ class TensorDedupLoader(DefaultModelLoader):
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
         """Build the model and give it its weights."""
-        with _load_lock:
+        with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
         self._keep(model_config, report)
         add(report)

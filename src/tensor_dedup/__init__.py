@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.report import report
     from tensor_dedup.loader.residents import shares_memory
     from tensor_dedup.loader.sharing import unshare, verify
-    from tensor_dedup.patches.pipelines import disable, enable, sweep
+    from tensor_dedup.patches.pipelines import disable, enable, move, sweep
     from tensor_dedup.store.store import Store
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "TensorDedupError",
     "disable",
     "enable",
+    "move",
     "report",
     "shares_memory",
     "sweep",
@@ -42,6 +43,7 @@ _HOMES: Mapping[str, str] = {
     "TensorDedupError": "tensor_dedup.errors",
     "disable": "tensor_dedup.patches.pipelines",
     "enable": "tensor_dedup.patches.pipelines",
+    "move": "tensor_dedup.patches.pipelines",
     "report": "tensor_dedup.loader.report",
     "shares_memory": "tensor_dedup.loader.residents",
     "sweep": "tensor_dedup.patches.pipelines",

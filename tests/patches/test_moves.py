@@ -1,6 +1,7 @@
 """Conversions of models that share: what was shared before is shared after."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch import nn
 
 import kernel
 from pipelines import equal, parameters, shared
-from tensor_dedup import sweep, verify
+from tensor_dedup import move, shares_memory, sweep, unshare, verify
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.device_copies import COPIES
+from tensor_dedup.loader.guarding import make_private
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.patches.moves import APPLY
@@ -100,3 +104,181 @@ def test_the_seam_is_what_was_recorded_and_goes_with_what_is_shared() -> None:
     gc.collect()
     nn.Linear(2, 2).half()
     assert hasattr(nn.Module._apply, "_tensor_dedup") == (len(MAPPINGS) > 0)
+
+
+def test_a_cast_that_was_made_already_is_neither_made_nor_hashed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = pair()
+    first.float()
+    monkeypatch.setattr("tensor_dedup.loader.adoption.submit", forbidden)
+    second.float()
+    assert shared(first, second) == equal(first, second) == parameters(first).keys()
+    assert verify().ok
+
+
+def forbidden(*_: object) -> Any:
+    pytest.fail("nothing was to be hashed")
+
+
+def test_what_was_written_is_not_taken_for_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair()
+    first.float()
+    with torch.no_grad():
+        second[0].weight[0, 0] = 7.0
+    second.float()
+    assert second[0].weight[0, 0] == 7.0
+    assert shared(first, second) == parameters(first).keys() - {"0.weight"}
+    assert first[0].weight[0, 0] != 7.0
+
+
+def test_parts_converted_one_by_one_keep_twins_apart() -> None:
+    first, second = pair()
+    for model in (first, second):
+        for part in model:
+            part.float()
+    assert shared(first, second) == parameters(first).keys()
+    for model in (first, second):
+        mine = list(model.parameters())
+        assert not any(shares_memory(x, y) for x in mine for y in mine if x is not y)
+
+
+def test_casts_that_come_to_one_value_stay_apart_in_one_model() -> None:
+    """Two tensors that differ, and are equal after a cast; in another model only one is cast."""
+    models = []
+    for _ in range(2):
+        wide = torch.full((64, 64), 1.0)
+        parts = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+        parts[0].weight.data = wide.clone()
+        parts[1].weight.data = wide + 1e-6
+        models.append(nn.Sequential(*parts))
+        sweep(models[-1])
+    assert len({id(part.weight) for model in models for part in model}) == 4
+    first, second = models
+    first.half()
+    second[1].half()
+    second.half()
+    assert shared(first, second) == {"0.weight", "1.weight"}
+    for model in models:
+        one, other = model.parameters()
+        assert not shares_memory(one, other)
+
+
+def test_two_threads_that_convert_meet() -> None:
+    first, second = pair()
+    threads = [threading.Thread(target=model.float) for model in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert shared(first, second) == parameters(first).keys()
+
+
+def test_a_conversion_that_fails_leaves_the_rest_as_it_was() -> None:
+    first, second = pair()
+    before = {name: value.clone() for name, value in second.state_dict().items()}
+
+    class Broken(nn.Module):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            raise MemoryError("no room")
+
+    first.append(Broken())
+    with pytest.raises(MemoryError):
+        first.float()
+    assert all(torch.equal(before[name], value) for name, value in second.state_dict().items())
+    second.float()
+    second.half()
+    assert all(torch.equal(before[name], value) for name, value in second.state_dict().items())
+    assert verify().ok
+
+
+def storages(model: nn.Module) -> list[int]:
+    return [each.untyped_storage()._cdata for each in model.parameters()]
+
+
+def test_on_another_device_the_second_gets_what_the_first_made() -> None:
+    first, second = pair()
+    third, _ = pair()
+    assert len(COPIES) == 0
+    for model in (first, second):
+        move(model, "meta")
+    assert {p.device.type for model in (first, second) for p in model.parameters()} == {"meta"}
+    assert storages(first) == storages(second)
+    assert len(set(storages(first))) == len(storages(first))  # twins are apart there too
+    assert len(COPIES) == len(storages(first))
+    assert {p.device.type for p in third.parameters()} == {"cpu"}
+    assert all(torch.isfinite(p).all() for p in third.parameters())
+    del first, second, model
+    gc.collect()
+    assert len(COPIES) == 0
+
+
+def test_a_cast_on_another_device_is_followed_and_so_is_the_way_back() -> None:
+    first, second = pair()
+    first.to("meta")
+    before = storages(first)
+    first.float()
+    second.to("meta", torch.float32)
+    assert storages(first) == storages(second) != before
+    kept, _ = pair()
+    kept.to("meta")
+    second.half()
+    assert storages(second) == storages(kept)
+
+
+def test_memory_of_another_device_can_be_made_private() -> None:
+    first, second = pair()
+    for model in (first, second):
+        model.to("meta")
+    assert unshare(second) == sum(p.nbytes for p in second.parameters())
+    assert set(storages(first)).isdisjoint(storages(second))
+    assert make_private(first.parameters()) == sum(p.nbytes for p in first.parameters())
+    assert make_private(first.parameters()) == 0
+
+
+def test_a_move_takes_pipelines_and_modules_only() -> None:
+    with pytest.raises(UnsupportedError, match="move takes a pipeline or a module, not dict"):
+        move({}, "meta")
+
+
+def test_what_has_no_values_any_more_cannot_come_back() -> None:
+    first, second = pair()
+    first.to("meta")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        first.to("cpu")
+    assert all(torch.isfinite(p).all() for p in second.parameters())
+
+
+def test_a_module_that_was_never_shared_is_when_it_moves() -> None:
+    first, second = (nn.Linear(64, 64) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    move(first, "meta")
+    move(second, "meta")
+    assert storages(first) == storages(second)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_two_models_are_one_memory_and_what_they_compute_is_right() -> None:
+    first, second = pair()
+    kept, _ = pair()
+    values = torch.randn(4, 64, dtype=torch.float16)
+    expected = nn.Linear(64, 64).half().cuda()
+    expected.load_state_dict(kept[0].state_dict())
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    before = torch.cuda.memory_allocated()
+    move(first, "cuda")
+    grown = torch.cuda.memory_allocated()
+    with torch.cuda.stream(stream):
+        second.to("cuda", non_blocking=True)
+        result = second[0](values.cuda())
+    stream.synchronize()
+    assert torch.cuda.memory_allocated() - grown <= values.nbytes + result.nbytes + 1024
+    assert grown > before
+    assert storages(first) == storages(second)
+    assert torch.equal(result, expected(values.cuda()))
+    assert verify().ok
+    second.load_state_dict({n: v + 1 for n, v in second.state_dict().items()})
+    assert torch.equal(first[0].weight.cpu(), kept[0].weight)
+    assert torch.equal(second[0].weight.cpu(), kept[0].weight + 1)
+    first.to("cpu")
+    assert shared(first, kept) == parameters(kept).keys()

@@ -19,6 +19,7 @@ PUBLIC = {
     "TensorDedupError",
     "disable",
     "enable",
+    "move",
     "report",
     "shares_memory",
     "sweep",

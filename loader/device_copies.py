@@ -1,0 +1,154 @@
+"""Copies of residents on other devices, each there once for all models of this process.
+
+Memory of another device is not copied when somebody writes to it: who writes in place must have
+made its own first (`tensor_dedup.loader.guarding`). Until device memory can be mapped read-only
+this is a stop-gap, within one process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from tensor_dedup.loader.dtypes import dtype_name, torch_dtype
+from tensor_dedup.loader.weak_storage import WeakStorage, number_of
+from tensor_dedup.types import ResidentKey
+
+# A cast of a cast of a cast is followed no further.
+_MAX_CASTS: Final = 3
+_CAST: Final = "cast:"
+_LOSSLESS: Final = frozenset(
+    {("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")}
+)
+
+
+class Known(NamedTuple):
+    """What a tensor is: a resident's key, and the number of the copy."""
+
+    key: ResidentKey
+    copy: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """A tensor that is all of a storage of a device. It does not keep the storage alive."""
+
+    known: Known
+    device: torch.device
+    reference: WeakStorage
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, holding the storage from now on; None when nobody held it any more."""
+        storage = self.reference.storage()
+        if storage is None:
+            return None
+        key = self.known.key
+        empty = torch.empty(0, dtype=torch_dtype(key.dtype), device=self.device)
+        return empty.set_(storage, 0, key.shape, key.stride)
+
+
+class DeviceCopies:
+    """All of them, by key, copy and device, and by storage. Safe from any thread and after fork."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[Known, torch.device], DeviceCopy] = {}
+        self._by_storage: dict[int, DeviceCopy] = {}
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
+        # A thread that does not exist in the child may have held it.
+        self._lock = threading.Lock()
+
+    def lookup(self, known: Known, device: torch.device) -> torch.Tensor | None:
+        """The tensor with that key and copy on a device, held by the caller from now on."""
+        found = self._by_key.get((known, device))
+        return None if found is None else found.tensor()
+
+    def publish(self, known: Known, tensor: torch.Tensor) -> bool:
+        """Enter a tensor under a key, which the caller answers for. False: it cannot be entered.
+
+        It must be all of its storage and have the key's geometry.
+        """
+        storage = tensor.untyped_storage()
+        whole = storage.nbytes() == tensor.nbytes
+        if not whole or _geometry(tensor) != _geometry_of(known.key):
+            return False
+        found = DeviceCopy(known, tensor.device, WeakStorage(storage))
+        with self._lock:
+            self._forget_the_dead()
+            self._by_key[known, tensor.device] = found
+            self._by_storage[found.reference.number] = found
+        return True
+
+    def known(self, tensor: torch.Tensor) -> DeviceCopy | None:
+        """The entry that a tensor is; None when it is none, or not as it was entered."""
+        if tensor.device.type == "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
+            return None
+        found = self._by_storage.get(number_of(tensor.untyped_storage()))
+        if found is None or tensor.storage_offset() != 0:
+            return None
+        return found if _geometry(tensor) == _geometry_of(found.known.key) else None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Does any of this tensor's memory belong to an entry?"""
+        if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
+            return False
+        return number_of(tensor.untyped_storage()) in self._by_storage
+
+    def alive(self) -> Iterator[tuple[DeviceCopy, torch.Tensor]]:
+        """Every entry that somebody uses, with its tensor."""
+        for found in list(self._by_key.values()):
+            tensor = found.tensor()
+            if tensor is not None:
+                yield found, tensor
+
+    def __len__(self) -> int:
+        """How many are in use."""
+        return sum(not found.reference.expired for found in list(self._by_key.values()))
+
+    def _forget_the_dead(self) -> None:
+        for place, found in list(self._by_key.items()):
+            if found.reference.expired:
+                del self._by_key[place]
+        for number, found in list(self._by_storage.items()):
+            if found.reference.expired:
+                del self._by_storage[number]
+
+
+def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
+    """The key of what a cast makes of a resident, by what it follows from; None: not followed.
+
+    A cast that lost nothing and the way back lead to the key that they began with.
+    """
+    name = dtype_name(dtype)
+    if name == key.dtype:
+        return key
+    before, _, origin = key.digest.removeprefix(_CAST).partition(":")
+    is_cast = key.digest.startswith(_CAST)
+    if is_cast and before == name and (before, key.dtype) in _LOSSLESS:
+        return ResidentKey(name, key.shape, key.stride, origin)
+    if key.digest.count(_CAST) >= _MAX_CASTS:
+        return None
+    return ResidentKey(name, key.shape, key.stride, f"{_CAST}{key.dtype}:{key.digest}")
+
+
+def is_of_bytes(key: ResidentKey) -> bool:
+    """Does the key name bytes, and not what they follow from?"""
+    return not key.digest.startswith(_CAST)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _geometry_of(key: ResidentKey) -> tuple[object, ...]:
+    return torch_dtype(key.dtype), tuple(key.shape), tuple(key.stride)
+
+
+COPIES: Final = DeviceCopies()

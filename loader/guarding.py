@@ -1,0 +1,56 @@
+"""Memory that is shared without copy-on-write, and making a tensor's own before it is written.
+
+An ordinary mapping of a resident needs none of this: the kernel gives the writer a page of its
+own. Two kinds of memory do: copies of residents on other devices, where a neighbour would see the
+write, and mappings made under TENSOR_DEDUP_READ_ONLY=1, where a write stops the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tensor_dedup.loader.device_copies import COPIES
+from tensor_dedup.loader.mappings import MAPPINGS
+from tensor_dedup.loader.placing import data_of, replace
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.residents import Resident
+
+READ_ONLY_VARIABLE: Final = "TENSOR_DEDUP_READ_ONLY"
+
+
+def read_only() -> bool:
+    """Are residents mapped so that a write stops the process? For finding who writes."""
+    return os.environ.get(READ_ONLY_VARIABLE) == "1"
+
+
+def map_shared(resident: Resident) -> torch.Tensor:
+    """A mapping for a model: copy-on-write, or read-only where that was asked for."""
+    return resident.map(writable=not read_only())
+
+
+def is_guarded(tensor: torch.Tensor) -> bool:
+    """Would a write to this tensor be seen by others, or stop the process?"""
+    if tensor.layout is not torch.strided or not tensor.nbytes:
+        return False
+    data = data_of(tensor)
+    if data.device.type == "cpu":
+        return MAPPINGS.is_read_only(data.data_ptr())
+    return COPIES.holds(data)
+
+
+def make_private(tensors: Iterable[torch.Tensor]) -> int:
+    """Give each of them that is guarded memory of its own, in place; bytes copied.
+
+    Objects, values and geometry stay. Nobody may use them meanwhile in another thread.
+    """
+    copied = 0
+    for tensor in tensors:
+        if is_guarded(tensor):
+            replace(tensor, data_of(tensor).clone(memory_format=torch.preserve_format))
+            copied += tensor.nbytes
+    return copied

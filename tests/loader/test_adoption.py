@@ -1,0 +1,218 @@
+"""What is shared of a model, parameter by parameter, and what stays as the loader made it."""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kernel
+from tensor_dedup import TensorDedupConfig, shares_memory
+from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.assembly import SHARED_STORAGE
+from tensor_dedup.loader.lender import Wanted
+from tensor_dedup.loader.origins import Origins
+from tensor_dedup.loader.placing import files_and_common
+from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents import Resident
+from tensor_dedup.loader.supply import Supply
+
+# A tensor of this many elements is shared as soon as it is heard of.
+LARGE = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    gc.collect()
+    before = len(registry.residents()), kernel.slabs()
+    yield
+    gc.collect()
+    assert (len(registry.residents()), kernel.slabs()) == before
+
+
+def adoption(model: nn.Module, origins: Origins | None = None) -> Adoption:
+    return Adoption(model, Terms(TensorDedupConfig(), Supply(as_aligned=True), origins))
+
+
+def shared(model: nn.Module) -> Adoption:
+    found = adoption(model)
+    found.settle()
+    return found
+
+
+def model_of(**parameters: torch.Tensor) -> Any:
+    model = nn.Module()
+    for name, tensor in parameters.items():
+        model.register_parameter(name, nn.Parameter(tensor))
+    return model
+
+
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_names_that_a_file_ties_stay_tied_though_one_was_shared_before(offset: int) -> None:
+    storage = torch.arange(LARGE + 2000, dtype=torch.float32)
+    model = model_of(first=storage[:LARGE])
+    where = model.first.data_ptr()
+    found = adoption(model)
+    found.note("first")
+    assert model.first.data_ptr() != where
+    model.register_parameter("second", nn.Parameter(storage[offset : offset + LARGE]))
+    found.note("second")
+    found.settle()
+    assert model.first.data_ptr() == where
+    assert model.second.data_ptr() == where + 4 * offset
+    assert found.ledger.skipped == {"first": SHARED_STORAGE, "second": SHARED_STORAGE}
+    with torch.no_grad():
+        model.second[-1 - offset] = -1.0
+    assert model.first[-1] == -1.0
+
+
+def test_neighbours_in_one_storage_are_not_taken_for_ties() -> None:
+    storage = torch.arange(2 * LARGE, dtype=torch.float32)
+    model = model_of(first=storage[:LARGE])
+    found = adoption(model)
+    found.note("first")
+    model.register_parameter("second", nn.Parameter(storage[LARGE:]))
+    found.note("second")
+    found.settle()
+    assert found.ledger.skipped == {}
+    twin = model_of(first=storage[:LARGE].clone(), second=storage[LARGE:].clone())
+    shared(twin)
+    assert shares_memory(twin.first, model.first)
+    assert shares_memory(twin.second, model.second)
+
+
+def test_a_buffer_that_is_a_view_of_a_parameter_stays_one() -> None:
+    model = model_of(weight=torch.ones(64, 64))
+    model.register_buffer("view", model.weight.data[:8])
+    assert shared(model).ledger.skipped == {"weight": SHARED_STORAGE}
+    with torch.no_grad():
+        model.weight[0] = 7.0
+    assert (model.view[0] == 7.0).all()
+
+
+def test_a_parameter_that_a_loader_sets_twice_is_what_it_was_set_to_last() -> None:
+    model = model_of(weight=torch.zeros(LARGE))
+    found = adoption(model)
+    found.note("weight")
+    model.weight.data = torch.ones(LARGE)
+    found.settle()
+    other = model_of(weight=torch.ones(LARGE))
+    shared(other)
+    assert shares_memory(model.weight, other.weight)
+    assert (model.weight == 1).all()
+
+
+def test_a_part_takes_nothing_that_another_part_of_its_model_has() -> None:
+    model: Any = nn.Sequential(model_of(a=torch.ones(64, 64)), model_of(a=torch.ones(64, 64)))
+    shared(model)
+    model[0].a.data = torch.ones(64, 64)
+    shared(model[0])
+    assert not shares_memory(model[0].a, model[1].a)
+    other: Any = nn.Sequential(model_of(a=torch.ones(64, 64)), model_of(a=torch.ones(64, 64)))
+    shared(other)
+    assert {shares_memory(model[i].a, other[i].a) for i in (0, 1)} == {True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data[:, ::2],
+        lambda data: data[:8],
+        lambda data: data.t(),
+        lambda data: data.view(torch.int32).view(torch.float32)[1:],
+    ],
+    ids=["gaps", "part", "transposed", "not from its beginning"],
+)
+def test_a_mapping_that_is_seen_otherwise_is_another_tensor(change: object) -> None:
+    first, second = (model_of(weight=torch.arange(4096.0).view(64, 64)) for _ in range(2))
+    shared(first)
+    shared(second)
+    assert shares_memory(first.weight, second.weight)
+    assert callable(change)
+    expected = change(second.weight.data).clone()
+    second.weight.data = change(second.weight.data)
+    shared(second)
+    assert torch.equal(second.weight, expected)
+    assert torch.equal(first.weight, torch.arange(4096.0).view(64, 64))
+
+
+COUNT = 1 << 16
+
+
+def as_file(value: float) -> bytes:
+    return torch.full((COUNT,), value).numpy().tobytes()
+
+
+def mapped(path: Path) -> Any:
+    """A model of one parameter that lies in a mapped file, as loaders leave it."""
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=4 * COUNT)
+    return model_of(weight=torch.empty(0).set_(storage, 0, (COUNT,), (1,)))
+
+
+@dataclass(slots=True)
+class Meddling(Supply):
+    """Somebody writes to a file after it was hashed and before it is copied."""
+
+    path: Path = Path()
+
+    def make(self, wanted: Sequence[Wanted]) -> list[tuple[Resident, bool]]:
+        with self.path.open("r+b") as file:
+            file.write(as_file(2.0))
+        return Supply.make(self, wanted)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
+    tmp_path: Path, quiet: bool
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(as_file(1.0))
+    if quiet:
+        time.sleep(2.1)
+    model = mapped(path)
+    origins = Origins("blake3", trust=True)
+    terms = Terms(TensorDedupConfig(), Meddling(as_aligned=True, path=path), origins)
+
+    def load() -> None:
+        Adoption(model, terms).settle()
+        origins.finish()
+
+    with pytest.raises(ChangedFileError, match="changed while it was being loaded"):
+        load()
+    origins.close()
+    assert not any(str(path) in each for each in kernel.descriptors())
+
+
+def test_a_range_that_was_written_in_memory_is_not_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(as_file(1.0))
+    origins = Origins("blake3", trust=True)
+    model = mapped(path)
+    files, _ = files_and_common()
+    place = origins.place(model.weight, files)
+    assert place is not None
+    assert (place.start, place.nbytes) == (0, 4 * COUNT)
+    with torch.no_grad():
+        model.weight[5] = 3.0
+    assert origins.place(model.weight, files) is None
+    origins.close()
+
+
+@pytest.mark.parametrize("name", ["weights", "weights (deleted)"])
+def test_a_path_that_leads_to_another_file_by_now_says_nothing(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(as_file(1.0))
+    model = mapped(path)
+    path.unlink()
+    (tmp_path / name).write_bytes(as_file(2.0))
+    origins = Origins("blake3", trust=True)
+    files, _ = files_and_common()
+    assert files.hold(model.weight)
+    assert origins.place(model.weight, files) is None
+    origins.close()
