@@ -22,6 +22,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
 from tensor_dedup.store.checkpoints.adapters.numpy import NumpyAdapter
 from tensor_dedup.store.checkpoints.adapters.plain import CONTAINERS
 from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
+from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
 from tensor_dedup.store.checkpoints.state_errors import UnknownAdapterError, UnknownModelError
 
 __all__ = [
@@ -30,17 +31,19 @@ __all__ = [
     "PyTorchAdapter",
     "Series",
     "StateProvider",
+    "XGBoostAdapter",
     "adapter_for",
     "by_name",
     "register_provider",
 ]
 
 _ADAPTERS: Final[Mapping[str, type[ModelAdapter]]] = {
-    adapter.name: adapter for adapter in (NumpyAdapter, PyTorchAdapter)
+    adapter.name: adapter for adapter in (NumpyAdapter, PyTorchAdapter, XGBoostAdapter)
 }
 # A package -> the adapter of its objects. numpy's random generators are numpy's.
 _PACKAGES: Final = {
     "torch": "pytorch",
+    "xgboost": "xgboost",
     "numpy": "numpy",
     "random": "numpy",
 }

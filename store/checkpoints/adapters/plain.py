@@ -225,10 +225,13 @@ def dtype_wire(dtype: Any) -> Wire:
 
 
 def dtype_of(wire: Wire) -> Any:
-    """The dtype. ValueError when it has Python objects in it, or is none."""
+    """The dtype. DamagedStateError when it has Python objects in it, or is none."""
     import numpy as np
 
-    dtype = np.lib.format.descr_to_dtype(_decoded(wire))  # type: ignore[no-untyped-call]
+    try:
+        dtype = np.lib.format.descr_to_dtype(_decoded(wire))  # type: ignore[no-untyped-call]
+    except (TypeError, ValueError, KeyError, IndexError, SyntaxError, RecursionError) as error:
+        raise DamagedStateError.at("#structure", f"no dtype: {error}") from error
     if dtype.hasobject:
         raise DamagedStateError.at("#structure", f"a dtype of Python objects: {dtype}")
     return dtype

@@ -1,0 +1,148 @@
+"""Where things lie in UBJSON as XGBoost writes it, without making Python objects of them.
+
+A value is a marker and what it says: numbers of fixed size, `S` length text, `{` key value … `}`
+with keys as length and text, `[` with `$` type and `#` count, one of them or neither (then until
+`]`). Lengths and counts are numbers with their marker. Everything is big-endian.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+from tensor_dedup.store.checkpoints.state_errors import UnsupportedValueError
+
+_SIZES: Final = {"i": 1, "U": 1, "I": 2, "l": 4, "L": 8, "d": 4, "D": 8, "C": 1}
+_EMPTY: Final = "ZTFN"
+_INTEGERS: Final = {"i": ">b", "U": ">B", "I": ">h", "l": ">i", "L": ">q"}
+# By marker: the bytes of a number with its marker, 0 for what is no number.
+_STEPS: Final = [0] * 256
+for _marker, _size in _SIZES.items():
+    _STEPS[ord(_marker)] = 1 + _size
+for _marker in _EMPTY:
+    _STEPS[ord(_marker)] = 1
+_MAX_DEPTH: Final = 64
+_MANY: Final = 16
+
+Buffer = bytes | bytearray
+
+
+def skip(data: Buffer, at: int, depth: int = 0) -> int:
+    """The end of the value that begins at `at`. UnsupportedValueError where there is none."""
+    try:
+        return _skip(data, at, depth)
+    except (IndexError, struct.error) as error:
+        raise _unknown(at) from error
+
+
+def members(data: Buffer, at: int) -> Iterator[tuple[str, int]]:
+    """Key and start of each value of the object at `at`. What is not asked for is not looked at."""
+    if data[at : at + 1] != b"{":
+        raise _unknown(at)
+    at += 1
+    while data[at : at + 1] != b"}":
+        length, at = _integer(data, at)
+        key, at = bytes(data[at : at + length]).decode("utf-8", "replace"), at + length
+        yield key, at
+        at = skip(data, at)
+
+
+def find(data: Buffer, at: int, *path: str) -> int | None:
+    """Where the value lies that these keys lead to, from the object at `at`; None without."""
+    for key in path:
+        if data[at : at + 1] != b"{":
+            return None
+        found = next((start for name, start in members(data, at) if name == key), None)
+        if found is None:
+            return None
+        at = found
+    return at
+
+
+def array(data: Buffer, at: int) -> tuple[int, int] | None:
+    """Start of the items and their number, of an array with a number and of several types."""
+    if data[at : at + 2] != b"[#":
+        return None
+    count, at = _integer(data, at + 2)
+    return at, count
+
+
+def objects(data: Buffer, at: int, count: int) -> list[int]:
+    """Where each of `count` objects begins that follow each other from `at`, and where they end.
+
+    They are found by their first bytes, the first key up to a number: those of an object whose
+    fields are the same. Where that finds another number of them, each is gone through.
+    """
+    if not count:
+        return [at]
+    mark = bytes(data[at : data.index(b"#", at)])
+    starts, place = [at], data.find(mark, at + 1)
+    while place >= 0:
+        starts.append(place)
+        place = data.find(mark, place + len(mark))
+    if len(starts) == count:
+        return [*starts, skip(data, starts[-1])]
+    starts = [at]
+    for _ in range(count):
+        starts.append(skip(data, starts[-1]))
+    return starts
+
+
+def _skip(data: Buffer, at: int, depth: int) -> int:
+    if step := _STEPS[data[at]]:
+        return at + step
+    marker = chr(data[at])
+    if marker == "S":
+        length, at = _integer(data, at + 1)
+        return at + length
+    if depth > _MAX_DEPTH:
+        raise _unknown(at)
+    if marker == "[":
+        return _skip_array(data, at + 1, depth + 1)
+    if marker == "{":
+        at += 1
+        while data[at] != ord("}"):
+            length, at = _integer(data, at)
+            at = _skip(data, at + length, depth + 1)
+        return at + 1
+    raise _unknown(at)
+
+
+def _skip_array(data: Buffer, at: int, depth: int) -> int:
+    kind = None
+    if data[at] == ord("$"):
+        kind, at = chr(data[at + 1]), at + 2
+    if data[at] != ord("#"):
+        while data[at] != ord("]"):
+            at = _skip(data, at, depth)
+        return at + 1
+    count, at = _integer(data, at + 1)
+    if kind is not None:
+        return at + count * _SIZES[kind] if kind in _SIZES else _refuse(at)
+    steps = _STEPS
+    while count and (step := steps[data[at]]):  # numbers, one after the other: the most
+        at += step
+        count -= 1
+    if count > _MANY and data[at] == ord("{"):
+        return objects(data, at, count)[-1]
+    for _ in range(count):
+        at = _skip(data, at, depth)
+    return at
+
+
+def _integer(data: Buffer, at: int) -> tuple[int, int]:
+    """The number at `at`, which is none below zero, and its end."""
+    form = _INTEGERS.get(chr(data[at]))
+    if form is None:
+        raise _unknown(at)
+    (number,) = struct.unpack_from(form, data, at + 1)
+    if not 0 <= number <= len(data):
+        raise _unknown(at)
+    return number, at + 1 + struct.calcsize(form)
+
+
+def _refuse(at: int) -> int:
+    raise _unknown(at)
+
+
+def _unknown(at: int) -> UnsupportedValueError:
+    return UnsupportedValueError.at("", f"no UBJSON as XGBoost writes it at byte {at}", at=at)
