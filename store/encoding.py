@@ -53,7 +53,7 @@ class EncodedWriter(ContainerWriter):
         handle, head = self._opened(), bytearray()
 
         def work(first: int) -> bytes | None:
-            return _encoded(self._read(source, piece, leaves, first), first, plan)
+            return encoded(self._read(source, piece, leaves, first), first, plan)
 
         try:
             for chunk in self._hasher.each(work, range(0, piece.nbytes, LEAF_BYTES)):
@@ -88,7 +88,7 @@ class EncodedWriter(ContainerWriter):
         return data
 
 
-def _encoded(data: memoryview, first: int, plan: Plan) -> bytes | None:
+def encoded(data: memoryview, first: int, plan: Plan) -> bytes | None:
     """A leaf, encoded; None when it does not come back, which nobody should have to find later."""
     codec, base = plan.choice.codec, None
     if plan.anchor is not None and codec.against_base:

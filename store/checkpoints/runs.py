@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
 from tensor_dedup.store.checkpoints.naming import parse, step_name
 from tensor_dedup.store.checkpoints.notes import Notes, shown
@@ -148,6 +149,15 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
             seen[page] = list(objects.page(page.hex()).pieces)
         pieces += seen[page]
     return [piece for piece in pieces if piece.name is not None]
+
+
+def latest_digests(objects: Objects, run: str) -> dict[str, bytes]:
+    """The digests of a run's latest step by the tensors' names; none of what cannot be read."""
+    for step in step_numbers(objects, run)[-1:]:
+        with suppress(StoreError):
+            pieces = tensors_of(objects, manifest_of(objects, run, step)[1], {})
+            return {piece.name: piece.digest for piece in pieces if piece.name is not None}
+    return {}
 
 
 def stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:

@@ -24,6 +24,7 @@ from xxhash import xxh3_128_digest
 
 from tensor_dedup.digest import digest
 from tensor_dedup.store import manifests
+from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.fast import SEED
 from tensor_dedup.store.checkpoints.keeping import Keeper
@@ -31,12 +32,12 @@ from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, c
 from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.publishing import Batch, Settled
+from tensor_dedup.store.checkpoints.runs import latest_digests
 from tensor_dedup.store.checkpoints.state import Piece
 from tensor_dedup.store.checkpoints.storing import Stocker
-from tensor_dedup.store.checkpoints.writing import Wanted
+from tensor_dedup.store.checkpoints.writing import Want, Wanted
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.generated import RESERVED
-from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import PAGE_ENTRIES, FileEntry, Manifest
 from tensor_dedup.store.names import check_path, file_of
@@ -95,7 +96,7 @@ class Saver:
 
     def __init__(self, objects: Objects, workers: int, *, compress: Literal["auto"] | None) -> None:
         self._objects = objects
-        self._compress = compress
+        self._deltas = Deltas() if compress is not None else None
         self._keeper = Keeper(objects, workers)
         self._lock = threading.Lock()
         self._last = Last()
@@ -118,11 +119,24 @@ class Saver:
         with self._lock:
             last, self._last = self._last, Last()  # an error leaves none: the next save asks
             with self._keeper.session() as (index, hasher):
-                work = _Commit(self._objects, index, hasher, self._settled, last, snapshot)
+                encoding = self._encoding(index, last, snapshot)
+                batch = Batch(self._objects, hasher, self._settled)
+                stocker = Stocker(self._objects, index, hasher, batch, encoding)
+                work = _Commit(self._objects, stocker, batch, last, snapshot)
                 with work:
                     manifest = work.run()
             self._last = work.next
         return work.result(manifest, time.monotonic() - began)
+
+    def _encoding(self, index: Index, last: Last, snapshot: Snapshot) -> Encoding | None:
+        if self._deltas is None:
+            return None
+
+        def before() -> Mapping[str, bytes]:
+            run = snapshot.notes.run
+            return last.digests() if last.pages else latest_digests(self._objects, run)
+
+        return Encoding(self._objects, index, self._deltas, before)
 
 
 class _Commit:
@@ -131,16 +145,13 @@ class _Commit:
     def __init__(
         self,
         objects: Objects,
-        index: Index,
-        hasher: Hasher,
-        settled: Settled,
+        stocker: Stocker,
+        batch: Batch,
         last: Last,
         snapshot: Snapshot,
     ) -> None:
-        self._objects = objects
+        self._objects, self._stocker, self._batch = objects, stocker, batch
         self._last, self._snapshot = last, snapshot
-        self._batch = Batch(objects, hasher, settled)
-        self._stocker = Stocker(objects, index, hasher, self._batch)
         self._undo = ExitStack()
         self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
         self._bookkeeping = 0
@@ -208,7 +219,7 @@ class _Commit:
         """
         changed = [number for number, page in enumerate(kept) if page is None]
         known = self._last.known(alive) if changed else {}
-        wanted: dict[bytes, tuple[str, memoryview]] = {}
+        wanted: dict[bytes, Want] = {}
         places = []
         for number in changed:
             for at, row in enumerate(parts[number], number * PAGE_ENTRIES):
@@ -228,13 +239,13 @@ class _Commit:
 
     def _want(
         self,
-        wanted: dict[bytes, tuple[str, memoryview]],
+        wanted: dict[bytes, Want],
         row: Row,
         view: memoryview,
         known: dict[bytes, Known],
     ) -> None:
         if view.nbytes:
-            wanted[row[0]] = (row[1] or _FILE, view.cast("B"))
+            wanted[row[0]] = (row[1] or _FILE, row[2], view.cast("B"))
         else:
             known[row[0]] = _EMPTY
 
@@ -251,7 +262,7 @@ class _Commit:
         held = {key: each for page in pages for key, each in page.held.items()} | dict(known)
         rows = (row for part in parts for row in part)
         return {
-            row[0]: (row[1] or _FILE, memoryview(data).cast("B"))
+            row[0]: (row[1] or _FILE, row[2], memoryview(data).cast("B"))
             for row, data in zip(rows, self._data, strict=True)
             if row[0] in held and not packs.isdisjoint(held[row[0]].places)
         }

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self
 
+from tensor_dedup.store.checkpoints.deltas import DeltaWriter, Encoding
 from tensor_dedup.store.checkpoints.memory import Known, Places
 from tensor_dedup.store.checkpoints.publishing import Batch
 from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, Wanted, hash_all
@@ -16,16 +17,24 @@ from tensor_dedup.store.objects import ContainerId, Objects
 class Stocker:
     """Stores pieces for one commit, in a session. Leaving it removes what was not published."""
 
-    def __init__(self, objects: Objects, index: Index, hasher: Hasher, batch: Batch) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        index: Index,
+        hasher: Hasher,
+        batch: Batch,
+        encoding: Encoding | None,
+    ) -> None:
         self._objects, self._index = objects, index
-        self._hasher, self._batch = hasher, batch
+        self._hasher, self._batch, self._encoding = hasher, batch, encoding
         self._undo = ExitStack()
         self._writers = {kind: MemoryWriter(objects, hasher, kind) for kind in ("slab", "pack")}
+        self._encoder = DeltaWriter(objects, hasher)
         self.sealed: list[Sealed] = []
         self.pieces = self.nbytes = self.stored_bytes = 0
 
     def __enter__(self) -> Self:
-        for writer in self._writers.values():
+        for writer in (*self._writers.values(), self._encoder):
             self._undo.callback(writer.abandon)
         return self
 
@@ -40,9 +49,10 @@ class Stocker:
         self.pieces += len(fresh)
         self.nbytes += sum(piece.view.nbytes for piece in fresh)
         moved = hash_all(self._hasher, again)
+        if self._encoding is not None:
+            fresh = self._encoding.encode(self._encoder, fresh)
         self._write([*fresh, *moved])
-        for each in self.sealed:
-            places |= {record.digest: (each.container,) for record in each.table.records}
+        places |= self._places()
         hashed |= {piece.hashed.digest: piece for piece in moved}
         return {
             piece.fast: Known(digest, piece.view.nbytes, places[digest])
@@ -62,13 +72,24 @@ class Stocker:
     def _write(self, fresh: Sequence[Fresh]) -> None:
         for piece in fresh:
             self._writers[kind_for(piece.view.nbytes)].put(piece)
-        for writer in self._writers.values():
+        for writer in (*self._writers.values(), self._encoder):
             each = writer.seal()
             if each is not None:
                 target = self._objects.layout.container(each.container.name, each.container.kind)
                 self._batch.take(each.handle, target)
                 self.sealed.append(each)
                 self.stored_bytes += each.file_bytes
+
+    def _places(self) -> dict[bytes, Places]:
+        """Where what was written lies."""
+        records = [(each.container, r) for each in self.sealed for r in each.table.records]
+        under = self._index.find({record.base for _, record in records if record.base})
+        return {
+            record.digest: (container,)
+            if record.base is None
+            else (container, _alone(under[record.base]).container)
+            for container, record in records
+        }
 
     def index(self) -> None:
         """Tell the index of what was written, when it is durable."""
@@ -84,9 +105,13 @@ def _containers(held: Mapping[bytes, Sequence[Place]]) -> set[ContainerId]:
 
 def _nearest(places: Sequence[Place], under: Mapping[bytes, Sequence[Place]]) -> Places:
     """The containers that a piece is read from: one that needs no other, where there is one."""
-    alone = next((place for place in places if place.base is None), None)
-    if alone is not None:
-        return (alone.container,)
+    for place in places:
+        if place.base is None:
+            return (place.container,)
     place = places[0]
-    base = next(each for each in under[place.base or b""] if each.base is None)
-    return (place.container, base.container)
+    return (place.container, _alone(under[place.base or b""]).container)
+
+
+def _alone(places: Sequence[Place]) -> Place:
+    """The first that needs no other: an anchor has one."""
+    return next(place for place in places if place.base is None)

@@ -18,8 +18,10 @@ from tensor_dedup.store.hashing import Hashed, Hasher
 _TOGETHER = 1 << 20
 _HANDED_OVER = 256 << 10
 
-Wanted: TypeAlias = Mapping[bytes, tuple[str, memoryview]]
-"""Pieces by fast hash: a name for messages, and the bytes, flat."""
+Want: TypeAlias = tuple[str, str | None, memoryview]
+"""A piece: a name for messages, the type of a tensor, its bytes, flat."""
+Wanted: TypeAlias = Mapping[bytes, Want]
+"""Pieces by fast hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Fresh:
     """A piece that is to be stored: its bytes, flat, their fast hash, digest and leaf digests."""
 
     name: str
+    dtype: str | None
     view: memoryview
     fast: bytes
     hashed: Hashed
@@ -39,7 +42,7 @@ def hash_all(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
     """
     parts = [
         (view[at : at + LEAF_BYTES], key)
-        for key, (_, view) in wanted.items()
+        for key, (_, _, view) in wanted.items()
         for at in range(0, view.nbytes, LEAF_BYTES)
     ]
     leaves: dict[bytes, list[bytes]] = {key: [] for key in wanted}
@@ -54,11 +57,13 @@ def hash_all(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
     return [_checked(key, *held, leaves[key]) for key, held in wanted.items()]
 
 
-def _checked(was: bytes, name: str, view: memoryview, leaves: list[bytes]) -> Fresh:
+def _checked(
+    was: bytes, name: str, dtype: str | None, view: memoryview, leaves: list[bytes]
+) -> Fresh:
     if fast(view) != was:
         raise changed(name)
     digest = bytes.fromhex(combine(view.nbytes, leaves))
-    return Fresh(name, view, was, Hashed(digest, b"".join(leaves)))
+    return Fresh(name, dtype, view, was, Hashed(digest, b"".join(leaves)))
 
 
 def changed(name: str) -> ChangedModelError:
