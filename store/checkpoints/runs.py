@@ -1,7 +1,7 @@
 """What a store knows of runs: their steps, metrics, sizes and differences. Writes nothing."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -58,6 +58,25 @@ class RunStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """What a step added to its run: tensors that no earlier step had, their bytes, and what these
+    take on disk. `dedup_ratio` is that of the run up to here, as RunStats has it.
+    """
+
+    step: int
+    tensors: int
+    new_tensors: int
+    nbytes: int
+    new_bytes: int
+    stored_bytes: int
+    dedup_ratio: float
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """How two steps differ: names of tensors, and the bytes of those that are not the same."""
 
@@ -70,7 +89,11 @@ class Difference:
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
-        return asdict(self)
+        metrics = {
+            name: [None if value is None else shown({"": value})[""] for value in both]
+            for name, both in self.metrics.items()
+        }
+        return asdict(self) | {"metrics": metrics}
 
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
@@ -172,35 +195,51 @@ def stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats
                 steps += 1
                 total += len(tensors)
                 sizes |= {piece.digest: piece.nbytes for piece in tensors}
-    stored = sum(_stored(objects, sizes))
+    stored = sum(stored_bytes(objects, sizes).values())
     ratio = len(sizes) / total if total else 1.0
     return RunStats(run_id, steps, total, len(sizes), round(ratio, 4), stored)
 
 
-def _stored(objects: Objects, sizes: dict[bytes, int]) -> Iterator[int]:
+def stored_bytes(objects: Objects, wanted: Collection[bytes]) -> dict[bytes, int]:
     """What each of these pieces takes on disk, where it takes least."""
     least: dict[bytes, int] = {}
     for container in objects.containers():
         with suppress(MissingObjectError):
             for record in objects.table(container).records:
-                if record.digest in sizes:
+                if record.digest in wanted:
                     known = least.get(record.digest, record.stored)
                     least[record.digest] = min(known, record.stored)
-    yield from least.values()
+    return least
 
 
-def bytes_by_step(objects: Objects, run: str) -> list[tuple[int, int, int, int]]:
-    """For each step of a run: its number, tensors, new tensors, and new bytes (not encoded)."""
+def growth(objects: Objects, run: str) -> list[Growth]:
+    """What each step of a run added to it, in order, in a session. Reads no tensor data."""
     seen: dict[bytes, list[Piece]] = {}
-    known: set[bytes] = set()
-    found = []
+    known: dict[bytes, int] = {}
+    total = 0
+    found: list[tuple[int, int, dict[bytes, int], int, float]] = []
     for step in step_numbers(objects, run):
         with suppress(UnknownStepError):
-            tensors = tensors_of(objects, manifest_of(objects, run, step)[1], seen)
+            content = manifest_of(objects, run, step)[1]
+            tensors = tensors_of(objects, content, seen)
             new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
-            known |= new.keys()
-            found.append((step, len(tensors), len(new), sum(new.values())))
-    return found
+            known |= new
+            total += len(tensors)
+            ratio = len(known) / total if total else 1.0
+            found.append((step, len(tensors), new, content.nbytes, ratio))
+    stored = stored_bytes(objects, known)
+    return [
+        Growth(
+            step,
+            tensors,
+            len(new),
+            nbytes,
+            sum(new.values()),
+            sum(stored.get(digest, 0) for digest in new),
+            round(ratio, 4),
+        )
+        for step, tensors, new, nbytes, ratio in found
+    ]
 
 
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:

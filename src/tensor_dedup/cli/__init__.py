@@ -22,6 +22,7 @@ VERBS: Mapping[str, str] = {
     "list": "List the checkpoints of the store.",
     "pin": "Keep a checkpoint in shared memory.",
     "repair": "Restore what is damaged or lost in the store.",
+    "runs": "Training checkpoints: what the runs of a store hold.",
     "serve": "Run the memory manager, which lends weights to the engines of this user.",
     "show": "Show the files and tensors of a stored checkpoint.",
     "stats": "Say how large the store is and what it saves.",

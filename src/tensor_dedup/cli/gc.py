@@ -27,13 +27,14 @@ def command(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: 
     plan = opened.gc(grace, dry_run=True)
     if not dry_run:
         if plan.trash or plan.delete or plan.unfinished:
-            ask(f"{'. '.join(_lines(plan))}. Do it?", yes)
+            ask(f"{'. '.join(gc_lines(plan))}. Do it?", yes)
         plan = opened.gc(grace)
     files = [str(item.path) for item in (*plan.trash, *plan.delete, *plan.unfinished)]
-    say(plan.to_dict(), as_json, *(files if dry_run else []), *_lines(plan))
+    say(plan.to_dict(), as_json, *(files if dry_run else []), *gc_lines(plan))
 
 
-def _lines(plan: GcPlan) -> list[str]:
+def gc_lines(plan: GcPlan) -> list[str]:
+    """What gc does, for people."""
     trash = sum(item.nbytes for item in plan.trash)
     return [
         f"To the trash: {len(plan.trash)} files, {human(trash)}",

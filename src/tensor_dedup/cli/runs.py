@@ -1,0 +1,261 @@
+"""`tensor-dedup runs`: the training checkpoints of a store."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tensor_dedup.cli.errors import WrongUse
+from tensor_dedup.cli.names import cell
+from tensor_dedup.cli.plotting import Series, plot_to
+from tensor_dedup.cli.store_verbs import ask, existing, json_option, say, store_option, yes_option
+from tensor_dedup.loader.report_table import human
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.naming import parse
+from tensor_dedup.store.checkpoints.notes import shown
+from tensor_dedup.store.checkpoints.retention import Mode
+from tensor_dedup.store.checkpoints.runs import (
+    Growth,
+    RunStats,
+    Step,
+    describe_all,
+    difference,
+    growth,
+    run_names,
+    stats,
+)
+
+_SHOWN_NAMES = 20
+
+
+@click.group(name="runs", subcommand_metavar="VERB [OPTIONS]...")
+def command() -> None:
+    """Training checkpoints: each step of a run is the checkpoint RUN@STEP of the store."""
+
+
+@command.command(name="list")
+@store_option
+@json_option
+def list_(store: str | None, as_json: bool) -> None:
+    """List the runs of the store and their steps."""
+    opened = existing(store)
+    runs = {run: steps_of(opened, run) for run in names(opened)}
+    if as_json:
+        found = [_summary(run, steps) for run, steps in runs.items()]
+        say({"store": str(opened.path), "runs": found}, as_json)
+        return
+    table = Table("run", "steps", "first", "latest", "saved")
+    for run, steps in runs.items():
+        last = steps[-1]
+        table.add_row(
+            cell(run), str(len(steps)), str(steps[0].step), str(last.step), when(last.saved_at)
+        )
+    Console().print(table)
+
+
+def names(store: Store) -> list[str]:
+    """The runs of a store."""
+    with store.locked():
+        return run_names(store.objects)
+
+
+def steps_of(store: Store, run: str) -> list[Step]:
+    """The steps of a run. WrongUse: there is no such run."""
+    with store.locked():
+        found = describe_all(store.objects, run)
+    if not found:
+        raise WrongUse(f"{store.path}: no run {run!r}; see `tensor-dedup runs list`")
+    return found
+
+
+def _summary(run: str, steps: list[Step]) -> dict[str, object]:
+    return {"run": run, "steps": [step.step for step in steps], "saved_at": steps[-1].saved_at}
+
+
+def when(seconds: int) -> str:
+    """A moment, for people."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@command.command()
+@click.argument("run")
+@store_option
+@json_option
+def show(run: str, store: str | None, as_json: bool) -> None:
+    """Show the steps of RUN: when they were saved, their size and their metrics."""
+    opened = existing(store)
+    steps = steps_of(opened, run)
+    if as_json:
+        say({"run": run, "steps": [step.to_dict() for step in steps]}, as_json)
+        return
+    table = Table("step", "saved", "size", "metrics", "pinned", "adapter")
+    for step in steps:
+        # One a line: a table breaks lines where it likes.
+        metrics = "\n".join(f"{name} {value:g}" for name, value in step.metrics.items())
+        pinned = "yes" if step.pinned else ""
+        size = human(step.nbytes)
+        table.add_row(
+            str(step.step), when(step.saved_at), size, cell(metrics), pinned, cell(step.adapter)
+        )
+    Console().print(table)
+
+
+@command.command(name="stats")
+@click.argument("run", required=False)
+@store_option
+@json_option
+def stats_(run: str | None, store: str | None, as_json: bool) -> None:
+    """Say what RUN, or all runs together, hold, and what their steps have in common."""
+    found = measured(existing(store), run)
+    say(found.to_dict(), as_json, *stats_lines(found))
+
+
+def measured(store: Store, run: str | None) -> RunStats:
+    """Sizes of a run, or of all. WrongUse: there is no such run."""
+    if run is not None:
+        steps_of(store, run)
+    runs = names(store) if run is None else [run]
+    with store.locked():
+        return stats(store.objects, runs, run)
+
+
+def stats_lines(found: RunStats) -> list[str]:
+    """Sizes, for people."""
+    return [
+        f"run           {found.run_id or 'all'}",
+        f"checkpoints   {found.checkpoints}",
+        f"tensors       {found.total_chunks}, {found.unique_chunks} of them distinct",
+        f"dedup ratio   {found.dedup_ratio:.4f} (distinct / all: lower is more reuse)",
+        f"on disk       {human(found.total_bytes)}",
+    ]
+
+
+@command.command()
+@click.argument("run")
+@click.argument("metric")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True)
+@store_option
+@json_option
+def best(run: str, metric: str, mode: Mode, store: str | None, as_json: bool) -> None:
+    """Say which step of RUN has the least (or, with --mode max, greatest) METRIC."""
+    opened = existing(store)
+    steps = {step.step: step for step in steps_of(opened, run)}
+    found = steps[CheckpointStore(opened, run).best(metric, mode)]
+    document = {"run": run, "step": found.step, "metric": metric, **shown_metric(found, metric)}
+    say(document, as_json, f"{found.name}: {metric} {found.metrics[metric]:g}")
+
+
+def shown_metric(step: Step, metric: str) -> dict[str, object]:
+    """A metric, as JSON has it."""
+    return {"value": shown(step.metrics)[metric]}
+
+
+@command.command()
+@click.argument("one", metavar="RUN@STEP")
+@click.argument("two", metavar="RUN@STEP")
+@store_option
+@json_option
+def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
+    """Say in which tensors and metrics the second step differs from the first."""
+    opened = existing(store)
+    with opened.locked():
+        found = difference(opened.objects, _step(one), _step(two))
+    lines = [f"unchanged     {found.unchanged} tensors"]
+    for title, held in (
+        (f"changed       {len(found.changed)}, {human(found.changed_bytes)}", found.changed),
+        (f"added         {len(found.added)}", found.added),
+        (f"removed       {len(found.removed)}", found.removed),
+    ):
+        lines += [title, *(f"  {name}" for name in held[:_SHOWN_NAMES])]
+        lines += ["  ..."] if len(held) > _SHOWN_NAMES else []
+    for name, (old, new) in found.metrics.items():
+        lines.append(f"{name:<14}{_number(old)} -> {_number(new)}")
+    say(found.to_dict(), as_json, *lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _step(name: str) -> tuple[str, int]:
+    found = parse(name)
+    if found is None or found.pin:
+        raise WrongUse(f"{name!r} is no step; write RUN@STEP, as `tensor-dedup list` does")
+    return found.run, found.step
+
+
+@command.command()
+@click.argument("run")
+@click.option("--step", "steps", type=int, multiple=True, help="Repeat for several.")
+@click.option("--all", "every", is_flag=True, help="All steps that are not pinned.")
+@yes_option
+@store_option
+@json_option
+def delete(
+    run: str, steps: tuple[int, ...], every: bool, yes: bool, store: str | None, as_json: bool
+) -> None:
+    """Forget steps of RUN. Their space comes back when `gc` finds that nobody else needs it."""
+    opened = existing(store)
+    if every == bool(steps):
+        raise WrongUse("say which steps: --step N, or --all")
+    known = steps_of(opened, run)
+    chosen = [step.step for step in known if not step.pinned] if every else sorted({*steps})
+    delete_steps(opened, run, chosen, yes)
+    say(
+        {"run": run, "deleted": chosen},
+        as_json,
+        f"{len(chosen)} steps of {run} are deleted; `tensor-dedup gc` gives back their space",
+    )
+
+
+def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
+    """Ask, and delete."""
+    what = ", ".join(map(str, steps[:_SHOWN_NAMES])) + (", ..." * (len(steps) > _SHOWN_NAMES))
+    ask(f"Delete {len(steps)} steps of {run} ({what}) from {store.path}?", yes)
+    handle = CheckpointStore(store, run)
+    for step in steps:
+        handle.delete(step)
+
+
+@command.command()
+@click.argument("run")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A file that ends in .html or .png [default: RUN.html].",
+)
+@store_option
+@json_option
+def plot(run: str, output: Path | None, store: str | None, as_json: bool) -> None:
+    """Draw bytes per step, dedup ratio and metrics of RUN. PNG needs matplotlib."""
+    opened = existing(store)
+    steps = steps_of(opened, run)
+    with opened.locked():
+        found = growth(opened.objects, run)
+    target = output or Path(f"{run.replace('/', '-')}.html")
+    plot_to(target, run, series_of(found, steps))
+    document = {
+        "run": run,
+        "output": str(target),
+        "steps": [each.to_dict() for each in found],
+        "metrics": [{"step": step.step, **shown(step.metrics)} for step in steps],
+    }
+    say(document, as_json, f"{target}: {len(steps)} steps of {run}")
+
+
+def series_of(found: list[Growth], steps: list[Step]) -> list[Series]:
+    """What is drawn."""
+    at = [each.step for each in found]
+    drawn = [
+        Series("bytes a step adds to the disk", at, [float(each.stored_bytes) for each in found]),
+        Series("bytes of a step", at, [float(each.nbytes) for each in found]),
+        Series("dedup ratio", at, [each.dedup_ratio for each in found]),
+    ]
+    for name in sorted({name for step in steps for name in step.metrics}):
+        having = [step for step in steps if name in step.metrics]
+        values = [step.metrics[name] for step in having]
+        drawn.append(Series(name, [step.step for step in having], values))
+    return drawn

@@ -1,0 +1,84 @@
+"""`tensorcas`: the verbs and flags of tensorcas, on a store of ours."""
+
+from pathlib import Path
+
+import click
+
+from tensor_dedup.cli.errors import data_errors
+from tensor_dedup.cli.gc import gc_lines
+from tensor_dedup.cli.runs import delete_steps, measured, names, stats_lines, steps_of
+from tensor_dedup.cli.store_verbs import ask, existing, say
+from tensor_dedup.store import Store
+from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        with data_errors():
+            result: object = super().invoke(ctx)
+        return result
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--root",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("checkpoints"),
+    show_default=True,
+    help="The folder of the checkpoints: a store of tensor-dedup.",
+)
+@click.pass_context
+def main(context: click.Context, root: Path) -> None:
+    """Checkpoints of training runs, every tensor once."""
+    context.obj = root
+
+
+@main.command(name="list")
+@click.option("--run", help="Only this run.")
+@click.pass_obj
+def list_(root: Path, run: str | None) -> None:
+    """List all runs and their steps."""
+    store = _opened(root)
+    for name in names(store) if run is None else [run]:
+        steps = ", ".join(str(step.step) for step in steps_of(store, name))
+        say({}, False, f"{name}: {steps}")
+
+
+@main.command()
+@click.option("--run", help="Only this run.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text")
+@click.pass_obj
+def stats(root: Path, run: str | None, form: str) -> None:
+    """Chunk counts, unique chunks, dedup ratio, total bytes. A chunk is a tensor here."""
+    found = measured(_opened(root), run)
+    say(found.to_dict(), form == "json", *stats_lines(found))
+
+
+@main.command()
+@click.option(
+    "--grace", type=click.FloatRange(min=0), default=DEFAULT_GRACE_HOURS, show_default=True
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_obj
+def gc(root: Path, grace: float, yes: bool) -> None:
+    """Sweep what no checkpoint needs and has lain there for --grace hours."""
+    store = _opened(root)
+    plan = store.gc(grace, dry_run=True)
+    if plan.trash or plan.delete or plan.unfinished:
+        ask(f"{'. '.join(gc_lines(plan))}. Do it?", yes)
+    say({}, False, *gc_lines(store.gc(grace)))
+
+
+@main.command()
+@click.option("--run", required=True)
+@click.option("--step", type=int, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_obj
+def delete(root: Path, run: str, step: int, yes: bool) -> None:
+    """Delete a single checkpoint; its space comes back with the next gc."""
+    delete_steps(_opened(root), run, [step], yes)
+    say({}, False, f"step {step} of {run} is deleted")
+
+
+def _opened(root: Path) -> Store:
+    return existing(str(root))

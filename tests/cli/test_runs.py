@@ -1,0 +1,152 @@
+"""The verbs of training checkpoints, as a user runs them."""
+
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import house
+from steps import handle, network, train
+from tensor_dedup.cli import main
+from tensor_dedup.cli.tensorcas import main as tensorcas
+from tensor_dedup.store import Store
+
+
+class Runs:
+    """A store with two runs, and its verbs."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = root / "store"
+        for name, steps in (("a/one", 4), ("two", 1)):
+            run, model = handle(self.store, name), network(1)
+            for step in range(steps):
+                train(model, step, "layer0.bias")
+                run.save(model, step * 10, {"loss": 1.0 / (step + 1), "bad": float("nan")})
+            run.close()
+
+    def run(self, *arguments: str) -> Result:
+        return CliRunner().invoke(main, ["runs", *arguments, "--store", str(self.store)])
+
+    def text(self, *arguments: str) -> str:
+        result = self.run(*arguments)
+        assert (result.exit_code, result.stderr) == (0, "")
+        return result.stdout
+
+    def document(self, *arguments: str) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads(self.text(*arguments, "--json"))
+        return loaded
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def test_runs_and_steps_are_listed(kept: Runs) -> None:
+    found = kept.document("list")["runs"]
+    assert [(each["run"], each["steps"]) for each in found] == [
+        ("a/one", [0, 10, 20, 30]),
+        ("two", [0]),
+    ]
+    assert "a/one" in kept.text("list")
+    shown = kept.document("show", "a/one")["steps"]
+    assert [step["metrics"]["loss"] for step in shown] == [1.0, 0.5, 1 / 3, 0.25]
+    assert shown[0]["metrics"]["bad"] is None
+    assert "loss 0.25" in kept.text("show", "a/one")
+
+
+def test_stats_of_one_run_and_of_all(kept: Runs) -> None:
+    one, all_ = kept.document("stats", "a/one"), kept.document("stats")
+    assert (one["run_id"], one["checkpoints"], one["total_chunks"]) == ("a/one", 4, 24)
+    assert one["unique_chunks"] == 5 + 4
+    assert one["dedup_ratio"] == round(9 / 24, 4)
+    # The first step of both is the same.
+    assert (all_["run_id"], all_["total_chunks"], all_["unique_chunks"]) == (None, 30, 9)
+    assert "dedup ratio" in kept.text("stats")
+
+
+def test_the_best_step(kept: Runs) -> None:
+    assert kept.document("best", "a/one", "loss")["step"] == 30
+    assert kept.document("best", "a/one", "loss", "--mode", "max")["value"] == 1.0
+    assert kept.text("best", "a/one", "loss").startswith("a/one@30")
+    assert kept.run("best", "a/one", "accuracy").exit_code == 1
+
+
+def test_what_differs_between_steps(kept: Runs) -> None:
+    found = kept.document("diff", "a/one@0", "a/one@30")
+    assert (found["changed"], found["unchanged"]) == (["layer0.bias"], 5)
+    assert found["metrics"] == {"loss": [1.0, 0.25], "bad": [None, None]}
+    assert "layer0.bias" in kept.text("diff", "a/one@0", "a/one@30")
+    assert kept.run("diff", "a/one", "two@0").exit_code == 2
+    assert kept.run("diff", "a/one@0", "two@7").exit_code == 1
+
+
+def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:
+    assert runs.run("delete", "a/one", "--step", "0").exit_code == 2  # nobody to ask
+    assert runs.document("delete", "a/one", "--step", "0", "--yes")["deleted"] == [0]
+    handle(runs.store, "a/one").pin(20)
+    assert runs.run("delete", "a/one", "--step", "20", "--yes").exit_code == 1
+    assert runs.document("delete", "a/one", "--all", "--yes")["deleted"] == [10, 30]
+    found = runs.document("list")["runs"]
+    assert [(each["run"], each["steps"]) for each in found] == [("a/one", [20]), ("two", [0])]
+    assert runs.run("delete", "a/one", "--yes").exit_code == 2
+    assert runs.run("delete", "three", "--all", "--yes").exit_code == 2
+
+
+def test_a_plot_is_a_page_of_its_own(kept: Runs, tmp_path: Path) -> None:
+    target = tmp_path / "run.html"
+    found = kept.document("plot", "a/one", "--output", str(target))
+    assert [step["new_tensors"] for step in found["steps"]] == [6, 1, 1, 1]
+    page = target.read_text()
+    assert page.count("<polyline") == 4  # bytes twice, the ratio, the loss; NaN is nowhere
+    assert "http" not in page
+    assert kept.run("plot", "a/one", "--output", str(tmp_path / "run.gif")).exit_code == 2
+
+
+def test_a_plot_as_png(kept: Runs, tmp_path: Path) -> None:
+    target = tmp_path / "run.png"
+    result = kept.run("plot", "a/one", "--output", str(target))
+    if importlib.util.find_spec("matplotlib") is None:
+        assert result.exit_code == 1
+        assert "pip install matplotlib" in result.stderr
+    else:
+        assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def cas(runs: Runs, *arguments: str) -> Result:
+    return CliRunner().invoke(tensorcas, ["--root", str(runs.store), *arguments])
+
+
+def test_the_verbs_of_tensorcas(runs: Runs) -> None:
+    assert cas(runs, "list").stdout == "a/one: 0, 10, 20, 30\ntwo: 0\n"
+    assert cas(runs, "list", "--run", "two").stdout == "two: 0\n"
+    assert "checkpoints   5" in cas(runs, "stats").stdout
+    found = json.loads(cas(runs, "stats", "--run", "a/one", "--format", "json").stdout)
+    assert list(found) == [
+        "run_id",
+        "checkpoints",
+        "total_chunks",
+        "unique_chunks",
+        "dedup_ratio",
+        "total_bytes",
+    ]
+    assert cas(runs, "delete", "--run", "a/one", "--step", "10").exit_code == 2
+    assert cas(runs, "delete", "--run", "a/one", "--step", "10", "--yes").exit_code == 0
+    assert cas(runs, "gc", "--grace", "0", "--yes").exit_code == 0
+    assert cas(runs, "list", "--run", "a/one").stdout == "a/one: 0, 20, 30\n"
+    assert Store.open(runs.store).verify(full=True).fine
+    assert cas(runs, "list", "--run", "three").exit_code == 2
+
+
+def test_tensorcas_is_a_command_of_its_own() -> None:
+    scripts = tomllib.loads((house.ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["tensorcas"] == "tensor_dedup.cli.tensorcas:main"
