@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.names import cell
@@ -94,11 +95,11 @@ def show(run: str, store: str | None, as_json: bool) -> None:
     table = Table("step", "saved", "size", "metrics", "pinned", "adapter")
     for step in steps:
         # One a line: a table breaks lines where it likes.
-        metrics = "\n".join(f"{name} {value:g}" for name, value in step.metrics.items())
+        metrics = Text("\n").join(cell(f"{n} {value:g}") for n, value in step.metrics.items())
         pinned = "yes" if step.pinned else ""
         size = human(step.nbytes)
         table.add_row(
-            str(step.step), when(step.saved_at), size, cell(metrics), pinned, cell(step.adapter)
+            str(step.step), when(step.saved_at), size, metrics, pinned, cell(step.adapter)
         )
     Console().print(table)
 
