@@ -17,7 +17,6 @@ import logging
 import os
 import sqlite3
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ import platformdirs
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.file_systems import is_trusted
-from tensor_dedup.sqlite import transaction
+from tensor_dedup.sqlite import INSIDE, connect, transaction
 
 QUIET_NS = 2_000_000_000
 MAX_DIGESTS = 500_000
@@ -48,12 +47,6 @@ _T = TypeVar("_T")
 _Digests = dict[tuple[int, int], str]
 _entries = msgspec.msgpack.Decoder(list[tuple[int, int, str]])
 
-# SQLite's own locks would be copied into a forked child in whatever state they are: forks wait
-# until no thread is inside. Reentrant, because a signal handler may fork.
-_INSIDE = threading.RLock()
-os.register_at_fork(
-    before=_INSIDE.acquire, after_in_parent=_INSIDE.release, after_in_child=_INSIDE.release
-)
 _said: set[str] = set()
 
 
@@ -161,7 +154,7 @@ class HintIndex:
     def _use(self, work: Callable[[sqlite3.Connection], _T]) -> _T | None:
         """work(connection), or None when the index cannot be used."""
         try:
-            with _INSIDE, self._door(fcntl.LOCK_SH):
+            with INSIDE, self._door(fcntl.LOCK_SH):
                 try:
                     with contextlib.closing(self._connect()) as db:
                         return work(db)
@@ -171,7 +164,7 @@ class HintIndex:
                     return None
                 except sqlite3.DatabaseError as error:
                     broken, inode = error, self.path.stat().st_ino
-            with _INSIDE, self._door(fcntl.LOCK_EX):
+            with INSIDE, self._door(fcntl.LOCK_EX):
                 # Unless another process has just done so: its new index is not the broken one.
                 if self.path.stat().st_ino == inode:
                     self._set_aside(broken)
@@ -204,7 +197,7 @@ class HintIndex:
         # Hints are believed: whoever can write them can choose what weights are shared.
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise _UnusableIndexError("others may write it; delete it or take their right away")
-        db = sqlite3.connect(self.path, timeout=self._busy_s, isolation_level=None)
+        db = connect(self.path, timeout_s=self._busy_s)
         # What a broken page holds need not be UTF-8.
         db.text_factory = bytes
         try:

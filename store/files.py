@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from tensor_dedup.sqlite import connect
 from tensor_dedup.store import memory
 
 # What `direct` and `map` count in.
@@ -168,7 +169,7 @@ class Files(ABC):
         """The names in a folder, sorted; none when there is no such folder."""
 
     @abstractmethod
-    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float | None) -> bool:
+    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float) -> bool:
         """Lock a file against other handles; False when that takes longer than `wait_s`."""
 
     @abstractmethod
@@ -296,12 +297,9 @@ class RealFiles(Files):
         except FileNotFoundError:
             return []
 
-    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float | None) -> bool:
+    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float) -> bool:
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         with _naming(handle):
-            if wait_s is None:
-                fcntl.flock(handle.fd, kind)
-                return True
             return _poll_lock(handle.fd, kind, time.monotonic() + wait_s)
 
     def free_bytes(self, path: Path) -> int:
@@ -309,7 +307,7 @@ class RealFiles(Files):
         return status.f_bavail * status.f_frsize
 
     def database(self, path: Path) -> sqlite3.Connection:
-        return sqlite3.connect(path, timeout=30, isolation_level=None)
+        return connect(path, timeout_s=30.0)
 
     def token(self) -> str:
         return f"{os.getpid()}-{os.urandom(6).hex()}"
@@ -349,12 +347,14 @@ def _copy_some(source: int, target: int, offset: int, nbytes: int) -> int:
 
 
 def _poll_lock(fd: int, kind: int, deadline: float) -> bool:
+    pause = _POLL_S / 16  # most are held for a moment
     while True:
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
         else:
             return True

@@ -246,7 +246,7 @@ class FaultyFiles(Files):
         self._step("listdir")
         return self._inner.listdir(path)
 
-    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float | None) -> bool:
+    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float) -> bool:
         self._step("flock")
         return self._inner.flock(handle, exclusive=exclusive, wait_s=wait_s)
 

@@ -1,20 +1,105 @@
-"""What our SQLite files have in common."""
+"""What our SQLite files have in common: whole transactions, and forks that hang nobody."""
 
 import contextlib
+import os
 import sqlite3
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+# SQLite's own mutexes would be copied into a forked child in whatever state they are: forks wait
+# until no thread is inside. Reentrant, because a signal handler may fork.
+INSIDE: Final = threading.RLock()
+os.register_at_fork(
+    before=INSIDE.acquire, after_in_parent=INSIDE.release, after_in_child=INSIDE.release
+)
+
+
+class _Cursor(sqlite3.Cursor):
+    """Holds INSIDE during each call: another thread may fork between two of them."""
+
+    def execute(self, *arguments: Any) -> "_Cursor":
+        with INSIDE:
+            super().execute(*arguments)
+        return self
+
+    def executemany(self, *arguments: Any) -> "_Cursor":
+        with INSIDE:
+            super().executemany(*arguments)
+        return self
+
+    def executescript(self, script: str) -> "_Cursor":
+        with INSIDE:
+            super().executescript(script)
+        return self
+
+    def fetchone(self) -> Any:
+        with INSIDE:
+            return super().fetchone()
+
+    def fetchall(self) -> list[Any]:
+        with INSIDE:
+            return super().fetchall()
+
+    def __next__(self) -> Any:
+        with INSIDE:
+            return super().__next__()
+
+    def __del__(self) -> None:
+        # Resetting a statement frees memory, under a mutex that the whole process has in common.
+        with INSIDE, contextlib.suppress(sqlite3.Error):
+            self.close()
+
+
+class _Connection(sqlite3.Connection):
+    # The class's own methods make cursors of the class's own.
+    def cursor(self, factory: Any = None) -> Any:
+        return super().cursor(factory or _Cursor)
+
+    def execute(self, *arguments: Any) -> Any:
+        return self.cursor().execute(*arguments)
+
+    def executemany(self, *arguments: Any) -> Any:
+        return self.cursor().executemany(*arguments)
+
+    def executescript(self, *arguments: Any) -> Any:
+        return self.cursor().executescript(*arguments)
+
+    def close(self) -> None:
+        with INSIDE:
+            super().close()
+
+
+def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3.Connection:
+    """A connection in autocommit: threads may fork while others use it; a child may not use it.
+
+    `timeout_s`: how long another process's write is waited for, and how long a fork may take then.
+    """
+    with INSIDE:
+        # Who keeps a connection uses it from one thread at a time, not always from the same one.
+        return sqlite3.connect(
+            path,
+            timeout=timeout_s,
+            isolation_level=None,
+            factory=_Connection,
+            check_same_thread=False,
+        )
 
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of the block's changes, or none. For connections in autocommit (isolation_level None)."""
-    # IMMEDIATE: a reader that turns writer may find the file changed, and fail at once.
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        # Some errors end the transaction by themselves; the first error is the one to report.
-        with contextlib.suppress(sqlite3.Error):
-            db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
+    """All of the block's changes, or none. For connections of `connect`."""
+    # From the first statement to the last: a thread that waited for this transaction's end would
+    # hold what its next statement needs.
+    with INSIDE:
+        # IMMEDIATE: a reader that turns writer may find the file changed, and fail at once.
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            # Some errors end the transaction by themselves; the first error is the one to report.
+            with contextlib.suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            raise
+        db.execute("COMMIT")

@@ -1,0 +1,96 @@
+"""SQLite in a process whose threads fork and write."""
+
+import os
+import signal
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+import fresh
+from tensor_dedup.sqlite import connect, transaction
+
+FORKS = 60
+WRITES = 40
+
+
+@contextmanager
+def busy(work: Callable[[], object], threads: int) -> Iterator[None]:
+    """Threads that do `work` again and again."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            work()
+
+    crowd = [threading.Thread(target=run) for _ in range(threads)]
+    for each in crowd:
+        each.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for each in crowd:
+            each.join()
+
+
+def write(path: Path, count: int = 1) -> int:
+    """Insert rows, and count them all."""
+    with closing(connect(path, timeout_s=30.0)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("CREATE TABLE IF NOT EXISTS t (x INTEGER)")
+        for _ in range(count):
+            with transaction(db):
+                db.execute("INSERT INTO t VALUES (1)")
+        return sum(1 for _ in db.execute("SELECT x FROM t"))
+
+
+def fork_while_others_write(folder: str) -> list[int]:
+    """How each child ended; one that hangs is ended by its alarm."""
+    ends = []
+    with busy(lambda: write(Path(folder, "parent")), threads=2):
+        for number in range(FORKS):
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                os._exit(0 if write(Path(folder, f"child {number}")) == 1 else 1)
+            ends.append(os.waitpid(child, 0)[1])
+    return ends
+
+
+def test_a_child_forked_while_threads_write_can_use_sqlite(tmp_path: Path) -> None:
+    assert fresh.call(fork_while_others_write, str(tmp_path)) == [0] * FORKS
+
+
+def test_threads_that_write_one_file_wait_for_each_other_and_no_longer(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    write(path)
+    crowd = [threading.Thread(target=write, args=(path, WRITES)) for _ in range(4)]
+    for each in crowd:
+        each.start()
+    for each in crowd:
+        each.join()
+    assert write(path) == 4 * WRITES + 2
+
+
+def write_and_fail(db: sqlite3.Connection) -> None:
+    with transaction(db):
+        db.execute("INSERT INTO t VALUES (1)")
+        db.execute("INSERT INTO absent VALUES (1)")
+
+
+def test_a_transaction_that_fails_leaves_nothing_and_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    write(path)
+    with closing(connect(path, timeout_s=30.0)) as db:
+        with pytest.raises(sqlite3.OperationalError, match="no such table"):
+            write_and_fail(db)
+        assert db.execute("SELECT COUNT(*) FROM t").fetchone() == (1,)
+    other = threading.Thread(target=write, args=(path,))
+    other.start()
+    other.join(20)
+    assert not other.is_alive()
+    assert write(path) == 3
