@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.sources import SourceReader
 
 # What is larger keeps all threads busy by itself, and twice its memory would be noticed.
-_MAX_BYTES = 64 << 20
+MAX_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -33,6 +33,10 @@ class Ahead:
         """Say in which order final tensors will probably be asked for."""
         self._waiting = deque(parameters)
 
+    def has(self, each: DeferredParameter) -> bool:
+        """Is this one on its way?"""
+        return self._begun is not None and self._begun[0] is each
+
     def take(self, each: DeferredParameter) -> torch.Tensor | None:
         """The memory that `each` was read into, every byte there; None when it was not begun."""
         if self._begun is None or self._begun[0] is not each:
@@ -47,7 +51,7 @@ class Ahead:
             return
         while self._waiting:
             each = self._waiting.popleft()
-            if each.view is None or not 0 < each.nbytes <= _MAX_BYTES or not needed(each):
+            if each.view is None or not 0 < each.nbytes <= MAX_AHEAD_BYTES or not needed(each):
                 continue
             nbytes = each.view.storage.nbytes
             block = self.scratch.take(nbytes)

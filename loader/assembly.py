@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 
-from tensor_dedup.errors import AuditError
-from tensor_dedup.loader.ahead import Ahead
+from tensor_dedup.loader.ahead import MAX_AHEAD_BYTES, Ahead
+from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
 from tensor_dedup.loader.layer_key import process_state
@@ -21,13 +22,12 @@ from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.parts import content_name
 from tensor_dedup.loader.recipe import (
     RecipeBook,
-    needs_base,
+    drop_what_is_overwritten,
     reason_to_keep_private,
-    references,
     whole_source,
 )
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import Resident, resident_key, sharable, tensor_bytes
+from tensor_dedup.loader.residents import Resident, pour, resident_key, sharable, tensor_bytes
 from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.virtual import View, as_view
 from tensor_dedup.types import ResidentKey
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.scratch import Scratch
     from tensor_dedup.loader.sources import SourceReader, SourceTensor
 
+SHARED_STORAGE = "it shares its storage with another parameter"
+# What is larger is read straight into shared memory; what is not, may be read ahead.
+POUR_BYTES = MAX_AHEAD_BYTES
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
 _OWN_SLAB_BYTES = 64 << 10
 
@@ -84,7 +87,7 @@ class Assembly:
                 self.aliased.update({storage} & seen)
                 seen.add(storage)
                 self.evaluator.expect(each.view)
-        _drop_what_is_overwritten(parameters)
+        drop_what_is_overwritten([each.view for each in parameters if each.view is not None])
         wanted = {id(s) for each in parameters for s in self._shareable_sources(each)}
         every = {id(s) for each in parameters for s in self.sources(each)}
         self.evaluator.unhashed = every - wanted
@@ -240,6 +243,9 @@ class Assembly:
     def _share_by_content(
         self, each: DeferredParameter, made: Made | None
     ) -> tuple[Made, str] | None:
+        if made is None and self.pours(each):
+            self._pour(each)
+            return None
         here = made if made is not None else self.make(each)
         if not sharable(here.tensor):
             self.keep_private(each, "its type or layout cannot be shared", here)
@@ -256,6 +262,38 @@ class Assembly:
             self.keep_private(each, COLLISION, here)
         self._give_back_own(here, made)
         return None
+
+    def pours(self, each: DeferredParameter) -> bool:
+        """Can it be read straight into shared memory, without memory to be made in first?
+
+        Worth it for what is large, and is not on its way already: its fresh memory would cost more
+        than reading it.
+        """
+        if each.installed or each.nbytes <= POUR_BYTES or self.config.hash_algorithm != "blake3":
+            return False
+        if self.ahead.has(each) or not self.supply.local or self.reason(each) is not None:
+            return False
+        source = self.evaluator.alone(_view(each))
+        return source is not None and id(source) not in self.evaluator.unhashed
+
+    def _pour(self, each: DeferredParameter) -> None:
+        source = self.evaluator.alone(_view(each))
+        assert source is not None
+        parameter = each.parameter
+        shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+        geometry = ResidentKey(dtype_name(parameter.dtype), shape, stride, "")
+        try:
+            resident = pour(geometry, each.nbytes, partial(self.reader.pour, source))
+        except SharedMemoryError as error:
+            self.keep_private(each, str(error))
+            return
+        self.ahead.begin(self._must_be_read)
+        first = registry.publish(resident)
+        if first is not resident and not self._equal(first, tensor := resident.map()):
+            self.keep_private(each, COLLISION, Made(tensor, tensor))
+            return
+        self._install(each, first, made=first is resident)
+        registry.publish_record(self._recipe_key(each), first)
 
     def _give_back_own(self, here: Made, lent: Made | None) -> None:
         if here is not lent:
@@ -354,40 +392,6 @@ class Assembly:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
         self.ledger.collisions += 1
         return False
-
-
-COLLISION = "another tensor has the same digest"
-SHARED_STORAGE = "it shares its storage with another parameter"
-
-
-def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
-    """Stop a load whose audit found a difference. AuditError."""
-    raise AuditError(
-        f"audit: {name}: {shared} differs from {rebuilt}; this model was not loaded. "
-        "Load with tensor_dedup=False and report this with the output of `tensor-dedup --version`",
-        tensor=name,
-    )
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Are two dense tensors of one dtype and geometry equal bit by bit (NaN payloads included)?"""
-    if a.dtype != b.dtype or a.nbytes != b.nbytes:
-        return False
-    return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
-
-
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)
-
-
-def _drop_what_is_overwritten(parameters: Sequence[DeferredParameter]) -> None:
-    """Let go of what constructors left where no recipe asks for it: it may be memory in use."""
-    views = [each.view for each in parameters if each.view is not None]
-    mentioned = {id(mention.storage) for view in views for mention in references(view)}
-    for view in views:
-        storage = view.storage
-        if id(storage) not in mentioned and not needs_base(storage, view.version):
-            storage.initial = None
 
 
 def _view(each: DeferredParameter) -> View:

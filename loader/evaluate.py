@@ -88,6 +88,17 @@ class Evaluator:
         self._fill(storage, version, out)
         return True
 
+    def alone(self, view: View) -> SourceTensor | None:
+        """The source whose bytes `view` is, whole and as they are, and that nothing else uses."""
+        storage, version = view.storage, view.version
+        writes = live_writes(storage, version)
+        if len(writes) != 1 or needs_base(storage, version):
+            return None
+        source = whole_source(view)
+        if source is None or self._direct_span(writes[0]) != (0, storage.nbytes):
+            return None
+        return source if source.spec.nbytes == storage.nbytes else None
+
     def value(self, view: View) -> torch.Tensor:
         """A real CPU tensor equal to `view`; not to be written, valid until the next release."""
         return as_view(self._flat(view.storage, view.version), view)

@@ -134,7 +134,6 @@ class Lender:
                 for key, (resident, _) in found.items():
                     record = msgspec.msgpack.encode(_geometry(resident.key))
                     put.publish(key, record, [resident.key.digest])
-                    self._remember(key, record, resident)
         for key in reservation.of("building"):
             if self.client.wait(key, max(0.0, deadline - time.monotonic())) == "building":
                 self._fail(f"another process has been building {key} for {_WAIT_S:.0f} s")
@@ -182,14 +181,17 @@ class Lender:
         [lease] = layer.leases
         if wanted.digest not in ("", lease.digest):
             return None
-        resident = LentResident(replace(wanted, digest=lease.digest), lease)
-        self._remember(key, layer.record, resident)
-        return resident
+        return LentResident(replace(wanted, digest=lease.digest), lease)
 
-    def _remember(self, key: str, record: bytes, resident: Resident) -> None:
-        """While it is resident here, the manager that comes after this one is told of its key."""
-        self.client.remember(key, record, [resident.key.digest])
-        weakref.finalize(resident, self.client.forget, key).atexit = False
+    def remember(self, recipe: str, resident: Resident) -> None:
+        """While this one is in use here, the manager that comes after this one is told of the key.
+
+        Of what the registry holds, not of an equal one that goes at once.
+        """
+        if isinstance(resident, LentResident):
+            key, record = _manager_key(recipe), msgspec.msgpack.encode(_geometry(resident.key))
+            self.client.remember(key, record, [resident.key.digest])
+            weakref.finalize(resident, self.client.forget, key).atexit = False
 
     def _note(self, why: object) -> None:
         """Say once why something was not lent."""

@@ -239,16 +239,27 @@ class SlabWriter:
         They begin `beyond` bytes after where they would. The fastest way (see the module). Raises
         OutOfMemoryError, SlabUsageError.
         """
+        offset = self._take(data.nbytes + beyond) + beyond
+        self.put(data, offset)
+        return offset
+
+    def take(self, nbytes: int) -> int:
+        """The offset of so many bytes, which `put` is to write. SlabUsageError."""
+        return self._take(nbytes)
+
+    def put(self, data: memoryview, offset: int) -> None:
+        """Copy contiguous bytes to a place that `take` gave. Any thread, several at once.
+
+        Raises OutOfMemoryError, SlabUsageError.
+        """
         fd = self._open().fileno
-        rest = data.cast("B")
-        offset = at = self._take(rest.nbytes + beyond) + beyond
+        rest, at = data.cast("B"), offset
         while rest.nbytes:
             try:
                 written = os.pwrite(fd, rest, at)
             except OSError as error:
                 raise _refused("pwrite", rest.nbytes, error.errno or 0) from error
             rest, at = rest[written:], at + written
-        return offset
 
     def view(self, nbytes: int) -> tuple[int, ByteArray]:
         """Return an offset and a writable buffer of `nbytes` there, zeroed.

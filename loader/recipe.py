@@ -8,7 +8,7 @@ own; two different recipes may still give equal bytes, which only content shows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -228,3 +228,12 @@ def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage)
+
+
+def drop_what_is_overwritten(views: Sequence[View]) -> None:
+    """Let go of what constructors left where no recipe asks for it: it may be memory in use."""
+    mentioned = {id(mention.storage) for view in views for mention in references(view)}
+    for view in views:
+        storage = view.storage
+        if id(storage) not in mentioned and not needs_base(storage, view.version):
+            storage.initial = None

@@ -5,7 +5,7 @@ copy-on-write view, so a resident can be written through any tensor without anyo
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -31,11 +31,15 @@ __all__ = [
     "SlabBuilder",
     "dense",
     "pack",
+    "pour",
     "resident_key",
     "sharable",
     "shares_memory",
     "tensor_bytes",
 ]
+
+
+Write = Callable[[memoryview, int], None]
 
 
 def sharable(tensor: torch.Tensor) -> bool:
@@ -210,6 +214,20 @@ def pack(
         Resident(key, slab, offset, tensor.nbytes)
         for key, offset, (tensor, _) in zip(keys, offsets, items, strict=True)
     ]
+
+
+def pour(geometry: ResidentKey, nbytes: int, source: Callable[[Write], str]) -> Resident:
+    """A resident of bytes that are nowhere yet, in a slab of its own.
+
+    `source(write)` calls `write(piece, offset)` for every piece, from any threads, and returns the
+    digest of all when the last call has returned; of `geometry` the digest does not count. What it
+    raises; OutOfMemoryError.
+    """
+    writer = SlabWriter(capacity_for([nbytes]))
+    start = writer.take(nbytes)
+    digest = source(lambda piece, offset: writer.put(piece, start + offset))
+    key = ResidentKey(geometry.dtype, geometry.shape, geometry.stride, digest)
+    return Resident(key, writer.seal(), start, nbytes)
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from tensor_dedup.digest import digest, submit
+from tensor_dedup.digest import digest, stream, submit
 from tensor_dedup.errors import ChangedFileError, FormatError, IntegrityError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
@@ -190,6 +190,27 @@ class SourceReader:
         else:
             file.read_into(spec, view)
         self.counters.read_seconds += time.perf_counter() - began
+
+    def pour(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
+        """Read a tensor piece by piece and hand each to `write(piece, offset)`; its digest.
+
+        Nowhere is it whole but where `write` puts it; that is called by threads of the pool, which
+        hash the same piece. Returns when all that is under way has arrived, and raises as `settle`.
+        """
+        spec, file = source.spec, source.file
+
+        def pass_on(piece: memoryview, offset: int) -> bytes | None:
+            compared = file.read_into(spec, piece, offset)
+            write(piece, offset)
+            return compared
+
+        self.counters.bytes_read += spec.nbytes
+        self.counters.bytes_hashed += spec.nbytes
+        self._pending.append((source, stream(spec.nbytes, pass_on)))
+        self.begun += 1
+        self.settle()
+        assert source.digest is not None
+        return source.digest
 
     def settle(self, mark: int | None = None) -> None:
         """Wait for all that is under way, or for the first `mark` begun; enter the digests.

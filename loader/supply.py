@@ -25,6 +25,11 @@ class Supply:
     lender: Lender | None = None
     as_aligned: bool = False
 
+    @property
+    def local(self) -> bool:
+        """Is what is made kept in this process, at any alignment?"""
+        return self.lender is None and not self.as_aligned
+
     def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
         """The resident that a recipe leads to, without a byte read.
 
@@ -41,7 +46,12 @@ class Supply:
             if wanted.digest
             else self.lender.by_recipe(recipe, wanted)
         )
-        return None if lent is None else registry.publish(lent)
+        if lent is None:
+            return None
+        first = registry.publish(lent)
+        if not wanted.digest:
+            self.lender.remember(recipe, first)
+        return first
 
     def make(self, wanted: Sequence[Wanted]) -> list[tuple[Resident, bool]]:
         """A resident for each, and whether it was made just now, by this call.
@@ -53,8 +63,10 @@ class Supply:
         items = [(each.tensor, each.digest) for each in rest]
         packed = iter(pack(items, as_aligned=self.as_aligned) if items else ())
         made = []
-        for found in lent:
+        for each, found in zip(wanted, lent, strict=True):
             resident, new = found or (next(packed), True)
             first = registry.publish(resident)  # somebody here may have come first
+            if self.lender is not None:
+                self.lender.remember(each.key, first)
             made.append((first, new and first is resident))
         return made

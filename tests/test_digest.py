@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 import warnings
 from concurrent.futures import wait
 from pathlib import Path
@@ -28,6 +29,7 @@ from tensor_dedup.digest import (
     combine,
     digest,
     leaf_digests,
+    stream,
     submit,
 )
 from tensor_dedup.errors import ConfigError, IntegrityError
@@ -100,25 +102,25 @@ def test_other_algorithms_hash_size_then_bytes() -> None:
 def test_any_split_gives_the_same_digest(nbytes: int, cuts: list[float], algorithm: str) -> None:
     data = pattern(nbytes)
     edges = [0, *sorted(int(cut * nbytes) for cut in cuts), nbytes]
-    stream = StreamDigest(algorithm, nbytes)
+    parts = StreamDigest(algorithm, nbytes)
     for start, stop in itertools.pairwise(edges):
-        stream.update(data[start:stop])
-    assert stream.hexdigest() == digest(data, algorithm)
+        parts.update(data[start:stop])
+    assert parts.hexdigest() == digest(data, algorithm)
 
 
 def test_a_stream_can_be_read_before_it_ends() -> None:
     data = pattern(3 * MIB)
-    stream = StreamDigest()
+    parts = StreamDigest()
     for start in range(0, len(data), MIB):
-        stream.update(data[start : start + MIB])
-        assert stream.hexdigest() == reference(data[: start + MIB])
+        parts.update(data[start : start + MIB])
+        assert parts.hexdigest() == reference(data[: start + MIB])
 
 
 def test_a_stream_of_another_length_than_announced_is_refused() -> None:
-    stream = StreamDigest("blake3", 5)
-    stream.update(b"1234")
+    parts = StreamDigest("blake3", 5)
+    parts.update(b"1234")
     with pytest.raises(IntegrityError, match="5 bytes were announced, 4 came"):
-        stream.hexdigest()
+        parts.hexdigest()
 
 
 @pytest.mark.parametrize("algorithm", OTHERS)
@@ -322,3 +324,36 @@ def test_a_leaf_that_was_compared_already_is_not_hashed_again() -> None:
     assert submit(buffer, fill=lambda _piece, _offset: leaves[0]).result() != digest(data)
     with pytest.raises(IntegrityError):
         submit(buffer, fill=lambda _piece, _offset: b"short").result()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100_000, 2 * MIB, 21 * MIB + 3])
+def test_bytes_that_only_pass_through_have_the_same_digest(nbytes: int) -> None:
+    data, target = pattern(nbytes), bytearray(nbytes)
+    passed = []
+
+    def fill(piece: memoryview, offset: int) -> None:
+        passed.append(offset)
+        piece[:] = data[offset : offset + piece.nbytes]
+        target[offset : offset + piece.nbytes] = piece
+
+    assert stream(nbytes, fill).result() == digest(data)
+    assert target == data
+    assert sorted(passed) == list(range(0, nbytes, LEAF_BYTES))
+
+
+def test_what_passing_on_raises_the_future_raises_when_nothing_runs_any_more() -> None:
+    running = []
+
+    def fill(_: memoryview, offset: int) -> None:
+        running.append(offset)
+        try:
+            if not offset:
+                raise OSError("no room there")
+            time.sleep(0.01)
+        finally:
+            running.remove(offset)
+
+    future = stream(40 * MIB, fill)
+    with pytest.raises(OSError, match="no room there"):
+        future.result()
+    assert running == []

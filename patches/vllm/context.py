@@ -10,7 +10,7 @@ import torch
 import vllm
 from torch import nn
 
-from tensor_dedup.loader.assembly import COLLISION
+from tensor_dedup.loader.comparing import COLLISION
 from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, process_text
 from tensor_dedup.loader.records import LayerRecord, OriginGoneError, same_source_bytes
 from tensor_dedup.loader.structure import distinct_sources, structure_of

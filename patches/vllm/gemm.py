@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tensor_dedup.loader.assembly import Made, raise_audit
+from tensor_dedup.loader.comparing import raise_audit
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.records import LayerRecord
 from tensor_dedup.loader.registry import registry
@@ -22,6 +22,7 @@ from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
 from tensor_dedup.patches.vllm.kernels import holds_memory, packed_linear, unpacked_linear
 
 if TYPE_CHECKING:
+    from tensor_dedup.loader.assembly import Made
     from tensor_dedup.loader.layer_key import LayerKey
 
 
@@ -43,7 +44,10 @@ class PackedGemm:
             return
         made = None
         if not weight.installed and not assembly.known(weight):
-            made = assembly.make(weight)
+            if self.keeps_weight and assembly.pours(weight):
+                assembly.share([weight])
+            else:
+                made = assembly.make(weight)
         key = self.context.key(self.layer, {"weight": weight})
         record = registry.lookup_record(key.digest)
         linear = record.opaque() if isinstance(record, LayerRecord) and record.opaque else None

@@ -20,7 +20,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import weights_already_processed
 
-from tensor_dedup.loader.assembly import SHARED_STORAGE, Assembly, Made, raise_audit, same_bytes
+from tensor_dedup.loader.assembly import SHARED_STORAGE, Assembly, Made
+from tensor_dedup.loader.comparing import raise_audit, same_bytes
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.layer_key import LayerKey, class_name
 from tensor_dedup.loader.records import LayerRecord

@@ -69,7 +69,18 @@ def submit(data: "Buffer", algorithm: str = "blake3", fill: Fill | None = None) 
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
         return _done(data, algorithm, fill)
-    return _Job(_bytes_of(data), algorithm, _POOL.executor(), fill).future
+    return _Job(_Lying(_bytes_of(data)), algorithm, _POOL.executor(), fill).future
+
+
+def stream(nbytes: int, fill: Fill) -> "Future[str]":
+    """Start the BLAKE3 digest of `nbytes` bytes that are nowhere whole; the result as of submit.
+
+    `fill(piece, offset)` puts the bytes from `offset` on into `piece`, memory of the pool's that is
+    used again for another leaf as soon as this one is hashed: it must also take them where they are
+    to go. As for submit it is called from several threads, may return a digest that it has compared
+    with, and may raise. Not to be waited for inside the pool.
+    """
+    return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill).future
 
 
 def leaf_digests(data: "Buffer") -> list[bytes]:
@@ -155,25 +166,68 @@ class _Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
+class _Lying:
+    """Bytes in the caller's memory."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.nbytes = view.nbytes
+
+    def leaves(self, start: int, stop: int, fill: Fill | None) -> list[bytes]:
+        with self._view[start:stop] as piece:
+            return _leaves(piece, fill, start)
+
+    def serial(self, algorithm: str, fill: Fill | None) -> str:
+        return _serial(self._view, algorithm, fill)
+
+    def release(self) -> None:
+        self._view.release()
+
+
+class _Passing:
+    """Bytes that pass through a buffer of the thread that hashes them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def leaves(self, start: int, stop: int, fill: Fill | None) -> list[bytes]:
+        found = []
+        with memoryview(_POOL.buffer()) as buffer:
+            for at in range(start, stop, LEAF_BYTES):
+                with buffer[: min(LEAF_BYTES, stop - at)] as piece:
+                    found += _leaves(piece, fill, at)
+        return found
+
+    def serial(self, algorithm: str, fill: Fill | None) -> str:
+        assert algorithm == "blake3"
+        return combine(self.nbytes, self.leaves(0, self.nbytes, fill))
+
+    def release(self) -> None:
+        pass
+
+
 class _Job:
     """One digest on the pool. Chunks hash; whichever ends last combines and sets the future."""
 
     def __init__(
-        self, view: memoryview, algorithm: str, pool: ThreadPoolExecutor, fill: Fill | None
+        self,
+        data: _Lying | _Passing,
+        algorithm: str,
+        pool: ThreadPoolExecutor,
+        fill: Fill | None,
     ) -> None:
         self.future: Future[str] = Future()
         # Running from the start: a cancelled future would refuse the result that is on its way.
         self.future.set_running_or_notify_cancel()
-        self._view = view
-        self._nbytes = view.nbytes
+        self._data = data
         self._fill = fill
         self._lock = threading.Lock()
         self._chunks: list[Future[list[bytes]]] = []
         work: list[Callable[[], list[bytes]]]
-        if _splits(view.nbytes, algorithm):
-            work = [self._hasher(start, stop) for start, stop in _chunks(view.nbytes)]
+        if _splits(data.nbytes, algorithm):
+            work = [self._hasher(start, stop) for start, stop in _chunks(data.nbytes)]
         else:
-            work = [lambda: [_serial(view, algorithm, fill).encode()]]
+            work = [lambda: [data.serial(algorithm, fill).encode()]]
         self._combine = len(work) > 1
         self._pending = len(work)
         self._chunks = [pool.submit(task) for task in work]
@@ -182,8 +236,7 @@ class _Job:
 
     def _hasher(self, start: int, stop: int) -> Callable[[], list[bytes]]:
         def task() -> list[bytes]:
-            with self._view[start:stop] as piece:
-                return _leaves(piece, self._fill, start)
+            return self._data.leaves(start, stop, self._fill)
 
         return task
 
@@ -192,13 +245,15 @@ class _Job:
             self._pending -= 1
             if self._pending:
                 return
-        self._view.release()
+        self._data.release()
         errors = [error for chunk in self._chunks if (error := chunk.exception()) is not None]
         if errors:
             self.future.set_exception(errors[0])
             return
         parts = [part for chunk in self._chunks for part in chunk.result()]
-        self.future.set_result(combine(self._nbytes, parts) if self._combine else parts[0].decode())
+        self.future.set_result(
+            combine(self._data.nbytes, parts) if self._combine else parts[0].decode()
+        )
 
 
 class _Pool:
@@ -228,6 +283,13 @@ class _Pool:
 
     def inside(self) -> bool:
         return getattr(self._mark, "inside", False)
+
+    def buffer(self) -> bytearray:
+        """A leaf's memory of the calling thread's."""
+        found: bytearray | None = getattr(self._mark, "buffer", None)
+        if found is None:
+            found = self._mark.buffer = bytearray(LEAF_BYTES)
+        return found
 
 
 def _thread_count() -> int:

@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from tensor_dedup.loader.memory import (
 from tensor_dedup.loader.residents import (
     Resident,
     SlabBuilder,
+    Write,
     pack,
+    pour,
     resident_key,
     sharable,
     shares_memory,
@@ -66,6 +69,33 @@ def test_a_mapped_resident_is_the_tensor_it_was_made_of(name: str) -> None:
     assert mapped.untyped_storage().nbytes() == tensor.nbytes
     assert torch.equal(mapped, tensor)
     assert resident_key(mapped, "digest") == resident.key
+
+
+def test_what_is_poured_in_by_several_threads_is_one_resident(before: tuple[int, int]) -> None:
+    tensor = torch.arange(300_000.0).view(1000, 300).t()
+    data = tensor_bytes(tensor)
+
+    def source(write: Write) -> str:
+        pieces = range(0, data.nbytes, 50_000)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda at: write(data[at : at + 50_000], at), pieces))
+        return "digest"
+
+    resident = pour(resident_key(tensor, ""), tensor.nbytes, source)
+    assert resident.key == resident_key(tensor, "digest")
+    assert torch.equal(resident.map(), tensor)
+    assert shares_memory(resident.map(), resident.map())
+
+
+def test_what_cannot_be_poured_leaves_nothing(before: tuple[int, int]) -> None:
+    def source(write: Write) -> str:
+        write(memoryview(b"some"), 0)
+        raise OSError("the file is gone")
+
+    with pytest.raises(OSError, match="the file is gone"):
+        pour(resident_key(torch.zeros(100), ""), 400, source)
+    gc.collect()
+    assert slabs() == before
 
 
 @pytest.mark.parametrize("name", TORCH_DTYPES)

@@ -22,7 +22,7 @@ import fresh
 import plain
 import shared
 from tensor_dedup import report
-from tensor_dedup.loader.assembly import COLLISION
+from tensor_dedup.loader.comparing import COLLISION
 from tensor_dedup.loader.registry import registry
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +14,8 @@ import engines
 import plain
 import reads
 from tensor_dedup.demo import models
+from tensor_dedup.loader import ahead, assembly, memory, residents
+from tensor_dedup.loader.memory import OutOfMemoryError
 from tensor_dedup.loader.report import ModelReport
 
 pytestmark = pytest.mark.vllm
@@ -64,6 +67,36 @@ def test_the_second_load_reads_no_weights(tiny: Path) -> None:
     assert second.equal_outputs
 
 
+@pytest.fixture
+def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of every size go straight into shared memory, as large ones do."""
+    monkeypatch.setattr(assembly, "POUR_BYTES", 0)
+    monkeypatch.setattr(ahead, "MAX_AHEAD_BYTES", 0)
+
+
+@pytest.mark.usefixtures("small_is_large")
+def test_what_is_poured_in_vain_is_not_kept(tiny: Path) -> None:
+    test_the_second_load_shares_all_when_hints_may_not_be_used(tiny)
+
+
+@pytest.mark.usefixtures("small_is_large")
+def test_a_model_loads_by_itself_when_there_is_no_shared_memory(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(nbytes: int) -> NoReturn:
+        raise OutOfMemoryError("no descriptor is left", nbytes=nbytes)
+
+    llm = plain.engine(tiny)
+    expected = plain.outputs(llm)
+    engines.drop(llm)
+    monkeypatch.setattr(memory, "_memory_file", refuse)
+    llm = engines.sharing(tiny, verify="always")
+    assert plain.outputs(llm) == expected
+    engines.drop(llm)
+    reasons = dict(engines.last_report().skipped)
+    assert reasons["model.embed_tokens.weight"] == "no descriptor is left"
+
+
 def test_the_second_load_shares_all_when_hints_may_not_be_used(tiny: Path) -> None:
     second = _load_twice(tiny, verify="always")
     assert all(second.forms.values())
@@ -77,7 +110,9 @@ def test_large_tensors_of_a_qwen2_of_half_a_billion(folder: Path) -> None:
     models.make(models.BASE, folder)
     path = folder / models.BASE
     engines.leave_alone(path / checkpoints.WEIGHTS)
-    second = _load_twice(path, min_tensor_bytes=_SMALLEST)
+    with patch.object(assembly, "pour", wraps=residents.pour) as pour:
+        second = _load_twice(path, min_tensor_bytes=_SMALLEST)
+    assert pour.call_count == 1  # the embedding, for the first
     report = second.report
     shared = {form.removesuffix(engines.PACKED) for form, both in second.forms.items() if both}
     shared -= {"lm_head.weight"}  # another name of the embedding
