@@ -24,6 +24,7 @@ from tensor_dedup.memory_manager.wire import close_all
 _FIRST_FD: Final = 3
 _INDEX: Final = "index"
 _MAX_INDEX: Final = 1 << 30
+_NOTIFY_S: Final = 5.0
 
 
 class StoredTensor(Part, frozen=True):
@@ -65,29 +66,41 @@ class Inherited:
     descriptors: dict[str, int]
 
 
-def describe(world: World, memories: Mapping[int, Memory]) -> Index:
-    """What could be handed over now: sealed slabs with their tensors, records, pins."""
+def _room() -> int:
+    """How many slabs systemd keeps for this service, beside the index."""
+    text = os.environ.get("FDSTORE", "")
+    return int(text) - 1 if text.isdecimal() else 0
+
+
+def describe(world: World, memories: Mapping[int, Memory], room: int) -> Index:
+    """What is handed over now: at most `room` sealed slabs with their tensors, records, pins.
+
+    Pinned slabs come first, then those used last.
+    """
+    ledger = world.ledger
+    fit = [s for number, s in ledger.slabs.items() if s.residents and number in memories]
+    fit.sort(key=lambda slab: (not ledger.pinned_slab(slab), -slab.used))
     slabs = [
         StoredSlab(
-            f"slab-{number}",
+            f"slab-{slab.number}",
             slab.nbytes,
             [
                 StoredTensor(Span(r.offset, r.nbytes, r.digest), sorted(r.checkpoints))
                 for r in slab.residents.values()
             ],
         )
-        for number, slab in world.ledger.slabs.items()
-        if slab.residents and number in memories
+        for slab in fit[:room]
     ]
     records = [StoredRecord(key, r.record, list(r.digests)) for key, r in world.records.items()]
-    return Index(slabs, records, sorted(world.ledger.pins))
+    return Index(slabs, records, sorted(ledger.pins))
 
 
 def hand_over(world: World, memories: Mapping[int, Memory]) -> int:
     """Leave the slabs with systemd, where it keeps descriptors for this service; how many."""
-    if not os.environ.get("FDSTORE"):
+    room = _room()
+    if room < 1:
         return 0
-    index = describe(world, memories)
+    index = describe(world, memories, room)
     fd = os.memfd_create(f"tensor-dedup-{_INDEX}", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -144,5 +157,6 @@ def notify(state: str, descriptors: tuple[int, ...] = ()) -> None:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     # A supervisor that does not listen costs what it would have kept, and nothing else.
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
+        door.settimeout(_NOTIFY_S)
         door.connect("\0" + address[1:] if address[0] == "@" else address)
         door.sendmsg([state.encode()], rights if descriptors else [])

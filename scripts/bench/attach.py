@@ -1,40 +1,71 @@
 #!/usr/bin/env python3
-"""How fast a process gets at a model that is resident in a memory manager.
+"""How fast a process gets at a model that is resident in a memory manager, and what that costs.
 
-    scripts/bench/attach.py [--size MB] [--tensors N] [--repeats N] [--json FILE]
+    scripts/bench/attach.py [--size MB] [--tensors N] [--repeats N] [--pairs N] [--only PART]
+                            [--work DIR] [--write]
 
-From connecting to the first and to the last page of every tensor, beside
-`safetensors.torch.load_file` (warm; cold needs the right to drop caches), its copy into private
-memory, and requests a second under several clients. Of repeats: lowest and median.
+*attach*: from connecting to the first and to the last page of every tensor, beside
+`safetensors.torch.load_file` of a cached and of a cold file, and its copy into private memory.
+*requests*: look-ups a second under several clients. *plain*: tokens a second of real engines whose
+weights are in the form that processes can share. Prints a section of Markdown; `--write` puts it
+into docs/benchmarks.md.
 """
 
-import argparse
-import json
+import datetime
 import mmap
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import click
 import torch
 from safetensors.torch import load_file, save_file
 
+from process_memory import drop_pages, read_pages
+from results import HEAD
+from stats import Estimate, estimate, machine, verdict, write_section
+from tensor_dedup.demo import models
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
+PARTS = ("attach", "requests", "plain")
 LAYERS = 12
 REQUEST_SECONDS = 1.5
+CLIENTS = (1, 16, 64)
+MAPPED_MOST_MS = 20.0
+FASTER_LEAST = 50.0
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_NOTES = """\
+- *Mapped*: all tensors are tensors. *First page*: one byte of each was read. *All pages*: one byte
+  of every page was. A file that is mapped has read nothing before.
+- Each repeat does all of them once, in an order that moves on by one. *Cold*: the file's pages were
+  dropped from this machine's page cache just before.
+- *Faster*: seconds to the first page of a private copy of the cached file, which is what a loader
+  makes that shares nothing, over ours, repeat by repeat.
+- *Requests*: look-ups of one layer that is not there, as many processes at once, on the same
+  cores.
+- *All weights plain*: new engines of a 0.5B model in each pair, vLLM's own with its packed weights
+  and ours with `cpu_weights="plain"`, in one process, sharing with nobody: the form is compared.
+- Intervals are of medians, 95 %, from order statistics.
+"""
+Times = dict[str, float]
 
 
 @contextmanager
@@ -73,7 +104,7 @@ def publish(client: Client, tensors: dict[str, torch.Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def attach(path: Path) -> dict[str, float]:
+def attach(path: Path) -> Times:
     """Seconds from connecting until all tensors are mapped, and until pages have been read."""
     began = time.perf_counter()
     with connect(path, keep_connected=False) as client:
@@ -90,39 +121,27 @@ def attach(path: Path) -> dict[str, float]:
                     offset=lease.offset - start,
                 )
                 views.append((view, start))
-        mapped = time.perf_counter()
         tensors = [torch.frombuffer(view, dtype=torch.uint8)[start:] for view, start in views]
-        total = sum(int(tensor[0]) for tensor in tensors)
-        first = time.perf_counter()
-        total += sum(int(tensor[:: mmap.PAGESIZE].sum()) for tensor in tensors)
-        last = time.perf_counter()
-    assert total >= 0
-    return {"mapped": mapped - began, "first_pages": first - began, "all_pages": last - began}
+        return _used(began, tensors)
 
 
-def load(path: Path, *, private: bool) -> dict[str, float]:
+def load(path: Path, *, private: bool) -> Times:
     """Seconds of load_file until the first and all pages were read, or copied."""
     began = time.perf_counter()
     tensors = load_file(path)
     if private:
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    return _used(began, [tensor.view(torch.uint8).flatten() for tensor in tensors.values()])
+
+
+def _used(began: float, tensors: Sequence[torch.Tensor]) -> Times:
     mapped = time.perf_counter()
-    step = mmap.PAGESIZE
-    total = sum(int(t.view(torch.uint8).flatten()[0]) for t in tensors.values())
+    total = sum(int(tensor[0]) for tensor in tensors)
     first = time.perf_counter()
-    total += sum(int(t.view(torch.uint8).flatten()[::step].sum()) for t in tensors.values())
+    total += sum(int(tensor[:: mmap.PAGESIZE].sum()) for tensor in tensors)
     last = time.perf_counter()
     assert total >= 0
-    return {"mapped": mapped - began, "first_pages": first - began, "all_pages": last - began}
-
-
-def repeated(
-    repeats: int, function: Callable[..., dict[str, float]], *arguments: object, **options: object
-) -> dict[str, list[float]]:
-    """Lowest and median of each, in seconds."""
-    found = [function(*arguments, **options) for _ in range(repeats)]
-    columns = {name: sorted(each[name] for each in found) for name in found[0]}
-    return {name: [min(column), statistics.median(column)] for name, column in columns.items()}
+    return {"mapped": mapped - began, "first page": first - began, "all pages": last - began}
 
 
 def ask(path: Path, together: Barrier, answered: "SimpleQueue[int]") -> None:
@@ -150,17 +169,64 @@ def requests_a_second(path: Path, clients: int) -> float:
     return sum(counts) / REQUEST_SECONDS
 
 
-def drop_caches() -> bool:
-    """Forget cached files; False where this user may not."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        return False
-    return True
+def attaching(path: Path, file: Path, repeats: int) -> list[str]:
+    """The table of a resident model, its file, and a private copy; the aims."""
+
+    def cold() -> Times:
+        drop_pages(file)
+        return load(file, private=False)
+
+    def cached(*, private: bool) -> Times:
+        read_pages(file)
+        return load(file, private=private)
+
+    ways: dict[str, Callable[[], Times]] = {
+        "attach: connect, look up, map": lambda: attach(path),
+        "`load_file`, cached": lambda: cached(private=False),
+        "`load_file`, cached, copied into private memory": lambda: cached(private=True),
+        "`load_file`, cold": cold,
+    }
+    names = list(ways)
+    found: dict[str, list[Times]] = {name: [] for name in names}
+    for number in range(repeats):
+        for place in range(len(names)):
+            name = names[(number + place) % len(names)]
+            found[name].append(ways[name]())
+    lines = ["| | mapped, ms | first page, ms | all pages, ms |", "| --- | --- | --- | --- |"]
+    for name, times in found.items():
+        cells = [_ms([each[what] for each in times]).text(1) for what in times[0]]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    ours, private = found[names[0]], found[names[2]]
+    mapped = _ms([each["mapped"] for each in ours])
+    pairs = zip(ours, private, strict=True)
+    faster = estimate([theirs["first page"] / mine["first page"] for mine, theirs in pairs])
+    return [
+        *lines,
+        "",
+        f"Mapped in {mapped.text(1)} ms (aim: under {MAPPED_MOST_MS:g}): "
+        f"{verdict(mapped, most=MAPPED_MOST_MS)}. To the first page of every tensor "
+        f"{faster.text(1)} times faster than a private copy (aim: {FASTER_LEAST:g}): "
+        f"{verdict(faster, least=FASTER_LEAST)}.",
+    ]
 
 
-def measure(folder: Path, size: int, count: int, repeats: int) -> dict[str, Any]:
+def _ms(seconds: Sequence[float]) -> Estimate:
+    return estimate([1000 * each for each in seconds])
+
+
+def asking(path: Path, repeats: int) -> str:
+    """Look-ups a second, by clients."""
+    found = {
+        count: estimate([requests_a_second(path, count) for _ in range(repeats)])
+        for count in CLIENTS
+    }
+    return "Requests a second: " + "; ".join(
+        f"{count} clients {each.text(0)}" for count, each in found.items()
+    )
+
+
+def resident(folder: Path, size: int, count: int, repeats: int, parts: Sequence[str]) -> list[str]:
+    """All that is measured against one resident model."""
     generator = torch.Generator().manual_seed(1)
     each = size // count // 2
     tensors = {
@@ -169,33 +235,75 @@ def measure(folder: Path, size: int, count: int, repeats: int) -> dict[str, Any]
     }
     file = folder / "model.safetensors"
     save_file(tensors, file)
-    result: dict[str, Any] = {"bytes": each * 2 * count, "tensors": count, "repeats": repeats}
     with manager(folder, 2 * size + (64 << 20)) as path:
         with connect(path, keep_connected=False) as client:
-            result["publish_s"] = publish(client, tensors)
+            seconds = publish(client, tensors)
         del tensors
-        result["attach"] = repeated(repeats, attach, path)
-        result["load_file_warm"] = repeated(repeats, load, file, private=False)
-        result["private_copy_warm"] = repeated(repeats, load, file, private=True)
-        if drop_caches():
-            result["load_file_cold"] = load(file, private=False)
-        result["requests_a_second"] = {n: requests_a_second(path, n) for n in (1, 16, 64)}
-    return result
+        head = (
+            f"{count} tensors, {2 * each * count / 1e9:.2f} GB, in a memory manager. Making them "
+            f"resident (copy, seal, hash) took {seconds:.1f} s, once."
+        )
+        lines = [head]
+        if "attach" in parts:
+            lines += ["", *attaching(path, file, repeats)]
+        if "requests" in parts:
+            lines += ["", asking(path, repeats)]
+        return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--size", type=int, default=1000, help="MB of the model")
-    parser.add_argument("--tensors", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tensor-dedup-attach-") as folder:
-        result = measure(Path(folder), given.size * 1_000_000, given.tensors, given.repeats)
-    text = json.dumps(result, indent=2)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+def decoding_plainly(work: Path, pairs: int) -> list[str]:
+    """Tokens a second with all weights plain."""
+    with tempfile.TemporaryDirectory(dir=work, prefix=".hints-") as hints:
+        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        # They load vllm, which reads the environment then.
+        import decoding
+        from fine_tunes import made
+        from loading import prepare_process
+
+        base = made(work)[models.BASE]
+        prepare_process(base)
+        return ["", HEAD, *(row.text() for row in decoding.plain_weights(base, pairs))]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--size", default=1000, show_default=True, help="MB of the resident model.")
+@click.option("--tensors", default=300, show_default=True, type=click.IntRange(min=LAYERS))
+@click.option("--repeats", default=12, show_default=True, type=click.IntRange(min=1))
+@click.option("--pairs", default=10, show_default=True, type=click.IntRange(min=1), help="Engines.")
+@click.option("--only", multiple=True, type=click.Choice(PARTS), help="Repeat for several.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the checkpoints [default: in the user's cache directory].",
+)
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+def main(
+    size: int,
+    tensors: int,
+    repeats: int,
+    pairs: int,
+    only: tuple[str, ...],
+    work: Path | None,
+    write: bool,
+) -> None:
+    """Measure attaching to a resident model, and decoding with weights that can be shared."""
+    parts, lines = only or PARTS, machine()
+    folder = work or models.default_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    body: list[str] = []
+    if set(parts) & {"attach", "requests"}:
+        with tempfile.TemporaryDirectory(prefix="tensor-dedup-attach-") as where:
+            body += resident(Path(where), size * 1_000_000, tensors, repeats, parts)
+    if "plain" in parts:
+        body += decoding_plainly(folder, pairs)
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    head = f"`scripts/bench/attach.py`, {today}, {repeats} repeats; engines in {pairs} pairs."
+    load = f"- load average at the end {os.getloadavg()[0]:.1f}"
+    title = "## Attaching to a resident model"
+    text = "\n".join([title, "", head, "", *lines, load, "", *body, "", _NOTES])
+    click.echo(text)
+    if write:
+        write_section("attach", text)
 
 
 if __name__ == "__main__":

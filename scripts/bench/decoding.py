@@ -51,7 +51,14 @@ def _pair(base: Path, fine_tuned: Path, rates: Rates, *, plain_first: bool) -> f
         raise UnsupportedError(f"{fine_tuned} shares nothing with {base}; nothing to measure")
     if not plain_first:
         engines.append(engine(fine_tuned, dedup=False))
-    sides = {"A": engines[0 if plain_first else 2], "B": engines[2 if plain_first else 1]}
+    _compare(engines[0 if plain_first else 2], engines[2 if plain_first else 1], rates)
+    _end(engines)
+    return mine.shared_bytes / mine.total_bytes
+
+
+def _compare(plain: LLM, ours: LLM, rates: Rates) -> None:
+    """Enter the rates of these two, for each batch."""
+    sides = {"A": plain, "B": ours}
     for size in BATCHES:
         for llm in sides.values():
             _rate(llm, size)  # what a first call builds is not the weights'
@@ -60,13 +67,46 @@ def _pair(base: Path, fine_tuned: Path, rates: Rates, *, plain_first: bool) -> f
             seen[side].append(_rate(sides[side], size))
         for values, side in zip(rates[size], "AB", strict=True):
             values.append(statistics.mean(seen[side]))
-    for llm in engines:
-        let_go(llm)
-    del llm
-    engines.clear()
-    sides.clear()
+
+
+def _end(engines: list[LLM]) -> None:
+    while engines:
+        let_go(engines.pop())
     settle()
-    return mine.shared_bytes / mine.total_bytes
+
+
+def plain_weights(path: Path, pairs: int) -> list[Row]:
+    """What `cpu_weights="plain"` costs: per pair two new engines, with it and without us.
+
+    Nothing is shared in it: it is the form that processes can share, in one process.
+    """
+    require_nothing_resident()
+    make_known(path)
+    rates: Rates = {size: [[], []] for size in BATCHES}
+    for number in range(pairs):
+        order = (False, {"cpu_weights": "plain"})
+        engines = [engine(path, dedup=each) for each in (order if number % 2 else order[::-1])]
+        mine = report().models[-1]
+        if any(name == "<model>" for name, _ in mine.skipped):
+            raise UnsupportedError(f"{path} was loaded by vLLM alone: {mine.skipped}")
+        plain, ours = engines if number % 2 else engines[::-1]
+        _compare(plain, ours, rates)
+        del plain, ours
+        _end(engines)
+        say(f"plain weights: {number + 1} of {pairs}")
+    return [_plain_row(size, *rates[size]) for size in BATCHES]
+
+
+def _plain_row(size: int, packed: list[float], plain: list[float]) -> Row:
+    ratio = estimate([ours / theirs for theirs, ours in zip(packed, plain, strict=True)])
+    return Row(
+        f"decode, batch {size}, all weights plain",
+        f"{estimate(packed).text(1)} tokens/s",
+        f"{estimate(plain).text(1)} tokens/s",
+        f"{ratio.text()} x",
+        "",
+        "",
+    )
 
 
 def _row(size: int, share: float, plain: list[float], sharing: list[float]) -> Row:

@@ -56,11 +56,11 @@ class Load:
     report: ModelReport | None
 
 
-def engine(path: Path, *, dedup: bool) -> LLM:
-    """A whole engine in this process."""
+def engine(path: Path, *, dedup: bool | dict[str, Any]) -> LLM:
+    """A whole engine in this process; `dedup` may be a configuration."""
     options = dict(_ENGINE, model=str(path), disable_log_stats=True)
-    if dedup:
-        options["tensor_dedup"] = {}
+    if dedup is not False:
+        options["tensor_dedup"] = dedup
     return LLM(**options)
 
 

@@ -31,6 +31,7 @@ class Systemd:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.room = 100  # FileDescriptorStoreMax=
         self.store: list[tuple[str, int]] = []
         self.said: list[str] = []
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -46,7 +47,10 @@ class Systemd:
                 return
             said = dict(line.split("=", 1) for line in data.decode().splitlines())
             self.said += said
-            if "FDSTORE" in said:
+            if "FDSTORE" in said and len(self.store) + len(fds) > self.room:
+                for fd in fds:
+                    os.close(fd)
+            elif "FDSTORE" in said:
                 self.store += [(said["FDNAME"], fd) for fd in fds]
             if "FDSTOREREMOVE" in said:
                 for name, fd in [each for each in self.store if each[0] == said["FDNAME"]]:
@@ -59,7 +63,7 @@ class Systemd:
         environment = {
             **os.environ,
             "NOTIFY_SOCKET": str(self.folder / "notify"),
-            "FDSTORE": "100",
+            "FDSTORE": str(self.room),
             "LISTEN_FDS": str(len(self.store)),
             "LISTEN_FDNAMES": names,
         }
@@ -178,3 +182,23 @@ def test_a_damaged_index_is_an_empty_one(systemd: Systemd, folder: Path) -> None
     systemd.start()
     with Admin(folder / "m.sock") as admin:
         assert admin.totals().residents == 0
+
+
+def test_what_systemd_has_no_room_for_is_left_and_never_the_index(
+    systemd: Systemd, folder: Path
+) -> None:
+    path = folder / "m.sock"
+    systemd.room = 3
+    systemd.start()
+    with connect(path, keep_connected=False) as client, Admin(path) as admin:
+        for number in range(5):
+            managers.build(client, f"key-{number}", managers.pattern(number, SIZE), checkpoint="m")
+        admin.pin(digest(managers.pattern(1, SIZE)))
+    systemd.stop()
+    assert len(systemd.store) == 3
+    systemd.start()
+    with connect(path, keep_connected=False) as client:
+        managers.until(lambda: client.lookup(["key-4"]) != [None])
+        found = client.lookup([f"key-{number}" for number in range(5)])
+    # The pinned one, and the one used last.
+    assert [layer is not None for layer in found] == [False, True, False, False, True]

@@ -80,7 +80,7 @@ def manager(folder: Path, *options: str) -> Iterator[Manager]:
         process.wait(60)
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """A vLLM engine in a process of its own."""
 
