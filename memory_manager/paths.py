@@ -14,6 +14,7 @@ ENVIRONMENT: Final = "TENSOR_DEDUP_SOCKET"
 MAX_PATH: Final = 107  # bytes that fit a socket's address
 _FOLDER: Final = "tensor-dedup"
 _SOCKET: Final = "manager.sock"
+_SHOWN: Final = len("GPU-01234567")
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -44,6 +45,21 @@ def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
             path=str(path),
         )
     return path
+
+
+def device_socket(path: Path, device: str) -> Path:
+    """Beside the socket of the machine's memory, that of a GPU's, by its UUID. UnsafeSocketError.
+
+    Named for the beginning of the UUID, as a socket's path is short; its Welcome says all of it.
+
+    Each has a manager of its own: one that meets a broken GPU costs nobody else anything, and the
+    one of the machine's memory never loads a driver.
+    """
+    return (
+        socket_path(path.with_name(f"{path.stem}-{device[:_SHOWN]}{path.suffix}"))
+        if device
+        else path
+    )
 
 
 def make_folder(folder: Path) -> None:

@@ -66,30 +66,49 @@ class LayerFound:
 
 
 def connect(
-    where: str | os.PathLike[str] = AUTO, *, name: str = "", keep_connected: bool = True
+    where: str | os.PathLike[str] = AUTO,
+    *,
+    name: str = "",
+    keep_connected: bool = True,
+    device: str = "",
 ) -> "Client":
     """Connect to the manager at a socket's path; "auto": at the default one, started if need be.
 
     `name` is for people who look at `tensor-dedup status`. `keep_connected`: when the manager
-    dies, connect to the next one by itself and offer it what is leased. ManagerGoneError: nobody
-    answers, load privately. UnsafeSocketError: somebody else might.
+    dies, connect to the next one by itself and offer it what is leased. `device`: the UUID of a
+    GPU, to borrow its memory: its manager's socket stands beside the one at `where`.
+    ManagerGoneError: nobody answers, load privately. UnsafeSocketError: somebody else might.
     """
     auto = os.fspath(where) == AUTO
-    path = paths.socket_path(None if auto else where)
-    client = Client(_connected(path, name, start=auto), name)
+    beside = paths.socket_path(None if auto else where)
+    connection = _connected(beside, name, device, start=auto)
+    _check_device(connection, device)
+    client = Client(connection, name)
     if keep_connected:
         client.keep_connected()
     return client
 
 
-def _connected(path: Path, name: str, *, start: bool) -> Connection:
+def _connected(beside: Path, name: str, device: str, *, start: bool) -> Connection:
+    path = paths.device_socket(beside, device)
     for _ in range(_CONNECT_ATTEMPTS if start else 0):
         try:
             return Connection(path, name[:MAX_NAME])
         except ManagerGoneError:
             # None is there, or one that is about to end has its last moment: start the next.
-            start_manager(path)
+            start_manager(beside, device)
     return Connection(path, name[:MAX_NAME])
+
+
+def _check_device(connection: Connection, device: str) -> None:
+    found = connection.welcome.device
+    if found != device:
+        connection.close()
+        raise ManagerGoneError(
+            f"{connection.path}: this memory manager lends memory of {found or 'the machine'}, not "
+            f"of {device or 'the machine'}; start one with `tensor-dedup serve --device UUID`",
+            device=found,
+        )
 
 
 class Client:

@@ -94,6 +94,15 @@ class Put:
         if len(self._offsets) != len(self._sizes):
             raise ProtocolError("Allocated has another number of offsets than was asked for")
 
+    @property
+    def place(self) -> tuple[int, int, tuple[int, ...]]:
+        """The slab's descriptor and size, and where each tensor goes in it.
+
+        For who writes by other means, to a GPU: all of it must be unmapped again before `seal`.
+        """
+        self._check_range(0, 0, 0)
+        return self._fd, self._nbytes, self._offsets
+
     def write(self, index: int, data: "Buffer", at: int = 0) -> None:
         """Copy contiguous bytes into tensor `index`, `at` bytes from its beginning.
 

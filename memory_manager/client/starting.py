@@ -15,15 +15,17 @@ _START_TIMEOUT_S: Final = 60.0
 IDLE_EXIT_S: Final = 600.0
 
 
-def start_manager(path: Path) -> None:
+def start_manager(path: Path, device: str = "") -> None:
     """Start a manager at this socket, or find that somebody else just has.
+
+    `device`: the UUID of the GPU whose memory it is to lend, at a socket beside this one.
 
     Returns when it can be connected to. It is nobody's child, and ends after ten idle minutes.
     ManagerGoneError; UnsafeSocketError when the folder is not this user's own.
     """
     command = [
         sys.executable, "-m", _MODULE, "--detach",
-        "--socket", str(path), "--idle-exit", str(IDLE_EXIT_S),
+        "--socket", str(path), "--idle-exit", str(IDLE_EXIT_S), "--device", device,
     ]  # fmt: skip
     try:
         paths.make_folder(path.parent)

@@ -5,6 +5,7 @@ real driver and for the fake: NoMemoryError when the device is full, DeviceError
 Handles, addresses and events are numbers; sizes are bytes.
 """
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError, NoMemoryError
 
+log = logging.getLogger("tensor_dedup.memory_manager.cuda")
 IPC_HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
@@ -201,8 +203,8 @@ def current(driver: Driver, device: int) -> Iterator[None]:
 class Undo:
     """Steps that are taken back, last first, unless all went well. One thread.
 
-    A step that cannot be taken back does not keep the others from it; its error is noted by the
-    one that is raised already.
+    A step that cannot be taken back does not keep the others from it; its error goes into the notes
+    of the one that is raised, or into the log.
     """
 
     def __init__(self) -> None:
@@ -233,3 +235,5 @@ class Undo:
         for other in self.run():
             if error is not None:
                 error.add_note(f"and it could not be undone: {other}")
+            else:
+                log.warning("something of a GPU could not be given back: %s", other)

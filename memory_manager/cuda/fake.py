@@ -31,7 +31,7 @@ _TOKEN: Final = struct.Struct("<4q")  # pid, descriptor, inode, bytes
 
 def fake_uuid(ordinal: int) -> str:
     """The UUID of the fake GPU with that number."""
-    return f"GPU-00000000-0000-0000-0000-{ordinal:012x}"
+    return f"GPU-{ordinal:08x}-0000-0000-0000-000000000000"
 
 
 class _Opened(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Final
 
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.memory_manager import paths
+from tensor_dedup.memory_manager.cuda.driver import Driver
 from tensor_dedup.memory_manager.errors import ManagerRunningError
 from tensor_dedup.memory_manager.server.main import Start, log_to, serve
 
@@ -28,12 +29,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--idle-exit", type=float)
     parser.add_argument("--build-timeout", type=float, default=30.0)
     parser.add_argument("--stall-timeout", type=float, default=10.0)
+    parser.add_argument("--device", default="")
     parser.add_argument("--detach", action="store_true")
     return parser.parse_args()
 
 
-def main() -> int:
-    """Start; the exit status."""
+def main(driver: Driver | None = None) -> int:
+    """Start; the exit status. `driver`: what stands for CUDA, in tests."""
     given = _arguments()
     try:
         start = Start(
@@ -43,11 +45,12 @@ def main() -> int:
             given.idle_exit,
             given.build_timeout,
             given.stall_timeout,
+            given.device,
         )
         if given.detach:
             return _detached(start)
         log_to()
-        serve(start)
+        serve(start, driver=driver)
     except (TensorDedupError, OSError) as error:
         return _explain(error)
     return 0

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
+from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.core import Settings
+from tensor_dedup.memory_manager.cuda.driver import Driver
+from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
+from tensor_dedup.memory_manager.paths import device_socket
 from tensor_dedup.memory_manager.server.handing_over import inherit, notify
 from tensor_dedup.memory_manager.server.limits import default_budget, raise_descriptor_limit
 from tensor_dedup.memory_manager.server.metrics import Metrics
@@ -18,12 +23,17 @@ from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.socket_file import SocketFile
 
 MIN_BUDGET: Final = 1 << 20
+_DEVICE_SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What `tensor-dedup serve` was told; sizes in bytes, times in seconds."""
+    """What `tensor-dedup serve` was told; sizes in bytes, times in seconds.
+
+    `device`: a GPU's UUID or ordinal; its socket then stands beside `socket`. "" for the machine's
+    memory.
+    """
 
     socket: Path
     budget: int | None = None
@@ -31,28 +41,34 @@ class Start:
     idle_exit_s: float | None = None
     build_timeout_s: float = 30.0
     stall_timeout_s: float = 10.0
+    device: str = ""
 
 
-def serve(start: Start, ready: Callable[[], None] = lambda: None) -> None:
+def serve(
+    start: Start, ready: Callable[[], None] = lambda: None, driver: Driver | None = None
+) -> None:
     """Be a memory manager until SIGTERM, SIGINT or a client's Stop. In the main thread.
 
-    `ready` is called as soon as clients can connect. ManagerRunningError when another manager owns
-    the socket; UnsafeSocketError, OSError.
+    `ready` is called as soon as clients can connect. `driver`: what stands for CUDA, in tests.
+    ManagerRunningError when another manager owns the socket; UnsafeSocketError, OSError; for a GPU
+    NoDriverError, DeviceError.
     """
     raise_descriptor_limit()
     servers: list[Server] = []
     # Before the socket is there: whoever can connect can also rely on a clean end.
     for number in _ENDING:
         signal.signal(number, lambda *_: _end(servers))
-    socket_file = SocketFile(start.socket)
-    settings = _settings(start)
+    backend = _backend(start, driver)
+    path = device_socket(start.socket, backend.capabilities.device)
+    socket_file = SocketFile(path)
+    settings = _settings(start, backend, path)
     options = Options(start.stall_timeout_s, start.idle_exit_s)
-    server = Server(socket_file, MemfdBackend(), settings, options)
+    server = Server(socket_file, backend, settings, options)
     servers.append(server)
     with Metrics(server, start.metrics_port) as metrics:
         log.info(
             "serving socket=%s pid=%d budget=%d%s",
-            start.socket,
+            path,
             os.getpid(),
             settings.budget,
             metrics.where,
@@ -69,17 +85,33 @@ def _end(servers: list[Server]) -> None:
     servers[0].stop()
 
 
-def _settings(start: Start) -> Settings:
+def _backend(start: Start, driver: Driver | None) -> Backend:
+    if not start.device:
+        return MemfdBackend()
+    return VmmBackend(driver or NvidiaDriver(), start.device)
+
+
+def _settings(start: Start, backend: Backend, path: Path) -> Settings:
+    can = backend.capabilities
     return Settings(
-        budget=max(start.budget or default_budget(), MIN_BUDGET),
+        budget=max(start.budget or _default_budget(backend), MIN_BUDGET),
         pid=os.getpid(),
-        name=str(start.socket),
-        backend=MemfdBackend.capabilities.name,
-        hardware_readonly=MemfdBackend.capabilities.hardware_readonly,
+        name=str(path),
+        backend=can.name,
+        hardware_readonly=can.hardware_readonly,
+        hashes_itself=can.hashes_itself,
+        device=can.device,
+        layout=can.layout,
         build_timeout_s=start.build_timeout_s,
         # A put of an earlier manager is no put of this one.
         first_put=1 + secrets.randbits(48),
     )
+
+
+def _default_budget(backend: Backend) -> int:
+    if isinstance(backend, VmmBackend):
+        return int(backend.device.nbytes * _DEVICE_SHARE)
+    return default_budget()
 
 
 def log_to() -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import managers
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, current
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
+from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
+from tensor_dedup.memory_manager.paths import device_socket
 
 
 def descriptors() -> int:
@@ -75,3 +77,26 @@ def ends_by_signal(action: Callable[[], object]) -> bool:
             action()
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+class GpuManager(managers.Manager):
+    """A manager of the fake GPU 0, in a process of its own."""
+
+    command = (str(Path(__file__).with_name("fake_gpu_manager.py")), "--device", fake_uuid(0))
+
+    def served(self, path: Path) -> Path:
+        return device_socket(path, fake_uuid(0))
+
+    def refuse(self, *calls: str) -> None:
+        """Let these calls of its driver fail from now on."""
+        (self.socket.parent / "refuse").write_text(" ".join(calls))
+
+
+@contextmanager
+def running(folder: Path, *options: str) -> Iterator[GpuManager]:
+    """A manager of a GPU's memory with its socket in this folder."""
+    manager = GpuManager(folder / "m.sock", "--budget", str(64 << 20), *options)
+    try:
+        yield manager
+    finally:
+        manager.close()

@@ -26,17 +26,23 @@ _FORK = multiprocessing.get_context("fork")
 class Manager:
     """A manager that runs, as the command line starts it."""
 
+    command: tuple[str, ...] = ("-m", "tensor_dedup.memory_manager.server")
+
     def __init__(self, path: Path, *options: str, limit: int | None = None) -> None:
-        self.socket = path
+        self.socket = self.served(path)
         self.log = path.with_suffix(".log")
         prefix = ["prlimit", f"--nofile={limit}:{limit}"] if limit else []
-        command = [sys.executable, "-m", "tensor_dedup.memory_manager.server"]
+        command = [sys.executable, *self.command]
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
                 [*prefix, *command, "--socket", str(path), *options], stderr=log
             )
         until(self._answers)
         self.pid = self._process.pid
+
+    def served(self, path: Path) -> Path:
+        """Where it listens when it is told this path."""
+        return path
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, self.log.read_text()

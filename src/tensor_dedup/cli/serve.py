@@ -66,6 +66,12 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     help="How long the builder of a layer may be silent before another one takes over.",
 )
 @click.option(
+    "--device",
+    default="",
+    metavar="GPU",
+    help="Lend memory of this GPU, by its UUID or number, at a socket of its own beside --socket.",
+)
+@click.option(
     "--preload",
     multiple=True,
     metavar="PATH...",
@@ -89,6 +95,7 @@ def command(
     metrics: int | None,
     idle_exit: float | None,
     build_timeout: float,
+    device: str,
     socket: str | None,
     as_json: bool,
 ) -> None:
@@ -104,6 +111,7 @@ def command(
         metrics,
         idle_exit,
         build_timeout,
+        device=device,
     )
     log_to()
     helpers = Preload(start.socket, (*preload, *more), engine_args)

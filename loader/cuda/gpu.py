@@ -1,0 +1,196 @@
+"""One GPU of this process: what of it is mapped, for as long as somebody or some kernel uses it.
+
+A mapping ends in two steps. When nothing refers to it any more it is only put aside: a finalizer
+may run anywhere, in the middle of the capture of a graph too, which recording an event would ruin.
+`reap`, which every later mapping begins with, marks the end of all work of the context so far, of
+whatever stream, and unmaps what was put aside before a mark that has been passed. Until then the
+lease is held, and the manager counts the memory as used.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
+
+from tensor_dedup.loader.cuda.opening import Extent, Opener, VmmOpener, total
+from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.memory_manager.cuda.driver import (
+    Access,
+    Device,
+    Driver,
+    Undo,
+    current,
+    find_device,
+)
+from tensor_dedup.memory_manager.errors import BackendError
+
+_log = logging.getLogger(__name__)
+
+
+class _Grave(NamedTuple):
+    address: int
+    extents: tuple[Extent, ...]
+    opener: Opener
+    owners: dict[int, object]  # held until the memory is unmapped, by their ids
+
+
+class DeviceMapping:
+    """Slabs at an address of this process, read-only. It is unmapped after its last reference.
+
+    `make_private` puts this mapping's own copy at the same address: tensors and captured graphs go
+    on with it, writable from then on. Nothing that uses the range may run meanwhile.
+    """
+
+    def __init__(self, gpu: "Gpu", grave: _Grave) -> None:
+        self.gpu: Final = gpu
+        self.address: Final = grave.address
+        self.extents: Final = grave.extents
+        self.private = False
+        self._owners = grave.owners
+        self._opener = grave.opener
+        self._end = weakref.finalize(self, _put_aside, gpu.aside, os.getpid(), grave)
+        self._end.atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return total(self.extents)
+
+    def hold(self, owner: object) -> None:
+        """Keep something (a lease) until the slabs are unmapped here."""
+        if not self.private:
+            self._owners[id(owner)] = owner
+
+    def make_private(self) -> None:
+        """See the class. A second time does nothing.
+
+        BackendError, UnsupportedError: the mapping is as it was.
+        """
+        if self.private:
+            return
+        self._opener.make_private(self.address, self.extents)
+        self.private = True
+        _forget(self.address, self.extents)
+        self._end.detach()
+        self._owners = {}
+        grave = _Grave(self.address, self.extents, self._opener, self._owners)
+        self._end = weakref.finalize(self, _put_aside, self.gpu.aside, os.getpid(), grave)
+        self._end.atexit = False
+
+
+def _put_aside(aside: "deque[_Grave]", pid: int, grave: _Grave) -> None:
+    if os.getpid() == pid:  # a forked child has the object and not the mapping
+        _forget(grave.address, grave.extents)
+        aside.append(grave)
+
+
+def _forget(address: int, extents: Sequence[Extent]) -> None:
+    for extent in extents:
+        PLACES.forget(address)
+        address += extent.nbytes
+
+
+class Gpu:
+    """See the module. Safe from any thread. NoDriverError, DeviceError from every method."""
+
+    def __init__(self, driver: Driver, device: str) -> None:
+        """`device`: a UUID, or an ordinal among the visible ones."""
+        driver.init()
+        self.driver: Final = driver
+        self.device: Final[Device] = find_device(driver, device)
+        self.aside: Final[deque[_Grave]] = deque()
+        self.stuck: Final[list[_Grave]] = []
+        self._marked: list[tuple[int, list[_Grave]]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        """Mappings that nobody refers to and that are not unmapped yet."""
+        return len(self.aside) + sum(len(graves) for _, graves in self._marked)
+
+    def vmm(self) -> Opener:
+        """How descriptors of this GPU's memory are opened."""
+        return VmmOpener(self.driver, self.device)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """This GPU's context, current in this thread for as long."""
+        return current(self.driver, self.device.ordinal)
+
+    def map(self, extents: Sequence[Extent], opener: Opener, owner: object) -> DeviceMapping:
+        """Map slabs one after the other, read-only; `owner` is held until they are unmapped."""
+        self._try_to_reap()
+        address = opener.open(extents, Access.READ)
+        at = address
+        for extent in extents:
+            PLACES.add(at, extent.nbytes, extent.serial)
+            at += extent.nbytes
+        return DeviceMapping(self, _Grave(address, tuple(extents), opener, {id(owner): owner}))
+
+    def fill(self, extent: Extent, opener: Opener, write: Callable[[int], None]) -> None:
+        """Map a slab to be written, have `write(address)` fill it, wait for that, and unmap it.
+
+        The context is current while `write` runs. Whatever fails, nothing stays mapped.
+        """
+        self._try_to_reap()
+        with self.entered(), Undo() as undo:
+            address = opener.open([extent], Access.READ_WRITE)
+            undo.add(lambda: opener.close(address, [extent]))
+            try:
+                write(address)
+            finally:
+                # Also after a failure: what was begun must not meet an unmapped page.
+                self.driver.synchronize()
+            undo.keep()
+            # Not left to the undo stack: who cannot unmap must not say that all is written.
+            opener.close(address, [extent])
+
+    def _try_to_reap(self) -> None:
+        try:
+            self.reap()
+        except BackendError as error:
+            _log.debug("nothing was unmapped now: %s", error)
+
+    def reap(self, *, wait: bool = False) -> int:
+        """Unmap what nobody refers to and no kernel uses; how many mappings are left to unmap.
+
+        `wait`: until all kernels have ended that might use any. Not while a graph is captured.
+        """
+        with self._lock:
+            if not self.waiting:
+                return 0
+            with self.entered():
+                self._mark()
+                self._marked = [each for each in self._marked if not self._buried(each, wait)]
+            return self.waiting
+
+    def _mark(self) -> None:
+        graves = []
+        while self.aside:
+            graves.append(self.aside.popleft())
+        if not graves:
+            return
+        try:
+            self._marked.append((self.driver.mark(), graves))
+        except BaseException:
+            self.aside.extend(graves)
+            raise
+
+    def _buried(self, marked: tuple[int, list[_Grave]], wait: bool) -> bool:
+        event, graves = marked
+        if wait:
+            self.driver.wait(event)
+        elif not self.driver.done(event):
+            return False
+        for grave in graves:
+            try:
+                grave.opener.close(grave.address, grave.extents)
+            except BackendError as error:
+                # Its memory stays in use, so its lease is kept, too.
+                self.stuck.append(grave)
+                _log.warning("%d bytes stay mapped: %s", total(grave.extents), error)
+        self.driver.forget(event)
+        return True

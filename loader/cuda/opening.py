@@ -1,0 +1,171 @@
+"""How what a descriptor stands for comes to an address of this process, and goes from it again.
+
+Whole handles only: CUDA maps no part of one. Every step that was taken is taken back when a later
+one fails, so that a process which cannot map loads privately and has lost nothing.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NamedTuple, Protocol
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.memory_manager.cuda.driver import Access, Device, Driver, Undo, current
+from tensor_dedup.memory_manager.cuda.tickets import read_ticket
+from tensor_dedup.memory_manager.errors import NotSealedError
+
+
+class Extent(NamedTuple):
+    """A slab, or one of several behind one range of addresses: all of a descriptor's memory.
+
+    `serial`: which memory it is, in this process.
+    """
+
+    fileno: int
+    nbytes: int
+    serial: int
+
+
+class Opener(Protocol):
+    """One way to open a slab. BackendError from every method; nothing is left behind then."""
+
+    def open(self, extents: Sequence[Extent], access: Access) -> int:
+        """The address of all extents, one after the other."""
+
+    def close(self, address: int, extents: Sequence[Extent]) -> None:
+        """Undo `open`. Nothing may use the range any more."""
+
+    def make_private(self, address: int, extents: Sequence[Extent]) -> None:
+        """Put private, writable memory with the same bytes at the same address.
+
+        Waits for all work of the GPU's context; nobody may begin any meanwhile. `close` undoes it
+        as it does `open`. UnsupportedError where an address cannot be kept.
+        """
+
+
+def total(extents: Sequence[Extent]) -> int:
+    """Bytes of all."""
+    return sum(extent.nbytes for extent in extents)
+
+
+class VmmOpener:
+    """Descriptors of cuMemCreate's memory. See Opener."""
+
+    def __init__(self, driver: Driver, device: Device) -> None:
+        self._driver = driver
+        self._device: Final = device.ordinal
+        self._unit: Final = driver.granularity(device.ordinal)
+
+    def open(self, extents: Sequence[Extent], access: Access) -> int:
+        """See Opener."""
+        with Undo() as undo:
+            address = self._reserve(undo, total(extents))
+            at = address
+            for extent in extents:
+                with Undo() as always:
+                    handle = self._driver.import_(extent.fileno)
+                    always.add(partial(self._driver.release, handle))
+                    self._map(undo, at, extent.nbytes, handle)
+                at += extent.nbytes
+            self._driver.allow(address, at - address, self._device, access)
+            undo.keep()
+        return address
+
+    def _reserve(self, undo: Undo, nbytes: int) -> int:
+        address = self._driver.reserve(nbytes, self._unit)
+        undo.add(partial(self._driver.free, address, nbytes))
+        return address
+
+    def _map(self, undo: Undo, at: int, nbytes: int, handle: int) -> None:
+        self._driver.map(at, nbytes, handle)
+        undo.add(partial(self._driver.unmap, at, nbytes))
+
+    def close(self, address: int, extents: Sequence[Extent]) -> None:
+        """See Opener."""
+        self._driver.unmap(address, total(extents))
+        self._driver.free(address, total(extents))
+
+    def make_private(self, address: int, extents: Sequence[Extent]) -> None:
+        """See Opener."""
+        with Undo() as always, current(self._driver, self._device):
+            # The handles of both sides are held to the end: the shared ones for the way back.
+            shared = [self._held(always, self._driver.import_(each.fileno)) for each in extents]
+            self._driver.synchronize()
+            private = [self._copy(always, *place) for place in _places(address, extents)]
+            self._swap(address, extents, shared, private)
+
+    def _held(self, always: Undo, handle: int) -> int:
+        always.add(partial(self._driver.release, handle))
+        return handle
+
+    def _copy(self, always: Undo, source: int, nbytes: int) -> int:
+        """A handle of new memory with the bytes of a mapping."""
+        handle = self._held(always, self._driver.create(self._device, nbytes))
+        with Undo() as mapping:
+            target = self._reserve(mapping, nbytes)
+            self._map(mapping, target, nbytes, handle)
+            self._driver.allow(target, nbytes, self._device, Access.READ_WRITE)
+            self._driver.copy(target, source, nbytes)
+            self._driver.synchronize()
+        return handle
+
+    def _swap(
+        self, address: int, extents: Sequence[Extent], old: Sequence[int], new: Sequence[int]
+    ) -> None:
+        nbytes = total(extents)
+        with Undo() as back:
+            back.add(partial(self._driver.allow, address, nbytes, self._device, Access.READ))
+            for (at, size), before, after in zip(_places(address, extents), old, new, strict=True):
+                self._driver.unmap(at, size)
+                back.add(partial(self._driver.map, at, size, before))
+                self._map(back, at, size, after)
+            self._driver.allow(address, nbytes, self._device, Access.READ_WRITE)
+            back.keep()
+
+
+def _places(address: int, extents: Sequence[Extent]) -> list[tuple[int, int]]:
+    places = []
+    for extent in extents:
+        places.append((address, extent.nbytes))
+        address += extent.nbytes
+    return places
+
+
+class IpcOpener:
+    """Tickets of the backend `ipc`. Whatever is asked for, the memory is writable. See Opener."""
+
+    def __init__(self, driver: Driver, device: Device) -> None:
+        self._driver = driver
+        self._device: Final = device.ordinal
+
+    def open(self, extents: Sequence[Extent], access: Access) -> int:
+        """See Opener. UnsupportedError for several extents: the driver chooses the addresses."""
+        if len(extents) != 1:
+            raise UnsupportedError(
+                f"{len(extents)} extents cannot lie side by side with the backend `ipc`; use `vmm`"
+            )
+        handle, nbytes = read_ticket(extents[0].fileno)
+        if nbytes < extents[0].nbytes:
+            raise NotSealedError(f"a ticket for {nbytes} bytes, not for {extents[0].nbytes}")
+        with current(self._driver, self._device):
+            return self._driver.ipc_open(handle)
+
+    def close(self, address: int, extents: Sequence[Extent]) -> None:
+        """See Opener."""
+        with current(self._driver, self._device):
+            self._driver.ipc_close(address)
+
+    def make_private(self, address: int, extents: Sequence[Extent]) -> None:
+        """See Opener."""
+        raise UnsupportedError(
+            "memory of the backend `ipc` cannot be replaced at its address; copy the tensors, or "
+            "use the backend `vmm`"
+        )
+
+
+def opener_for(backend: str, driver: Driver, device: Device) -> Opener:
+    """How to open what a manager with that backend lends. UnsupportedError."""
+    if backend == "vmm":
+        return VmmOpener(driver, device)
+    if backend == "ipc":
+        return IpcOpener(driver, device)
+    raise UnsupportedError(f"the backend {backend!r} lends no memory of a GPU", backend=backend)

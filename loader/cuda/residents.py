@@ -1,0 +1,140 @@
+"""Residents on a GPU: tensors in slabs that every model maps for itself, read-only.
+
+A model has one mapping of each slab it uses, whichever of its tensors lie there, and mappings of
+its own: so one model can be made private, at the addresses its graphs have captured, and the others
+go on sharing.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
+from tensor_dedup.loader.cuda.opening import Extent, Opener
+from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
+from tensor_dedup.loader.dtypes import torch_dtype
+from tensor_dedup.loader.geometry import dense
+from tensor_dedup.loader.memory import HasDescriptor, SlabUsageError
+from tensor_dedup.types import ResidentKey
+
+_serials = itertools.count(1)
+
+
+class DeviceSlab:
+    """Memory that `source`'s descriptor stands for. `source` is held; safe from any thread."""
+
+    def __init__(self, gpu: Gpu, opener: Opener, source: HasDescriptor, nbytes: int) -> None:
+        self.gpu: Final = gpu
+        self.opener: Final = opener
+        self.source: Final = source
+        self.nbytes: Final = nbytes
+        self.serial: Final = next(_serials)
+
+    @property
+    def extent(self) -> Extent:
+        """The slab, to be mapped."""
+        return Extent(self.source.fileno, self.nbytes, self.serial)
+
+
+class DeviceResident:
+    """A tensor in slabs: `nbytes` from `offset` of the first, and on into the others. Immutable.
+
+    `lease`: held as long as this is, which every mapping that it is seen through holds.
+    """
+
+    __slots__ = ("__weakref__", "key", "lease", "nbytes", "offset", "slabs")
+
+    def __init__(
+        self, key: ResidentKey, slabs: Sequence[DeviceSlab], offset: int, lease: object = None
+    ) -> None:
+        """SlabUsageError when the key's geometry has gaps or does not fit."""
+        nbytes = torch_dtype(key.dtype).itemsize
+        for size in key.shape:
+            nbytes *= size
+        room = sum(slab.nbytes for slab in slabs)
+        if not dense(key.shape, key.stride) or offset < 0 or offset + nbytes > room:
+            raise SlabUsageError(
+                f"a tensor of shape {tuple(key.shape)}, stride {tuple(key.stride)} and {nbytes} "
+                f"bytes at {offset} of slabs of {room}",
+                nbytes=nbytes,
+                offset=offset,
+            )
+        self.key: Final = key
+        self.slabs: Final = tuple(slabs)
+        self.offset: Final = offset
+        self.nbytes: Final = nbytes
+        self.lease: Final = lease
+
+
+class Views:
+    """The mappings of one model. Safe from any thread.
+
+    A mapping goes when the last tensor over it has gone and no kernel can use it any more. `kind`
+    is DLPack's, of the device that torch is to see.
+    """
+
+    def __init__(self, kind: int = CUDA) -> None:
+        self._kind = kind
+        self._mappings: weakref.WeakValueDictionary[tuple[int, ...], DeviceMapping] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def tensor(self, resident: DeviceResident) -> torch.Tensor:
+        """The resident as this model sees it: read-only, a write ends the process's use of the GPU.
+
+        BackendError when it cannot be mapped: load privately.
+        """
+        key, first = resident.key, resident.slabs[0]
+        dtype = torch_dtype(key.dtype)
+        mapping = self._mapping(resident.slabs)
+        mapping.hold(resident)
+        return tensor_at(
+            mapping.address + resident.offset,
+            (dtype, key.shape, key.stride),
+            (self._kind, first.gpu.device.ordinal),
+            mapping,
+        )
+
+    def _mapping(self, slabs: Sequence[DeviceSlab]) -> DeviceMapping:
+        serials = tuple(slab.serial for slab in slabs)
+        first = slabs[0]
+        with self._lock:
+            found = self._mappings.get(serials)
+            if found is None:
+                extents = [slab.extent for slab in slabs]
+                # The mapping holds the slabs, and so the descriptors, until it is unmapped.
+                found = first.gpu.map(extents, first.opener, tuple(slabs))
+                self._mappings[serials] = found
+            return found
+
+    def mappings(self) -> list[DeviceMapping]:
+        """Those in use."""
+        return list(self._mappings.values())
+
+    def make_private(self) -> int:
+        """Give this model bytes of its own at the same addresses, writable; how many.
+
+        Waits for all work of the GPU; nobody may begin any on this model meanwhile. BackendError or
+        UnsupportedError: what was not made private is shared as before.
+        """
+        done = 0
+        with self._lock:
+            for mapping in self.mappings():
+                if not mapping.private:
+                    mapping.make_private()
+                    done += mapping.nbytes
+        return done
+
+
+def same_device_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Are two gap-free tensors the same bytes of the same slabs? False once one was made private.
+
+    Whether they agree in size and geometry is the caller's to ask.
+    """
+    return PLACES.same(a.data_ptr(), b.data_ptr(), a.nbytes)
