@@ -7,10 +7,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stores import KIB, MIB, Tensors, content, elements, noise, safetensors, u8, write
+from stores import (
+    KIB,
+    MIB,
+    Tensors,
+    assert_clean,
+    content,
+    elements,
+    noise,
+    open_store,
+    safetensors,
+    u8,
+    write,
+)
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store import Store, StoredCheckpoint
+from tensor_dedup.store.files import RealFiles
 
 NANS = bytes.fromhex("0100a07f" + "ffffffff" + "010080ff" + "0000c07f")
 
@@ -142,3 +155,21 @@ def sliced(tmp_path_factory: pytest.TempPathFactory) -> tuple[StoredCheckpoint, 
     store = Store.open(root / "store")
     store.import_(root / "m.safetensors")
     return store.checkpoint("m"), data
+
+
+class OneMoment(RealFiles):
+    """A disk on which everything happens in the same second."""
+
+    def now(self) -> int:
+        return 1000
+
+
+def test_what_goes_to_the_trash_twice_in_a_second_is_deleted_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"m.safetensors": safetensors(u8(a=noise(1, 70 * KIB)))})
+    store = open_store(tmp_path / "store", OneMoment())
+    for grace in (24, 0):
+        store.import_(path, "m")
+        store.delete("m")
+        store.gc(grace)
+    assert store.stats().disk_bytes < 70 * KIB
+    assert_clean(store, {})

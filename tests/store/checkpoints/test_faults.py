@@ -1,0 +1,235 @@
+"""A training dies, or the disk is full, at every single operation of a save, a delete, a retention.
+
+After each death the disk forgets: nothing (a kill), bytes that were not synced, or names and bytes
+(a power cut); writes are torn in their middle too. Then every step that is there is whole, nothing
+that was saved is gone, and the run goes on.
+"""
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steps import Model, assert_same, copied, forest, handle, network, shares, train
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.testing import (
+    CHANGES,
+    NEEDS_SPACE,
+    WRITES,
+    Crash,
+    Faults,
+    FaultyFiles,
+    Loss,
+)
+
+LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
+CONFIG = {"config.json": "{}"}
+_READS_TRIED = 7
+
+
+@cache
+def model_of(step: int) -> Model:
+    """A network of which a tensor of each size moves, and an ensemble that grows."""
+    model = network(1)
+    for seed in range(step + 1):
+        train(model, seed, "layer2.weight", "layer2.bias")
+    return {**model, **forest(20 + 3 * step)}
+
+
+@dataclass(frozen=True)
+class Act:
+    """What is done to a run with the steps 0 and 1: first undisturbed, then with a fault."""
+
+    before: Callable[[CheckpointStore], object]
+    act: Callable[[CheckpointStore], object]
+    states: tuple[set[int], ...]
+    options: dict[str, Any]
+
+
+def nothing(run: CheckpointStore) -> None:
+    """A new process: what follows is its first save."""
+
+
+ACTS = {
+    "first save": Act(nothing, lambda run: run.save(model_of(2), 2), ({0, 1}, {0, 1, 2}), {}),
+    "next save": Act(
+        lambda run: run.save(model_of(2), 2),
+        lambda run: run.save(model_of(3), 3, {"loss": 1.0}),
+        ({0, 1, 2}, {0, 1, 2, 3}),
+        {},
+    ),
+    "replacing": Act(
+        lambda run: run.save(model_of(1), 1), lambda run: run.save(model_of(1), 1), ({0, 1},), {}
+    ),
+    "delete": Act(nothing, lambda run: run.delete(0), ({0, 1}, {1}), {}),
+    "retention": Act(
+        nothing,
+        lambda run: run.save(model_of(2), 2),
+        ({0, 1}, {0, 1, 2}, {1, 2}, {2}),
+        {"keep_last": 1},
+    ),
+    "pin": Act(nothing, lambda run: run.pin(0), ({0, 1},), {}),
+}
+
+
+class Scene:
+    """Runs one act on copies of a store, with a fault at each of its operations in turn."""
+
+    def __init__(self, folder: Path, act: Act) -> None:
+        self.folder, self._act = folder, act
+        files = FaultyFiles(self._made(folder / "limbo"))
+        run = handle(folder / "template", files=files, config=CONFIG)
+        for step in (0, 1):
+            run.save(model_of(step), step)
+        assert shares(run)
+        kinds = {path.suffix for path in (folder / "template" / "containers").rglob("*.*")}
+        assert kinds == {".pack", ".delta"}
+        run.close()
+
+    def _made(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        return folder
+
+    def _handle(self, store: Path, files: FaultyFiles) -> CheckpointStore:
+        return handle(store, files=files, config=CONFIG, **self._act.options)
+
+    def stage(self, name: str, faults: Faults) -> tuple[Path, FaultyFiles]:
+        folder = self.folder / name
+        shutil.copytree(self.folder / "template", folder / "store")
+        return folder, FaultyFiles(self._made(folder / "limbo"), faults)
+
+    def operations(self) -> Iterator[tuple[int, str]]:
+        """The operations of the act, undisturbed."""
+        folder, files = self.stage("undisturbed", Faults())
+        run = self._handle(folder / "store", files)
+        self._act.before(run)
+        began = len(files.log)
+        self._act.act(run)
+        log = files.log[began:]
+        run.close()
+        shutil.rmtree(folder)
+        yield from enumerate(log, began)
+
+    def play(self, store: Path, files: FaultyFiles) -> CheckpointStore:
+        run = self._handle(store, files)
+        self._act.before(run)
+        self._act.act(run)
+        return run
+
+    def check(self, folder: Path) -> set[int]:
+        """Which steps are there; each is what was saved, and the run can go on."""
+        files = FaultyFiles(self._made(folder / "after"))
+        run = handle(folder / "store", files=files, config=CONFIG)
+        steps = set(run.steps())
+        assert steps in self._act.states
+        assert run.latest() == max(steps)
+        self._check_all(run, steps)
+        assert run.store.verify(full=True).faults == []
+        run.gc(0)
+        run.save(model_of(5), 5)
+        self._check_all(run, {*steps, 5})
+        assert run.store.verify(full=True).faults == []
+        run.close()
+        return steps
+
+    def _check_all(self, run: CheckpointStore, steps: set[int]) -> None:
+        for step in steps:
+            assert_same(run.load(step), model_of(step))
+
+
+@pytest.fixture(params=["some losses", pytest.param("all losses", marks=pytest.mark.long)])
+def every(request: pytest.FixtureRequest) -> bool:
+    return str(request.param) == "all losses"
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_dying_at_every_operation(tmp_path: Path, name: str, every: bool) -> None:
+    scene, seen = Scene(tmp_path, ACTS[name]), set[int]()
+    for number, operation in scene.operations():
+        if operation not in CHANGES and number % _READS_TRIED:
+            continue  # a death there leaves what one at the next change leaves
+        losses = LOSSES if every and operation in CHANGES else LOSSES[number % 3 :][:1]
+        cases = [(Faults(stop_at=number), loss) for loss in losses]
+        if operation in WRITES:
+            cases.append((Faults(stop_at=number, torn=True), "nothing"))
+        for faults, loss in cases:
+            folder, files = scene.stage("stage", faults)
+            with pytest.raises(Crash):
+                scene.play(folder / "store", files)
+            files.lose(loss)
+            if loss == "bytes":  # the index was ahead of the disk; here it is gone altogether
+                for path in (folder / "store").glob("index.sqlite*"):
+                    path.unlink()
+            seen.add(len(scene.check(folder)))
+            shutil.rmtree(folder)
+    assert len(seen) == len({len(state) for state in ACTS[name].states})
+
+
+@pytest.mark.parametrize("loss", ["everything", "bytes"])
+@pytest.mark.parametrize("name", ACTS)
+def test_what_has_returned_survives_a_power_cut(tmp_path: Path, name: str, loss: Loss) -> None:
+    scene = Scene(tmp_path, ACTS[name])
+    folder, files = scene.stage("stage", Faults())
+    scene.play(folder / "store", files)
+    files.lose(loss)
+    assert scene.check(folder) == ACTS[name].states[-1]
+
+
+@pytest.mark.parametrize("name", ["first save", "next save", "retention"])
+def test_a_full_disk_loses_nothing(tmp_path: Path, name: str) -> None:
+    scene, tried = Scene(tmp_path, ACTS[name]), 0
+    for number, operation in scene.operations():
+        if operation in NEEDS_SPACE:
+            folder, files = scene.stage("stage", Faults(full_from=number))
+            with pytest.raises(NoSpaceError, match="gc"):
+                scene.play(folder / "store", files)
+            assert scene.check(folder) == ACTS[name].states[0]
+            shutil.rmtree(folder)
+            tried += 1
+    assert tried >= 8
+
+
+def test_a_handle_goes_on_when_there_is_space_again(tmp_path: Path) -> None:
+    files = FaultyFiles(tmp_path / "limbo")
+    (tmp_path / "limbo").mkdir()
+    run, model = handle(tmp_path / "store", files=files), network(1)
+    run.save(model, 0)
+    kept = copied(model)
+    train(model, 1, "layer0.weight")
+    files._faults = Faults(full_from=0)
+    for _ in range(2):
+        with pytest.raises(NoSpaceError):
+            run.save(model, 1)
+    files._faults = Faults()
+    assert run.steps() == [0]
+    assert run.save(model, 1).new_tensors == 1
+    assert shares(run)
+    assert_same(run.load(0), kept)
+    assert_same(run.load(1), model)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.long)])
+def test_an_operation_that_fails_once_can_be_done_again(tmp_path: Path, code: int) -> None:
+    scene = Scene(tmp_path, ACTS["next save"])
+    for number, operation in scene.operations():
+        if operation not in CHANGES and number % (3 * _READS_TRIED):
+            continue
+        folder, files = scene.stage("stage", Faults(fail={number: code}))
+        run = scene._handle(folder / "store", files)
+        run.save(model_of(2), 2)
+        try:
+            run.save(model_of(3), 3)
+        except StoreError:
+            run.save(model_of(3), 3)
+        assert run.steps() == [0, 1, 2, 3]
+        assert_same(run.load(3), model_of(3))
+        run.close()
+        scene.check(folder)
+        shutil.rmtree(folder)

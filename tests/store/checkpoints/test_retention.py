@@ -1,0 +1,180 @@
+"""Which steps stay: by rule, by pin, by name; what stays can be read when the rest is gone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steps import assert_same, copied, handle, network, shares, train
+from tensor_dedup.store.checkpoints.errors import (
+    BadRetentionError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.checkpoints.naming import parse, step_name
+from tensor_dedup.store.checkpoints.retention import Retention, ranked
+
+
+def metrics(*losses: float) -> dict[int, dict[str, float]]:
+    return {step: {"loss": loss} for step, loss in enumerate(losses)}
+
+
+@pytest.mark.parametrize(
+    ("rules", "dropped"),
+    [
+        (Retention(), []),
+        (Retention(last=2), [0, 1, 2, 3]),
+        (Retention(every=2), [1, 3]),
+        (Retention(last=1, every=3), [1, 2, 4]),
+        (Retention(best=("loss", 2, "min")), [0, 2, 4]),
+        (Retention(best=("loss", 1, "max")), [1, 2, 3, 4]),
+        (Retention(best=("other", 1, "min")), [0, 1, 2, 3, 4]),
+    ],
+)
+def test_rules(rules: Retention, dropped: list[int]) -> None:
+    losses = metrics(5.0, 1.0, 4.0, 2.0, 3.0, 9.0)
+    losses[5] = {}
+    assert rules.dropped(losses, (), saved=5) == dropped
+
+
+@given(
+    st.dictionaries(st.integers(0, 40), st.floats() | st.none(), min_size=1),
+    st.sets(st.integers(0, 40)),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 9),
+)
+def test_what_a_rule_keeps_stays(
+    losses: dict[int, float | None],
+    pinned: set[int],
+    last: int | None,
+    every: int | None,
+    best: int | None,
+) -> None:
+    found = {step: {} if loss is None else {"loss": loss} for step, loss in losses.items()}
+    rules = Retention(last, every, None if best is None else ("loss", best, "min"))
+    saved = next(iter(losses))
+    left = set(losses) - set(rules.dropped(found, pinned, saved))
+    assert saved in left
+    assert left >= pinned & set(losses)
+    if rules.any:
+        most = len(pinned) + 1 + (last or 0) + (best or 0)
+        most += sum(step % every == 0 for step in losses) if every else 0
+        assert len(left) <= most
+    else:
+        assert left == set(losses)
+    if best is not None:
+        assert left >= set(ranked(found, "loss", "min")[:best])
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep_last": 0}, {"keep_every": 0}, {"keep_best": ("loss", 0, "min")}]
+)
+def test_rules_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(BadRetentionError):
+        handle(tmp_path, **options)
+
+
+def test_what_stays_can_be_read_when_the_rest_is_gone(tmp_path: Path) -> None:
+    run, model = handle(tmp_path, keep_last=2, keep_best=("loss", 1, "min")), network(1)
+    kept = {}
+    for step, loss in enumerate([5.0, 1.0, 4.0, 3.0, 2.0]):
+        train(model, step, "layer0.weight", "layer0.bias")
+        run.save(model, step, {"loss": loss})
+        kept[step] = copied(model)
+    assert run.steps() == [1, 3, 4]
+    assert shares(run)
+    run.gc(0)
+    for step in run.steps():
+        assert_same(run.load(step), kept[step])
+    with pytest.raises(UnknownStepError, match="it has 3, 1 to 4"):
+        run.load(0)
+    assert run.store.verify(full=True).fine
+
+
+def test_pinned_steps_stay_and_are_not_replaced(tmp_path: Path) -> None:
+    run, model = handle(tmp_path, keep_last=1), network(1)
+    run.save(model, 0)
+    first = copied(model)
+    run.pin(0)
+    other = handle(tmp_path)
+    for step in (1, 2):
+        train(model, step, "layer0.weight")
+        run.save(model, step)
+    assert run.steps() == [0, 2]
+    assert other.pinned() == {0}
+    assert shares(run)
+    for act in (lambda: other.delete(0), lambda: run.save(model, 0)):
+        with pytest.raises(PinnedStepError, match="unpin"):
+            act()
+    run.gc(0)
+    assert_same(run.load(0), first)
+    run.unpin(0)
+    run.unpin(0)
+    run.save(model, 3)
+    assert run.steps() == [3]
+    with pytest.raises(UnknownStepError):
+        run.pin(1)
+    assert run.pinned() == set()
+
+
+def test_the_bytes_of_deleted_steps_come_back(tmp_path: Path) -> None:
+    run, model = handle(tmp_path, compress=None), network(1)
+    run.save(model, 0)
+    train(model, 1, "layer0.weight")
+    run.save(model, 1)
+    assert shares(run)
+    both = run.store.stats().disk_bytes
+    run.delete(1)
+    freed = run.gc(0).freed_bytes
+    assert freed > 160 * 200 * 4
+    assert run.store.stats().disk_bytes < both
+    run.delete(0)
+    run.gc(0)
+    assert run.stats()["total_bytes"] == 0
+
+
+def test_a_handle_writes_again_what_gc_took_meanwhile(tmp_path: Path) -> None:
+    """What it remembers of its last step is no longer there: it must not refer to it."""
+    run, model = handle(tmp_path), network(1)
+    run.save(model, 0)
+    other = handle(tmp_path)
+    other.delete(0)
+    other.gc(0)
+    assert run.save(model, 1).new_tensors == 6
+    run.save(model, 2)
+    assert shares(run)
+    assert_same(run.load(1), model)
+    assert run.store.verify(full=True).fine
+
+
+def test_a_handle_outlives_the_index(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    run.save(model, 0)
+    for path in tmp_path.glob("index.sqlite*"):
+        path.unlink()
+    train(model, 1, "layer0.weight")
+    run.save(model, 1)
+    assert_same(run.load(1), model)
+    run.close()
+    assert handle(tmp_path).save(model, 2).new_tensors == 0
+    assert shares(run)
+
+
+@pytest.mark.parametrize("run", ["a", "org/run-1", "a@5", "x@pin", "7"])
+def test_names_of_steps(run: str) -> None:
+    for step in (0, 7, 10**18 - 1):
+        for pin in (False, True):
+            found = parse(step_name(run, step, pin=pin))
+            assert found is not None
+            assert (found.run, found.step, found.pin) == (run, step, pin)
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "run@", "run@01", "run@x", "run@-1", "@5", "run@1@pin@pin"]
+)
+def test_names_that_are_no_steps(name: str) -> None:
+    found = parse(name)
+    assert found is None or found.run != "run"
