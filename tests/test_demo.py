@@ -1,5 +1,6 @@
 """The demonstration on small checkpoints, as a user runs it, and its parts."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,13 +8,15 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 import checkpoints
 from tensor_dedup.analyze import analyze
 from tensor_dedup.demo import __main__ as demo
-from tensor_dedup.demo import models, run
+from tensor_dedup.demo import gallery, models, pictures, run
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report import ModelReport
 
@@ -128,10 +131,61 @@ def test_a_full_disk_is_said_before_anything_is_written(
     assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
 
 
-def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
-    result = CliRunner().invoke(demo.main, ["--diffusers"])
-    assert result.exit_code == 1
-    assert "not in this version" in result.stderr
+def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(demo.main, ["--work", str(tmp_path), str(tmp_path / "nothing")])
     assert result.exit_code == 2
     assert "nothing" in result.stderr
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "diffusers" or None)
+    result = CliRunner().invoke(demo.main, ["--diffusers", "--work", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "pip install '.[diffusers]'" in result.stderr
+
+
+def test_pipelines_draw_as_without_sharing(tmp_path: Path) -> None:
+    for name in pictures.NAMES:
+        pictures.make(name, tmp_path, tiny=True)
+    report = tmp_path / "report.json"
+    options = ["--diffusers", "--work", str(tmp_path / "work"), "--json", str(report)]
+    command = [sys.executable, "-m", "tensor_dedup.demo", *options]
+    done = subprocess.run(
+        [*command, *(tmp_path / name for name in pictures.NAMES)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["pictures_equal"] == [True, True]
+    one, two = found["models"]
+    assert one["shared_bytes"] == 0
+    assert {each["name"]: each["private_bytes"] == 0 for each in two["components"]} == {
+        "vae": True,
+        "text_encoder": True,
+        "unet": False,
+    }
+    with Image.open(found["pictures"]) as sheet:
+        assert sheet.size == (2 * 32 + 8, 2 * 32 + 8)
+
+
+def drawn(folder: Path, *values: float) -> run.Side:
+    folder.mkdir(parents=True)
+    files = [folder / f"{number}.npy" for number, _ in enumerate(values)]
+    for file, value in zip(files, values, strict=True):
+        np.save(file, np.full((4, 4, 3), value))
+    made = side(*(0 for _ in values))
+    answers = [{"seconds": 1.0, "picture": str(file)} for file in files]
+    return dataclasses.replace(made, answers=answers)
+
+
+@pytest.mark.parametrize(("values", "status"), [((0.1, 0.2), 0), ((0.1, 0.2001), 1)])
+def test_one_other_pixel_is_said_and_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: tuple[float, float], status: int
+) -> None:
+    sides = {"plain": drawn(tmp_path / "a", 0.1, 0.2), "shared": drawn(tmp_path / "b", *values)}
+    monkeypatch.setattr(gallery, "run_side", lambda _, folder, *__: sides[folder.name])
+    (tmp_path / "work" / "pipelines").mkdir(parents=True)
+    paths = [str(tmp_path / name) for name in "ab"]
+    arguments = ["--diffusers", "--work", str(tmp_path / "work"), *paths]
+    result = CliRunner().invoke(demo.main, arguments)
+    assert result.exit_code == status, result.output
+    assert ("differs" in result.stdout) == bool(status)

@@ -30,7 +30,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.store.tensors",
     ),
     "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.demo"),
-    "diffusers": ("tensor_dedup.patches.diffusers",),
+    "diffusers": ("tensor_dedup.patches.diffusers", "tensor_dedup.demo"),
     "transformers": ("tensor_dedup.patches", "tensor_dedup.demo"),
 }
 

@@ -1,8 +1,7 @@
-"""`scripts/demo`: several checkpoints in one process, each tensor once, beside plain vLLM."""
+"""`scripts/demo`: several checkpoints in one process, each tensor once, beside plain loading."""
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -10,11 +9,17 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from tensor_dedup.cli.errors import data_errors
-from tensor_dedup.demo import models, run, show
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.demo import gallery, models, pictures, run, show
 from tensor_dedup.formats.checkpoint import open_checkpoint
 
 # Loads and answers, each of them done by both sides.
@@ -50,24 +55,61 @@ def main(
 
     Without PATH, a base of Qwen2-0.5B shapes with random weights and three fine-tunes of it are
     made (4 GB, once). Ends with 1 when any model answers otherwise than plain vLLM.
+
+    With --diffusers: two pipelines with the text encoder and VAE of Stable Diffusion 1.5 in true
+    size and tiny UNets, random weights (1.7 GB, once), or those at PATH. Ends with 1 when any
+    picture differs from plain Diffusers'.
     """
-    with data_errors():
-        if diffusers:
-            raise UnsupportedError(
-                "--diffusers is not in this version; run without it for language models"
-            )
-        console = Console(stderr=True)
-        folder = work or models.default_folder()
-        busy = _busy()
-        with _bar(console) as bar:
-            chosen = list(paths) or _made(folder, bar)
-            plain, shared = _both(chosen, folder, bar, own=bool(paths), off=off)
+    console = Console(stderr=True)
+    folder = work or models.default_folder()
+    if diffusers:
+        with data_errors():
+            equal = _pipelines(console, folder, paths, json_file, off=off)
+    else:
+        with data_errors():
+            equal = _language_models(console, folder, paths, json_file, off=off)
+    if not equal:
+        raise SystemExit(1)
+
+
+def _language_models(
+    console: Console, folder: Path, paths: Sequence[Path], json_file: Path | None, *, off: bool
+) -> bool:
+    busy = _busy()
+    with _bar(console) as bar:
+        chosen = list(paths) or _made(folder, bar)
+        plain, shared = _both(chosen, folder, bar, own=bool(paths), off=off)
     show.show(Console(), [path.resolve().name for path in chosen], plain, shared, busy=busy)
     found = run.document(plain, shared)
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
-    if not found["tokens_equal_plain"]:
-        raise SystemExit(1)
+        gallery.write_json(json_file, found)
+    return bool(found["tokens_equal_plain"])
+
+
+def _pipelines(
+    console: Console, folder: Path, paths: Sequence[Path], json_file: Path | None, *, off: bool
+) -> bool:
+    gallery.require_libraries()
+    work = folder / "pipelines"
+    with _bar(console) as bar:
+        chosen = list(paths) or gallery.made(work, bar)
+        size = None if paths else pictures.SIZE
+        files = [file for path in chosen for file in sorted(path.rglob("*.safetensors"))]
+        task = bar.add_task("reading all files once", total=len(files) + 4 * len(chosen))
+        for file in files:
+            _read(file)
+            bar.advance(task)
+        step = _steps(bar, task)
+        plain = gallery.run_side(chosen, work / "plain", step("plain"), None, size)
+        config = {"enabled": not off}
+        shared = gallery.run_side(chosen, work / "shared", step("sharing"), config, size)
+    png = work / gallery.PNG
+    gallery.save_png(plain, shared, png)
+    gallery.show(Console(), chosen, plain, shared, png)
+    found = gallery.document(plain, shared, png)
+    if json_file is not None:
+        gallery.write_json(json_file, found)
+    return bool(found["pictures_equal_plain"])
 
 
 def _busy() -> bool:
@@ -117,6 +159,16 @@ def _both(
         bar.advance(task)
     together = run.plain_fits([checkpoint.nbytes for checkpoint in opened])
 
+    step = _steps(bar, task)
+    plain = run.run_plain(chosen, folder / "plain.log", step("plain vLLM"), kv, together)
+    config = {"enabled": not off}
+    shared = run.run_shared(chosen, folder / "shared.log", step("sharing"), kv, config)
+    return plain, shared
+
+
+def _steps(bar: Progress, task: TaskID) -> Callable[[str], run.Step]:
+    """What to call with each event of one side."""
+
     def step(side: str) -> run.Step:
         def told(event: str, model: str) -> None:
             bar.update(task, description=f"{side}: {_WORDS[event]} {model}")
@@ -124,10 +176,7 @@ def _both(
 
         return told
 
-    plain = run.run_plain(chosen, folder / "plain.log", step("plain vLLM"), kv, together)
-    config = {"enabled": not off}
-    shared = run.run_shared(chosen, folder / "shared.log", step("sharing"), kv, config)
-    return plain, shared
+    return step
 
 
 def _read(file: Path) -> None:

@@ -56,9 +56,9 @@ def missing(work: Path) -> list[str]:
     return [name for name in MAKERS if not (work / name).is_dir()]
 
 
-def check_space(work: Path, names: list[str]) -> None:
+def check_space(work: Path, names: list[str], *, each: int = _CHECKPOINT_BYTES) -> None:
     """UnsupportedError when the disk cannot hold the checkpoints of these names."""
-    needed = len(names) * _CHECKPOINT_BYTES + _SPARE_BYTES if names else 0
+    needed = len(names) * each + _SPARE_BYTES if names else 0
     work.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(work).free
     if free < needed:
@@ -161,12 +161,12 @@ def _load(path: Path) -> "PreTrainedModel":
 
 
 def _save(model: "PreTrainedModel", target: Path) -> None:
-    with _published(target) as folder:
+    with published(target) as folder:
         model.save_pretrained(folder)
 
 
 @contextmanager
-def _published(target: Path) -> Iterator[Path]:
+def published(target: Path) -> Iterator[Path]:
     """A new folder that gets its name when it is complete."""
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:

@@ -157,16 +157,25 @@ def _child(
     step: Step,
     kv: int,
 ) -> dict[str, Any]:
-    """One engine process, followed event by event until its result."""
+    job = {
+        "models": [str(model) for model in models],
+        "config": None if config is None else dict(config),
+        "kv_cache_bytes": kv,
+    }
+    return follow(engine.__file__, job, {**_ENVIRONMENT, **environment}, log, step)
+
+
+def follow(
+    script: str, job: Mapping[str, Any], environment: Mapping[str, str], log: Path, step: Step
+) -> dict[str, Any]:
+    """One process that does a job, followed event by event until its result.
+
+    The job gets a descriptor for events; what the process says otherwise goes to `log`. Raises
+    EngineFailedError.
+    """
     reader, writer = os.pipe()
-    job = engine.Job(
-        models=[str(model) for model in models],
-        config=None if config is None else dict(config),
-        kv_cache_bytes=kv,
-        events=writer,
-    )
     # -P: the script's own folder must not shadow anybody's modules.
-    command = [sys.executable, "-P", engine.__file__, json.dumps(job)]
+    command = [sys.executable, "-P", script, json.dumps({**job, "events": writer})]
     result = None
     with log.open("wb") as output, os.fdopen(reader) as events:
         process = subprocess.Popen(
@@ -175,7 +184,7 @@ def _child(
             stdout=output,
             stderr=output,
             pass_fds=[writer],
-            env={**os.environ, **_ENVIRONMENT, **environment},
+            env={**os.environ, **environment},
         )
         os.close(writer)
         try:

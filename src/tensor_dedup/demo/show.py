@@ -37,7 +37,9 @@ def show(
 
 
 def _loads_table(names: Sequence[str], shared: Side) -> Table:
-    table = _table("What each load did", "model", "known", "read", "hashed", "allocated", "shared")
+    table = new_table(
+        "What each load did", "model", "known", "read", "hashed", "allocated", "shared"
+    )
     reports = (shared.report or {}).get("models", [])
     for name, cells in zip(names, _reported(reports, len(names)), strict=True):
         table.add_row(name, *cells)
@@ -52,21 +54,22 @@ def _beside_table(names: Sequence[str], plain: Side, shared: Side) -> Table:
         "to load\nshared",
         "tokens\nequal",
     )
-    table = _table("Beside plain vLLM", "model", *headings)
+    table = new_table("Beside plain vLLM", "model", *headings)
     added = zip(plain.added(), shared.added(), strict=True)
     seconds = zip(plain.loads, shared.loads, strict=True)
     verdicts = equal_tokens(plain, shared)
     for name, both, loads, equal in zip(names, added, seconds, verdicts, strict=True):
         table.add_row(
             name,
-            *(_signed(size["pss"]) for size in both),
+            *(signed(size["pss"]) for size in both),
             *(f"{load['seconds']:.1f}" for load in loads),
             "[green]yes[/]" if equal else "[bold red]no[/]",
         )
     return table
 
 
-def _table(title: str, first: str, *headings: str) -> Table:
+def new_table(title: str, first: str, *headings: str) -> Table:
+    """A table with a column of names and several of numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column(first, overflow="fold")
     for heading in headings:
@@ -84,7 +87,7 @@ def _reported(models: Sequence[dict[str, Any]], count: int) -> list[list[str]]:
 
 
 def _costs_table(plain: Side, shared: Side) -> Table:
-    table = _table("All of it", "", "plain vLLM", "shared", "shared / plain")
+    table = new_table("All of it", "", "plain vLLM", "shared", "shared / plain")
     was, now = plain.total(), shared.total()
     rows = [
         ("memory (PSS)", was["pss"], now["pss"]),
@@ -92,19 +95,21 @@ def _costs_table(plain: Side, shared: Side) -> Table:
         ("most ever resident", plain.peak_rss, shared.peak_rss),
     ]
     for label, before, after in rows:
-        table.add_row(label, human(before), human(after), _ratio(after, before))
+        table.add_row(label, human(before), human(after), ratio(after, before))
     times = [
         ("loading, seconds", plain.load_seconds, shared.load_seconds),
         ("answering, seconds", plain.answer_seconds, shared.answer_seconds),
     ]
     for label, slow, quick in times:
-        table.add_row(label, f"{slow:.1f}", f"{quick:.1f}", _ratio(quick, slow))
+        table.add_row(label, f"{slow:.1f}", f"{quick:.1f}", ratio(quick, slow))
     return table
 
 
-def _ratio(part: float, whole: float) -> str:
+def ratio(part: float, whole: float) -> str:
+    """A quotient as text; a dash for one by nothing."""
     return f"{part / whole:.2f}" if whole else "-"
 
 
-def _signed(nbytes: int) -> str:
+def signed(nbytes: int) -> str:
+    """A size that may be less than nothing."""
     return f"-{human(-nbytes)}" if nbytes < 0 else human(nbytes)
