@@ -22,6 +22,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
 from tensor_dedup.store.checkpoints.adapters.numpy import NumpyAdapter
 from tensor_dedup.store.checkpoints.adapters.plain import CONTAINERS
 from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
+from tensor_dedup.store.checkpoints.adapters.sklearn import SklearnAdapter
 from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
 from tensor_dedup.store.checkpoints.state_errors import UnknownAdapterError, UnknownModelError
 
@@ -30,6 +31,7 @@ __all__ = [
     "NumpyAdapter",
     "PyTorchAdapter",
     "Series",
+    "SklearnAdapter",
     "StateProvider",
     "XGBoostAdapter",
     "adapter_for",
@@ -38,11 +40,13 @@ __all__ = [
 ]
 
 _ADAPTERS: Final[Mapping[str, type[ModelAdapter]]] = {
-    adapter.name: adapter for adapter in (NumpyAdapter, PyTorchAdapter, XGBoostAdapter)
+    adapter.name: adapter
+    for adapter in (NumpyAdapter, PyTorchAdapter, SklearnAdapter, XGBoostAdapter)
 }
 # A package -> the adapter of its objects. numpy's random generators are numpy's.
 _PACKAGES: Final = {
     "torch": "pytorch",
+    "sklearn": "sklearn",
     "xgboost": "xgboost",
     "numpy": "numpy",
     "random": "numpy",

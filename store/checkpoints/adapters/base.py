@@ -23,13 +23,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from tensor_dedup.store.checkpoints.state_errors import ProviderTakenError, StateError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from tensor_dedup.store.checkpoints.state import Value
 
 
@@ -85,7 +84,7 @@ class Series:
     """
 
     name: str
-    items: "Sequence[Buffer]"
+    items: "Sequence[bytes | bytearray | memoryview]"
 
 
 class Providers:
@@ -94,21 +93,31 @@ class Providers:
     def __init__(self) -> None:
         self._lock: Final = threading.Lock()
         self._of_type: Final[dict[str, StateProvider]] = {}
+        self._of_package: Final[dict[str, StateProvider]] = {}
         self._named: Final[dict[str, StateProvider]] = {}
 
     def register(self, kind: type | str, provider: StateProvider) -> None:
         """One provider may serve several types. ProviderTakenError for a second one of a name."""
         text = kind if isinstance(kind, str) else full_name(kind)
+        self._add(self._of_type, text, provider)
+
+    def register_package(self, package: str, provider: StateProvider) -> None:
+        """For all types that are defined in a package and have no provider of their own."""
+        self._add(self._of_package, package, provider)
+
+    def _add(self, kinds: dict[str, StateProvider], key: str, provider: StateProvider) -> None:
         with self._lock:
             if self._named.setdefault(provider.name, provider) is not provider:
                 raise ProviderTakenError.at(provider.name, "a provider of this name is registered")
-            if self._of_type.setdefault(text, provider) is not provider:
-                raise ProviderTakenError.at(text, "this type has a provider")
+            if kinds.setdefault(key, provider) is not provider:
+                raise ProviderTakenError.at(key, "this type has a provider")
 
     def find(self, kind: type) -> StateProvider | None:
-        """The provider of a type or of the first of its bases that has one."""
-        found = (self._of_type.get(full_name(base)) for base in kind.__mro__)
-        return next(filter(None, found), None)
+        """The provider of a type or of the first of its bases that has one; then of packages."""
+        typed = (self._of_type.get(full_name(base)) for base in kind.__mro__)
+        packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
+        whole = (self._of_package.get(package) for package in packages)
+        return next(filter(None, chain(typed, whole)), None)
 
     def named(self, name: str) -> StateProvider | None:
         """The provider that a checkpoint calls by this name."""
@@ -132,6 +141,11 @@ def register_provider(kind: type | str, provider: StateProvider) -> None:
     providers.register(kind, provider)
 
 
+def register_package(package: str, provider: StateProvider) -> None:
+    """The same for all types of a package that have no provider of their own."""
+    providers.register_package(package, provider)
+
+
 @dataclass(slots=True)
 class Place:
     """Where in a model a value stands: as Python would write it, and as pieces are named."""
@@ -139,6 +153,7 @@ class Place:
     above: "Place | None" = None
     step: str = ""
     part: str = ""
+    dotted: bool = False
     _name: str | None = field(default=None, repr=False)
 
     @property
@@ -159,10 +174,10 @@ class Place:
     def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "Place":
         """The place of a mapping's value."""
         if flat:
-            return Place(self, "", "")
+            return Place(self, "", "", dotted=True)
         if not isinstance(key, str):
             return Place(self, f"[{key!r}]", str(key))
-        plain = key.isidentifier() and (attribute or self.above is None)
+        plain = key.isidentifier() and (attribute or self.dotted or self.above is None)
         return Place(self, f".{key}" if plain else f'["{key}"]', key)
 
     def item(self, number: int) -> "Place":

@@ -5,6 +5,7 @@ A piece is called by the keys that lead to it, joined by dots, so a state dict k
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -192,9 +193,10 @@ class _Walk:
     def _series(self, series: Series, place: Place) -> Node:
         first = nodes.series_name("", 0)
         base = self._free(place.key(series.name).name, first)
-        for number, item in enumerate(series.items):
-            name = nodes.series_name(base, number)
-            self.tensors[name] = packed(name, memoryview(item))
+        names = [nodes.series_name(base, number) for number in range(len(series.items))]
+        shapes = [(len(item),) for item in series.items]
+        made = map(Piece, names, repeat("U8"), shapes, series.items)
+        self.tensors.update(zip(names, made, strict=True))
         self.values.append(len(series.items))
         return nodes.SeriesLeaf(base)
 

@@ -26,7 +26,7 @@ MAX_DEPTH: Final = 100
 # Tags are part of the format: never given another meaning.
 LIST, TUPLE, DICT, SET, FROZENSET, ORDERED, COUNTER, DEFAULT, DEQUE = range(9)
 _BYTEARRAY, _INT, _COMPLEX, _TEXT, _RANGE, _SLICE = range(16, 22)
-_SCALAR, _DTYPE, _SCALAR_TYPE = range(32, 35)
+_SCALAR, _DTYPE, _SCALAR_TYPE, _UFUNC = range(32, 36)
 _TORCH_DTYPE, _TORCH_SIZE, _TORCH_DEVICE = range(48, 51)
 
 CONTAINERS: Final[dict[type, int]] = {
@@ -196,6 +196,9 @@ def _of_numpy(numpy: Any, value: object) -> Wire | None:
         return _of_numpy_scalar(numpy, value)
     if isinstance(value, numpy.dtype):
         return None if value.hasobject else [_DTYPE, dtype_wire(value)]
+    if isinstance(value, numpy.ufunc):
+        name = str(value.__name__)
+        return [_UFUNC, name] if getattr(numpy, name, None) is value else None
     if isinstance(value, type) and issubclass(value, numpy.generic):
         return [_SCALAR_TYPE, value.__name__] if _type_of(value.__name__) is value else None
     return None
@@ -253,6 +256,15 @@ def _scalar_type(name: str) -> Any:
     return found
 
 
+def _ufunc(name: str) -> Any:
+    import numpy as np
+
+    found = getattr(np, name, None)
+    if not isinstance(found, np.ufunc):
+        raise DamagedStateError.at("#values", f"numpy has no function {name}")
+    return found
+
+
 def _of_torch(torch: Any, value: object) -> Wire | None:
     if isinstance(value, torch.dtype):
         return [_TORCH_DTYPE, str(value).removeprefix("torch.")]
@@ -302,6 +314,7 @@ _DECODERS: Final[dict[int, Callable[..., Any]]] = {
     _SCALAR: _numpy_scalar,
     _DTYPE: dtype_of,
     _SCALAR_TYPE: _scalar_type,
+    _UFUNC: _ufunc,
     _TORCH_DTYPE: _torch_dtype,
     _TORCH_SIZE: _torch_size,
     _TORCH_DEVICE: _torch_device,

@@ -48,20 +48,19 @@ class XGBoostAdapter:
 
 
 def _state(booster: Any) -> dict[str, object]:
-    raw = booster.save_raw("ubj")
-    view = memoryview(raw)
+    raw = bytes(booster.save_raw("ubj"))
     state: dict[str, object] = {"config": booster.save_config()}
     plan: list[object] = []
     done = 0
     for name, bounds in _cuts(raw):
-        plan += [bytes(view[done : bounds[0]]), [name, len(bounds) - 1]]
-        state[name] = Series(name, [view[start:stop] for start, stop in pairwise(bounds)])
+        plan += [raw[done : bounds[0]], [name, len(bounds) - 1]]
+        state[name] = Series(name, [raw[start:stop] for start, stop in pairwise(bounds)])
         done = bounds[-1]
-    plan.append(bytes(view[done:]))
+    plan.append(raw[done:])
     return {**state, "plan": plan}
 
 
-def _cuts(raw: bytearray) -> list[tuple[str, list[int]]]:
+def _cuts(raw: bytes) -> list[tuple[str, list[int]]]:
     """What is cut out: its name, and where each part of it begins and the last one ends."""
     if (place := ubjson.find(raw, 0, *_MODEL)) is not None:
         return list(_cuts_of(raw, place))
@@ -71,7 +70,7 @@ def _cuts(raw: bytearray) -> list[tuple[str, list[int]]]:
     return [*_cuts_of(raw, place), *_cuts_of(raw, booster)]
 
 
-def _cuts_of(raw: bytearray, place: int) -> Iterator[tuple[str, list[int]]]:
+def _cuts_of(raw: bytes, place: int) -> Iterator[tuple[str, list[int]]]:
     for key, start in ubjson.members(raw, place):
         items = ubjson.array(raw, start)
         if items is None or items[1] == 0:

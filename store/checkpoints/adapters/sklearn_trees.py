@@ -1,0 +1,351 @@
+"""Ensembles of scikit-learn as one piece a tree, and what grows with them in pieces.
+
+A piece has a row for each node: the record as scikit-learn has it, with zeros where no field lies,
+then the node's values. All trees are taken at once, so that 5,000 cost a few milliseconds. What the
+estimators around the trees have in common is kept once; their differences, a few numbers each, in
+pieces of 256 trees.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import is_not
+from typing import Any, Final
+
+import msgspec
+
+from tensor_dedup.store.checkpoints.adapters import plain
+from tensor_dedup.store.checkpoints.adapters.arrays import blank_gaps
+from tensor_dedup.store.checkpoints.adapters.base import Series, full_name
+from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
+
+_CHUNK: Final = 256
+_TREE: Final = "tree_"
+_LEAF: Final = -1
+# Numbers in a piece of an array that grows.
+_GROWING: Final = 1024
+_HOME: Final = "sklearn.tree._classes"
+_PREDICTOR: Final = "sklearn.ensemble._hist_gradient_boosting.predictor.TreePredictor"
+_PREDICTOR_FIELDS: Final = ["nodes", "binned_left_cat_bitsets", "raw_left_cat_bitsets"]
+_BITSET: Final = (8, "<u4")
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Fitted trees of one class, in a list (`shape` None) or an array of objects."""
+
+    estimators: Sequence[Any]
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Predictors:
+    """The trees of histogram-based boosting: a list of rounds, each a list of `width`."""
+
+    trees: Sequence[Any]
+    width: int
+
+
+@dataclass(frozen=True)
+class Growing:
+    """An array of numbers that gets longer with every round."""
+
+    array: Any
+
+
+def recognised(value: Any) -> Trees | Predictors | Growing | None:
+    """The value of an attribute as something that grows at its end; None if it is none."""
+    import numpy as np
+
+    if isinstance(value, np.ndarray):
+        if value.dtype == object and value.size:
+            return _trees(value.reshape(-1).tolist(), value.shape)
+        plain_row = value.ndim == 1 and value.dtype.str in ("<f8", "<f4", "<i8")
+        return Growing(value) if plain_row and value.size > _GROWING else None
+    if type(value) is not list or not value:
+        return None
+    if type(value[0]) is list:
+        return _predictors(value)
+    return _trees(value, None)
+
+
+def _trees(estimators: Sequence[Any], shape: tuple[int, ...] | None) -> Trees | None:
+    kind = type(estimators[0])
+    if kind.__module__ != _HOME or set(map(type, estimators)) != {kind}:
+        return None
+    if _TREE not in vars(estimators[0]):
+        return None
+    return Trees(estimators, shape)
+
+
+def _predictors(rounds: Sequence[Any]) -> Predictors | None:
+    width = len(rounds[0])
+    trees = [tree for each in rounds if type(each) is list for tree in each]
+    if not width or len(trees) != width * len(rounds):
+        return None
+    alike = all(
+        full_name(type(tree)) == _PREDICTOR
+        and list(vars(tree)) == _PREDICTOR_FIELDS
+        and tree.nodes.dtype == trees[0].nodes.dtype
+        and tree.binned_left_cat_bitsets.shape == tree.raw_left_cat_bitsets.shape
+        for tree in trees
+    )
+    return Predictors(trees, width) if alike else None
+
+
+def trees_state(trees: Trees) -> Any:
+    """What all have in common, a Series of trees and one of differences."""
+    taken = _taken(trees.estimators)
+    if taken is None:
+        return {"several": _as_given(trees)}
+    first = vars(trees.estimators[0])
+    _, (features, classes, outputs), state = first[_TREE].__reduce__()
+    dtype = state["nodes"].dtype
+    return {
+        "class": full_name(type(trees.estimators[0])),
+        "shape": trees.shape,
+        "common": {key: held for key, held in first.items() if key != _TREE},
+        "arguments": (features, classes.tolist(), outputs),
+        "dtype": dtype,
+        "trees": Series("tree", _rows(taken.nodes, taken.values, dtype)),
+        "differences": Series("differences", _chunks(taken.depths, taken.differences)),
+    }
+
+
+def _as_given(trees: Trees) -> Any:
+    import numpy as np
+
+    if trees.shape is None:
+        return list(trees.estimators)
+    held = np.empty(len(trees.estimators), object)
+    held[:] = trees.estimators
+    return held.reshape(trees.shape)
+
+
+@dataclass
+class _Taken:
+    """What is in trees: bytes, which a garbage collector need not look at."""
+
+    nodes: list[bytes]
+    values: list[bytes]
+    depths: list[int]
+    differences: list[dict[str, plain.Wire]]
+
+
+def _taken(estimators: Sequence[Any]) -> _Taken | None:
+    """None when they cannot be said to be one, but for plain values. One pass: there are many."""
+    keys, first = list(vars(estimators[0])), list(vars(estimators[0]).values())
+    taken, made, nothing = _Taken([], [], [], []), set(), dict[str, plain.Wire]()
+    for estimator in estimators:
+        held = vars(estimator)
+        tree = held.get(_TREE)
+        if tree is None or list(held) != keys:
+            return None
+        made.add((tree.n_features, tree.n_outputs, tree.max_n_classes))
+        state = tree.__getstate__()
+        taken.nodes.append(state["nodes"].tobytes())
+        taken.values.append(state["values"].tobytes())
+        taken.depths.append(state["max_depth"])
+        # Nearly always all is the same object, but for the tree itself.
+        other: dict[str, plain.Wire] | None = nothing
+        if sum(map(is_not, held.values(), first)) > 1:
+            other = _difference(keys, list(held.values()), first)
+        if other is None:
+            return None
+        taken.differences.append(other)
+    return taken if len(made) == 1 and _of_equal_classes(estimators) else None
+
+
+def _of_equal_classes(estimators: Sequence[Any]) -> bool:
+    if vars(estimators[0])[_TREE].n_outputs == 1:
+        return True  # then the most is the number
+    return len({vars(estimator)[_TREE].n_classes.tobytes() for estimator in estimators}) == 1
+
+
+def _difference(
+    keys: list[str], values: list[Any], first: list[Any]
+) -> dict[str, plain.Wire] | None:
+    """What differs from the first; None when it cannot be said in plain values."""
+    found = {}
+    for place, (value, other) in enumerate(zip(values, first, strict=True)):
+        if value is other or keys[place] == _TREE or _alike(value, other):
+            continue
+        if not plain.is_scalar(values[place]):
+            return None
+        found[keys[place]] = plain.scalar(values[place], keys[place])
+    return found
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether both are the same number, text or array, of the same type."""
+    import numpy as np
+
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | np.generic):
+        same = (a.shape, a.dtype) == (b.shape, b.dtype) and not a.dtype.hasobject
+        return bool(same and a.tobytes() == b.tobytes())
+    if isinstance(a, float):
+        return a.hex() == str(b.hex())
+    return plain.is_scalar(a) and bool(a == b)
+
+
+def _rows(nodes: list[bytes], values: list[bytes], dtype: Any) -> list[bytes]:
+    """A row for each node of each tree, and the part of it that is each tree's."""
+    import numpy as np
+
+    # Joined as bytes: joining records compares their types, thirty times slower.
+    records = np.frombuffer(b"".join(nodes), np.uint8).reshape(-1, dtype.itemsize)
+    numbers = np.frombuffer(b"".join(values), np.uint8).reshape(len(records), -1)
+    rows = np.concatenate([records, numbers], 1)
+    blank_gaps(rows[:, : dtype.itemsize], dtype)
+    data = rows.tobytes()
+    counts = map(len, nodes)
+    width = rows.shape[1]
+    ends = accumulate((size // dtype.itemsize * width for size in counts), initial=0)
+    return [data[start:stop] for start, stop in pairwise(ends)]
+
+
+def _chunks(*columns: Sequence[Any]) -> list[bytes]:
+    encode = msgspec.msgpack.encode
+    starts = range(0, len(columns[0]), _CHUNK)
+    return [
+        encode(list(zip(*(c[at : at + _CHUNK] for c in columns), strict=True))) for at in starts
+    ]
+
+
+def _unchunked(series: Series, count: int) -> list[Any]:
+    try:
+        parts = [msgspec.msgpack.decode(item, type=list[Any]) for item in series.items]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise DamagedStateError.at(series.name, str(error)) from error
+    items = [item for part in parts for item in part]
+    if len(items) != count or any(type(item) is not list or len(item) != 2 for item in items):
+        raise DamagedStateError.at(series.name, f"{len(items)} entries for {count} trees")
+    return items
+
+
+def restore_trees(state: Any, kind: Any) -> Any:
+    """The list or array of estimators of a class, which is on the list of those allowed."""
+    import numpy as np
+
+    arguments = state["arguments"]
+    items = state["trees"].items
+    differences = _unchunked(state["differences"], len(items))
+    estimators = []
+    for item, (depth, other) in zip(items, differences, strict=True):
+        estimator = kind.__new__(kind)
+        given = {**state["common"], **{key: plain.decode(wire) for key, wire in other.items()}}
+        given[_TREE] = _tree_of(item, state["dtype"], arguments, depth)
+        estimator.__setstate__({**given, "_sklearn_version": _version()})
+        estimators.append(estimator)
+    if state["shape"] is None:
+        return estimators
+    held = np.empty(len(estimators), object)
+    held[:] = estimators
+    return held.reshape(state["shape"])
+
+
+def _version() -> str:
+    import sklearn
+
+    return str(sklearn.__version__)  # the ensemble around them says which it was
+
+
+def _tree_of(item: Any, dtype: Any, arguments: Any, depth: int) -> Any:
+    import numpy as np
+
+    features, classes, outputs = arguments
+    width = dtype.itemsize + outputs * max(classes) * 8
+    rows = np.frombuffer(item, np.uint8).reshape(-1, width)
+    nodes = np.ascontiguousarray(rows[:, : dtype.itemsize]).view(dtype).reshape(-1)
+    values = np.ascontiguousarray(rows[:, dtype.itemsize :]).view("<f8")
+    shaped = values.reshape(len(rows), outputs, max(classes))
+    return made_tree(features, np.array(classes, np.intp), outputs, depth, nodes, shaped)
+
+
+def made_tree(
+    features: int, classes: Any, outputs: int, depth: int, nodes: Any, values: Any
+) -> Any:
+    """A Tree. DamagedStateError for nodes that lead nowhere: nothing else would look at that."""
+    from sklearn.tree._tree import Tree
+
+    check_links(nodes["left_child"], nodes["right_child"], nodes["left_child"] == _LEAF)
+    inner = nodes["left_child"] != _LEAF
+    if (nodes["feature"][inner] < 0).any() or (nodes["feature"][inner] >= features).any():
+        raise DamagedStateError.at("", "a node of a tree asks for a feature that is not there")
+    tree = Tree(features, classes, outputs)
+    state = {"max_depth": depth, "node_count": len(nodes), "nodes": nodes, "values": values}
+    tree.__setstate__(state)
+    return tree
+
+
+def check_links(left: Any, right: Any, leaves: Any) -> None:
+    """DamagedStateError unless every node leads to later ones, or nowhere."""
+    import numpy as np
+
+    numbers, count = np.arange(len(left)), len(left)
+    for child in (left, right):
+        wrong = ~leaves & ((child <= numbers) | (child >= count))
+        if wrong.any() or not count:
+            raise DamagedStateError.at("", "a node of a tree leads out of it")
+
+
+def predictors_state(predictors: Predictors) -> dict[str, object]:
+    """A Series of trees: nodes, then both kinds of sets of categories; how many in another."""
+    trees = predictors.trees
+    sizes = [len(tree.nodes) for tree in trees], [len(tree.raw_left_cat_bitsets) for tree in trees]
+    parts = (
+        b"".join([getattr(tree, field).tobytes() for field in _PREDICTOR_FIELDS]) for tree in trees
+    )
+    return {
+        "width": predictors.width,
+        "dtype": trees[0].nodes.dtype,
+        "trees": Series("tree", list(parts)),
+        "differences": Series("differences", _chunks(*sizes)),
+    }
+
+
+def restore_predictors(state: Any, kind: type) -> list[list[Any]]:
+    """The rounds of trees."""
+    items, width = state["trees"].items, state["width"]
+    sizes = _unchunked(state["differences"], len(items))
+    trees = [
+        kind(*_predictor_parts(item, state["dtype"], *size))
+        for item, size in zip(items, sizes, strict=True)
+    ]
+    return [trees[at : at + width] for at in range(0, len(trees), width)]
+
+
+def _predictor_parts(item: Any, dtype: Any, nodes: int, sets: int) -> Iterator[Any]:
+    import numpy as np
+
+    columns, code = _BITSET
+    first, each = nodes * dtype.itemsize, sets * columns * 4
+    held = np.frombuffer(item, np.uint8).copy()
+    if len(held) != first + 2 * each:
+        raise DamagedStateError.at("", f"{len(held)} bytes of a tree, not {first + 2 * each}")
+    records = held[:first].view(dtype)
+    numbers = {side: records[side].astype(np.int64) for side in ("left", "right")}
+    check_links(numbers["left"], numbers["right"], records["is_leaf"] != 0)
+    yield records
+    for at in (first, first + each):
+        yield held[at : at + each].view(code).reshape(sets, columns)
+
+
+def growing_state(growing: Growing) -> dict[str, object]:
+    """A Series of parts of equal length but the last."""
+    import numpy as np
+
+    array = np.ascontiguousarray(growing.array)
+    step = _GROWING * array.itemsize
+    data = array.view(np.uint8).data
+    parts = [data[at : at + step] for at in range(0, array.nbytes, step)]
+    return {"dtype": array.dtype, "parts": Series("part", parts)}
+
+
+def restore_growing(state: Any) -> Any:
+    """The array."""
+    import numpy as np
+
+    return np.frombuffer(bytearray().join(state["parts"].items), state["dtype"])
