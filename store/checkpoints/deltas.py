@@ -119,8 +119,10 @@ class DeltaWriter(ContainerWriter):
 
         ChangedModelError: one was written to.
         """
-        work = ((piece, plan, at) for piece, plan in planned for at in _leaves(piece))
-        chunks = self._hasher.each(lambda each: _chunk(*each), work)
+        work = [(piece, plan, at) for piece, plan in planned for at in _leaves(piece)]
+        # Waking a thread for a single one takes longer than it saves.
+        each = self._hasher.each if len(work) > 1 else map
+        chunks = iter(each(lambda one: _chunk(*one), work))
         for piece, plan in planned:
             yield self._record(piece, plan, [next(chunks) for _ in _leaves(piece)])
 

@@ -4,14 +4,19 @@ A journal commits what all who wait for it have written: syncs that are asked fo
 about as much as a single one.
 """
 
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from tensor_dedup.store.containers import discard
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.objects import Objects
+
+_SLOW_S = 1e-3
+_T = TypeVar("_T")
 
 
 class Settled:
@@ -64,16 +69,24 @@ class Batch:
     def publish(self) -> None:
         """Make all of them durable under their names."""
         files = self._objects.files
-        for _ in self._hasher.each(files.fsync, [handle for handle, _ in self._waiting]):
-            pass
+        self._sync(files.fsync, [handle for handle, _ in self._waiting])
         folders: dict[Path, None] = dict.fromkeys(target.parent for target in self._there)
         for handle, target in self._waiting:
             files.close(handle)
             if target is not None:
                 folders |= dict.fromkeys(self._place(handle.path, target))
-        for _ in self._hasher.each(files.sync_folder, list(folders)):
-            pass
+        self._sync(files.sync_folder, list(folders))
         self._settled.folders |= folders.keys()
+
+    def _sync(self, sync: Callable[[_T], None], things: Sequence[_T]) -> None:
+        """Sync all, together where the disk takes its time: else threads cost more than that."""
+        for number, thing in enumerate(things):
+            began = time.monotonic()
+            sync(thing)
+            if time.monotonic() - began > _SLOW_S:
+                for _ in self._hasher.each(sync, things[number + 1 :]):
+                    pass
+                return
 
     def _place(self, path: Path, target: Path) -> list[Path]:
         """Give a file its name; the folders to sync."""

@@ -48,7 +48,8 @@ def hash_all(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
     leaves: dict[bytes, list[bytes]] = {key: [] for key in wanted}
     # Handing over a small one takes longer than hashing it.
     large = [(view, key) for view, key in parts if view.nbytes >= _HANDED_OVER]
-    found = hasher.each(leaf_digests, (view for view, _ in large))
+    each = hasher.each if len(large) > 1 else map
+    found = each(leaf_digests, (view for view, _ in large))
     for (_, key), digests in zip(large, found, strict=True):
         leaves[key] += digests
     for view, key in parts:

@@ -1,0 +1,99 @@
+"""How long a step takes to load when the store holds 1, 100 and 1,000 of them.
+
+    python scripts/bench/checkpoints_load.py [--loads N] [--steps N...] [--work DIR]
+
+Two runs in one store: a network of which one layer changes with every step, and an ensemble that
+grows by two trees a step. The same number of tensors is loaded at every size of the store: of the
+network the latest step, of the ensemble the first, which has a hundred trees from the beginning.
+Each load is a new handle, as a new process would have; loads of all sizes take turns.
+"""
+
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from stats import estimate, machine
+from tensor_dedup.store.checkpoints import CheckpointStore
+
+Model = dict[str, NDArray[Any]]
+_TREES = 100
+
+
+def network() -> Model:
+    """Fifty tensors, 10 MB."""
+    dice = np.random.default_rng(0)
+    return {
+        f"layer{number}": dice.standard_normal((100, 500)).astype(np.float32)
+        for number in range(50)
+    }
+
+
+def forest(trees: int) -> Model:
+    """Trees of 15 nodes."""
+    return {
+        f"tree{number:06}": np.random.default_rng(number).standard_normal((15, 6))
+        for number in range(trees)
+    }
+
+
+def fill(folder: Path, steps: int) -> None:
+    """A store with so many steps of both runs."""
+    model, trees = network(), forest(_TREES + 2 * steps)
+    with (
+        CheckpointStore(folder, "network", compress=None) as net,
+        CheckpointStore(folder, "forest", compress=None) as ensemble,
+    ):
+        for step in range(steps):
+            model["layer49"] += np.float32(1e-3)
+            net.save(model, step)
+            names = list(trees)[: _TREES + 2 * step]
+            ensemble.save({name: trees[name] for name in names}, step)
+
+
+def load(folder: Path, run: str, step: int) -> float:
+    """Milliseconds until a step is there."""
+    began = time.perf_counter()
+    CheckpointStore(folder, run).load(step)
+    return (time.perf_counter() - began) * 1e3
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--loads", default=15, show_default=True, type=click.IntRange(min=1))
+@click.option("--steps", default=(1, 100, 1000), show_default=True, multiple=True, type=int)
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Where stores go.")
+def main(loads: int, steps: tuple[int, ...], work: Path | None) -> None:
+    """Measure loads at several sizes of the store."""
+    root = Path(tempfile.mkdtemp(prefix="checkpoints-load-", dir=work))
+    try:
+        measure(root, loads, steps)
+    finally:
+        shutil.rmtree(root)
+
+
+def measure(root: Path, loads: int, steps: tuple[int, ...]) -> None:
+    """Fill the stores, load in turns, print a table."""
+    for count in steps:
+        began = time.perf_counter()
+        fill(root / str(count), count)
+        click.echo(f"{count} steps made in {time.perf_counter() - began:.1f} s", err=True)
+    cases = [(count, run) for count in steps for run in ("network", "forest")]
+    found: dict[tuple[int, str], list[float]] = {case: [] for case in cases}
+    for _ in range(loads):
+        random.shuffle(cases)
+        for count, run in cases:
+            step = count - 1 if run == "network" else 0
+            found[count, run].append(load(root / str(count), run, step))
+    click.echo(f"{machine()}\n\n| steps in the store | run | load, ms |\n|---|---|---|")
+    for (count, run), values in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
+        click.echo(f"| {count} | {run} | {estimate(values).text(1)} |")
+
+
+if __name__ == "__main__":
+    main()
