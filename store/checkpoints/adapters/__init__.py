@@ -19,6 +19,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     providers,
     register_provider,
 )
+from tensor_dedup.store.checkpoints.adapters.lightgbm import LightGBMAdapter
 from tensor_dedup.store.checkpoints.adapters.numpy import NumpyAdapter
 from tensor_dedup.store.checkpoints.adapters.plain import CONTAINERS
 from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
@@ -27,6 +28,7 @@ from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
 from tensor_dedup.store.checkpoints.state_errors import UnknownAdapterError, UnknownModelError
 
 __all__ = [
+    "LightGBMAdapter",
     "ModelAdapter",
     "NumpyAdapter",
     "PyTorchAdapter",
@@ -41,11 +43,18 @@ __all__ = [
 
 _ADAPTERS: Final[Mapping[str, type[ModelAdapter]]] = {
     adapter.name: adapter
-    for adapter in (NumpyAdapter, PyTorchAdapter, SklearnAdapter, XGBoostAdapter)
+    for adapter in (
+        LightGBMAdapter,
+        NumpyAdapter,
+        PyTorchAdapter,
+        SklearnAdapter,
+        XGBoostAdapter,
+    )
 }
 # A package -> the adapter of its objects. numpy's random generators are numpy's.
 _PACKAGES: Final = {
     "torch": "pytorch",
+    "lightgbm": "lightgbm",
     "sklearn": "sklearn",
     "xgboost": "xgboost",
     "numpy": "numpy",

@@ -43,7 +43,8 @@ CONTAINERS: Final[dict[type, int]] = {
 MAPPINGS: Final = frozenset({DICT, ORDERED, COUNTER, DEFAULT})
 # What a defaultdict may make: they take no argument and do nothing else.
 _FACTORIES: Final[dict[str, Any]] = {
-    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bytes, bool)
+    kind.__name__: kind
+    for kind in (list, dict, OrderedDict, set, tuple, int, float, str, bytes, bool)
 }
 _INT_RANGE: Final = range(-(1 << 63), 1 << 64)
 

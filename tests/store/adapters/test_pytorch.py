@@ -135,7 +135,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
     "radam": lambda p: torch.optim.RAdam(p, 0.01),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.01, max_iter=4),
 }
 
 
