@@ -18,8 +18,9 @@ class Capabilities:
     sealing nobody at all, the writer included, can change a byte or map the memory writable.
     Without it the writer's word and manners count, within one uid. `hashes_itself`: `digests` reads
     the bytes; otherwise it returns what the writer announced, which is trusted within one uid.
-    `zeroed`: what nobody has written is zero. `outlives`: mappings stay valid when the manager is
-    killed. `device`: the GPU's UUID, "" for the machine's memory.
+    `zeroed`: what nobody has written is zero. `outlives`: a mapping keeps the memory, whatever
+    becomes of the manager and its end of it. `device`: the GPU's UUID, "" for the machine's memory;
+    `device_bytes`: how much it has.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Capabilities:
     zeroed: bool = True
     outlives: bool = True
     device: str = ""
+    device_bytes: int = 0
     layout: Layout = MEMORY
 
 

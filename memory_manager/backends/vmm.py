@@ -51,6 +51,7 @@ class VmmBackend:
             hashes_itself=False,
             zeroed=False,
             device=self.device.uuid,
+            device_bytes=self.device.nbytes,
             layout=Layout(driver.granularity(self.device.ordinal), ALIGNMENT),
         )
 

@@ -67,7 +67,8 @@ class Core:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._world = World(settings, Ledger(settings.budget), next_put=settings.first_put)
+        ledger = Ledger(settings.budget, mappings_hold=settings.mappings_hold)
+        self._world = World(settings, ledger, next_put=settings.first_put)
 
     @property
     def world(self) -> World:

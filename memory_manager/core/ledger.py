@@ -50,10 +50,15 @@ class Slab:
 
 
 class Ledger:
-    """All slabs and residents, pins, and the budget (in bytes of slabs)."""
+    """All slabs and residents, pins, and the budget (in bytes of slabs).
 
-    def __init__(self, budget: int) -> None:
+    `mappings_hold`: what a process maps stays when the manager lets go; otherwise the manager must
+    hold a slab until no process can have it mapped any more.
+    """
+
+    def __init__(self, budget: int, *, mappings_hold: bool = True) -> None:
         self.budget = budget
+        self._mappings_hold = mappings_hold
         self.charged = 0
         self.evicted_bytes = 0
         self.slabs: dict[int, Slab] = {}
@@ -109,12 +114,15 @@ class Ledger:
             return
         if not slab.ghost:
             slab.ghost = True
-            self.freed.append(slab.number)
+            if self._mappings_hold:
+                self.freed.append(slab.number)
         self._settle(slab)
 
     def _settle(self, slab: Slab) -> None:
         if slab.ghost and not slab.lingering and self.slabs.pop(slab.number, None) is not None:
             self.charged -= slab.nbytes
+            if not self._mappings_hold:
+                self.freed.append(slab.number)
 
     def idle(self, slab: Slab) -> bool:
         """The backend has done its work on a slab. False when it was let go meanwhile."""

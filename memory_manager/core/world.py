@@ -24,6 +24,7 @@ class Settings:
     backend: str = "memfd"
     hardware_readonly: bool = False
     hashes_itself: bool = True
+    mappings_hold: bool = True
     device: str = ""
     layout: Layout = MEMORY
     build_timeout_s: float = 30.0

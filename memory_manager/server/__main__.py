@@ -13,9 +13,9 @@ from typing import Final
 
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.memory_manager import paths
-from tensor_dedup.memory_manager.cuda.driver import Driver
+from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.errors import ManagerRunningError
-from tensor_dedup.memory_manager.server.main import Start, log_to, serve
+from tensor_dedup.memory_manager.server.main import Start, backend_for, log_to, serve
 
 RUNNING: Final = 3
 _MAX_LOG: Final = 8 << 20
@@ -30,12 +30,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--build-timeout", type=float, default=30.0)
     parser.add_argument("--stall-timeout", type=float, default=10.0)
     parser.add_argument("--device", default="")
+    parser.add_argument("--backend", default="vmm", choices=("vmm", "ipc"))
     parser.add_argument("--detach", action="store_true")
     return parser.parse_args()
 
 
-def main(driver: Driver | None = None) -> int:
-    """Start; the exit status. `driver`: what stands for CUDA, in tests."""
+def main(make: Callable[[Start], Backend] = backend_for) -> int:
+    """Start; the exit status. `make` makes its memory."""
     given = _arguments()
     try:
         start = Start(
@@ -46,11 +47,12 @@ def main(driver: Driver | None = None) -> int:
             given.build_timeout,
             given.stall_timeout,
             given.device,
+            given.backend,
         )
         if given.detach:
             return _detached(start)
         log_to()
-        serve(start, driver=driver)
+        serve(start, make=make)
     except (TensorDedupError, OSError) as error:
         return _explain(error)
     return 0

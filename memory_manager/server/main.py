@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.memory_manager.backends.base import Backend
+from tensor_dedup.memory_manager.backends.helper import Helper
+from tensor_dedup.memory_manager.backends.ipc import IpcBackend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.core import Settings
-from tensor_dedup.memory_manager.cuda.driver import Driver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.paths import device_socket
 from tensor_dedup.memory_manager.server.handing_over import inherit, notify
@@ -23,7 +24,7 @@ from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.socket_file import SocketFile
 
 MIN_BUDGET: Final = 1 << 20
-_DEVICE_SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
+_SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -32,7 +33,7 @@ class Start:
     """What `tensor-dedup serve` was told; sizes in bytes, times in seconds.
 
     `device`: a GPU's UUID or ordinal; its socket then stands beside `socket`. "" for the machine's
-    memory.
+    memory. `backend`: for a GPU, "vmm" or "ipc".
     """
 
     socket: Path
@@ -42,23 +43,34 @@ class Start:
     build_timeout_s: float = 30.0
     stall_timeout_s: float = 10.0
     device: str = ""
+    backend: str = "vmm"
+
+
+def backend_for(start: Start) -> Backend:
+    """The kind of memory that was asked for. NoDriverError, DeviceError for a GPU."""
+    if not start.device:
+        return MemfdBackend()
+    if start.backend == "ipc":
+        return IpcBackend(Helper(start.device))
+    return VmmBackend(NvidiaDriver(), start.device)
 
 
 def serve(
-    start: Start, ready: Callable[[], None] = lambda: None, driver: Driver | None = None
+    start: Start,
+    ready: Callable[[], None] = lambda: None,
+    make: Callable[[Start], Backend] = backend_for,
 ) -> None:
     """Be a memory manager until SIGTERM, SIGINT or a client's Stop. In the main thread.
 
-    `ready` is called as soon as clients can connect. `driver`: what stands for CUDA, in tests.
-    ManagerRunningError when another manager owns the socket; UnsafeSocketError, OSError; for a GPU
-    NoDriverError, DeviceError.
+    `ready` is called as soon as clients can connect; `make` makes its memory. ManagerRunningError
+    when another manager owns the socket; UnsafeSocketError, OSError; what `make` raises.
     """
     raise_descriptor_limit()
     servers: list[Server] = []
     # Before the socket is there: whoever can connect can also rely on a clean end.
     for number in _ENDING:
         signal.signal(number, lambda *_: _end(servers))
-    backend = _backend(start, driver)
+    backend = make(start)
     path = device_socket(start.socket, backend.capabilities.device)
     socket_file = SocketFile(path)
     settings = _settings(start, backend, path)
@@ -85,33 +97,22 @@ def _end(servers: list[Server]) -> None:
     servers[0].stop()
 
 
-def _backend(start: Start, driver: Driver | None) -> Backend:
-    if not start.device:
-        return MemfdBackend()
-    return VmmBackend(driver or NvidiaDriver(), start.device)
-
-
 def _settings(start: Start, backend: Backend, path: Path) -> Settings:
     can = backend.capabilities
     return Settings(
-        budget=max(start.budget or _default_budget(backend), MIN_BUDGET),
+        budget=max(start.budget or int(can.device_bytes * _SHARE) or default_budget(), MIN_BUDGET),
         pid=os.getpid(),
         name=str(path),
         backend=can.name,
         hardware_readonly=can.hardware_readonly,
         hashes_itself=can.hashes_itself,
+        mappings_hold=can.outlives,
         device=can.device,
         layout=can.layout,
         build_timeout_s=start.build_timeout_s,
         # A put of an earlier manager is no put of this one.
         first_put=1 + secrets.randbits(48),
     )
-
-
-def _default_budget(backend: Backend) -> int:
-    if isinstance(backend, VmmBackend):
-        return int(backend.device.nbytes * _DEVICE_SHARE)
-    return default_budget()
 
 
 def log_to() -> None:

@@ -3,17 +3,23 @@
 import ctypes
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import cast
 
+import psutil
 import pytest
 
 import gpus
+from tensor_dedup.memory_manager.backends import helper
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
+from tensor_dedup.memory_manager.backends.helper import Helper
+from tensor_dedup.memory_manager.backends.ipc import IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result
 from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver, fake_uuid
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
+from tensor_dedup.memory_manager.cuda.tickets import read_ticket, write_ticket
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     DeviceError,
@@ -23,6 +29,7 @@ from tensor_dedup.memory_manager.errors import (
 from tensor_dedup.memory_manager.testing import BackendTests
 
 MIB = 1 << 20
+FAKE = "tensor_dedup.memory_manager.cuda.fake:FakeDriver"
 
 
 class TestVmm(BackendTests):
@@ -34,6 +41,31 @@ class TestVmm(BackendTests):
 
     def read(self, memory: Memory, nbytes: int) -> bytes:
         return gpus.read(memory.fileno, memory.nbytes, nbytes)
+
+
+@pytest.fixture(scope="module")
+def one_helper() -> Helper:
+    """One for the whole contract: it costs a process."""
+    return Helper("0", FAKE)
+
+
+class TestIpc(BackendTests):
+    shared: Helper
+
+    @pytest.fixture(autouse=True)
+    def _share(self, one_helper: Helper) -> None:
+        self.shared = one_helper
+
+    def make(self, folder: Path) -> Backend:
+        return IpcBackend(self.shared)
+
+    def write(self, memory: Memory, data: bytes) -> None:
+        with gpus.opened(memory.fileno) as (driver, address):
+            gpus.put(driver, address, data)
+
+    def read(self, memory: Memory, nbytes: int) -> bytes:
+        with gpus.opened(memory.fileno) as (driver, address):
+            return gpus.get(driver, address, nbytes)
 
 
 def test_the_manager_has_no_context_and_no_mapping_and_keeps_no_handle() -> None:
@@ -139,3 +171,86 @@ def test_a_readers_mapping_refuses_its_writes() -> None:
             gpus.put(driver, address, b"x")
         assert gpus.ends_by_signal(lambda: ctypes.memset(address, 0, 1))
         assert ctypes.string_at(address, 7) == b"weights"
+
+
+# The old kind of memory, through a helper.
+
+
+def test_the_helper_ends_with_its_backend_and_its_slabs() -> None:
+    backend = IpcBackend(Helper("0", FAKE))
+    pid = backend._helper.pid
+    slab = backend.reserve(4 * MIB)
+    del backend
+    gc.collect()
+    assert psutil.pid_exists(pid), "the memory would be gone"
+    del slab
+    gc.collect()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_slab_is_freed_with_its_object() -> None:
+    backend = IpcBackend(Helper("0", FAKE))
+    slab = backend.reserve(2 * MIB)
+    ticket = os.dup(slab.fileno)
+    del slab
+    backend.reserve(2 * MIB)  # after it: orders are done in order
+    gc.collect()
+    backend.reserve(2 * MIB)
+    with pytest.raises(DeviceError, match="MAP_FAILED"), gpus.opened(ticket):
+        pass
+    os.close(ticket)
+
+
+def test_a_helper_that_dies_is_an_error_and_not_a_hang() -> None:
+    backend = IpcBackend(Helper("0", FAKE))
+    os.kill(backend._helper.pid, signal.SIGKILL)
+    with pytest.raises(DeviceError, match="helper"):
+        backend.reserve(2 * MIB)
+
+
+def test_what_the_helper_cannot_do_it_says() -> None:
+    backend = IpcBackend(Helper("0", FAKE))
+    with pytest.raises(NoMemoryError, match="cuMemAlloc"):
+        backend.reserve(1 << 50)
+    assert backend.reserve(2 * MIB).nbytes == 2 * MIB
+    with pytest.raises(DeviceError, match="CUDA_VISIBLE_DEVICES"):
+        Helper("GPU-none", FAKE)
+
+
+def test_memory_of_the_old_kind_says_what_it_cannot_promise() -> None:
+    can = IpcBackend(Helper("0", FAKE)).capabilities
+    promised = (can.hardware_readonly, can.seals, can.hashes_itself, can.outlives)
+    assert not any(promised)
+    assert can.device == fake_uuid(0)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_whatever_call_of_the_helper_fails_nothing_is_left(number: int) -> None:
+    inner = FakeDriver()
+    inner.init()
+    driver = RefusingDriver(inner, refuse=number)
+    held: dict[int, int] = {}
+    inner.enter(0)
+    failed = helper._allocated(cast("Driver", driver), held, 1, 2 * MIB)
+    inner.leave()
+    assert isinstance(failed, helper.Failed)
+    assert failed.full
+    assert held == {}
+    assert inner.left() == {}
+    assert driver.calls[-1] == ["allocate", "ipc_handle"][number - 1]
+
+
+def test_a_ticket_is_sealed_and_nothing_else_is_one(tmp_path: Path) -> None:
+    fd = write_ticket(bytes(64), 5)
+    assert read_ticket(fd) == (bytes(64), 5)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    os.close(fd)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(80))
+    fd = os.open(other, os.O_RDONLY)
+    with pytest.raises(NotSealedError, match="ticket"):
+        read_ticket(fd)
+    os.close(fd)
+    with pytest.raises(NotSealedError, match="read"):
+        read_ticket(fd)

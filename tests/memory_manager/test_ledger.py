@@ -68,6 +68,19 @@ def test_memory_that_may_be_mapped_is_charged_until_the_process_has_ended() -> N
     assert ledger.charged == SIZE
 
 
+def test_memory_that_no_mapping_holds_is_held_until_the_process_has_ended() -> None:
+    ledger = Ledger(2 * SIZE, mappings_hold=False)
+    slab, _ = filled(ledger, "a", 1)
+    ledger.linger(slab, 7)
+    ledger.drop(slab)
+    assert (ledger.freed, ledger.charged) == ([], SIZE)
+    ledger.unlinger(slab, 7)
+    assert (ledger.freed, ledger.charged) == ([1], 0)
+    idle, _ = filled(ledger, "b", 2)
+    ledger.evict(idle)
+    assert ledger.freed == [1, 2]
+
+
 def test_a_slab_goes_when_the_backend_has_let_go_of_it() -> None:
     ledger = Ledger(SIZE)
     slab = ledger.add(SIZE, 1)

@@ -7,9 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tensor_dedup.memory_manager.backends.base import Backend
+from tensor_dedup.memory_manager.backends.helper import Helper
+from tensor_dedup.memory_manager.backends.ipc import IpcBackend
+from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Result, refused
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.server.__main__ import main
+from tensor_dedup.memory_manager.server.main import Start
 
 
 class Moody(FakeDriver):
@@ -27,5 +32,12 @@ def _wish(folder: Path) -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
+def make(start: Start) -> Backend:
+    """The kind of memory that was asked for, on the fake GPU."""
+    if start.backend == "ipc":
+        return IpcBackend(Helper(start.device, "tensor_dedup.memory_manager.cuda.fake:FakeDriver"))
+    return VmmBackend(Moody(), start.device)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Moody()))
+    sys.exit(main(make))

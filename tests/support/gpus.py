@@ -11,6 +11,7 @@ from pathlib import Path
 import managers
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, current
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
+from tensor_dedup.memory_manager.cuda.tickets import read_ticket
 from tensor_dedup.memory_manager.paths import device_socket
 
 
@@ -38,6 +39,21 @@ def mapped(
     finally:
         driver.unmap(address, nbytes)
         driver.free(address, nbytes)
+
+
+@contextmanager
+def opened(ticket: int, driver: Driver | None = None) -> Iterator[tuple[Driver, int]]:
+    """Memory of the old kind at an address of this process."""
+    driver = driver or FakeDriver()
+    driver.init()
+    handle, _ = read_ticket(ticket)
+    with current(driver, 0):
+        address = driver.ipc_open(handle)
+        try:
+            yield driver, address
+            driver.synchronize()
+        finally:
+            driver.ipc_close(address)
 
 
 def put(driver: Driver, address: int, data: bytes) -> None:

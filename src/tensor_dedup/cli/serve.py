@@ -72,6 +72,13 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     help="Lend memory of this GPU, by its UUID or number, at a socket of its own beside --socket.",
 )
 @click.option(
+    "--backend",
+    type=click.Choice(["vmm", "ipc"]),
+    default="vmm",
+    show_default=True,
+    help="With --device: ipc only where memory cannot be handed on as descriptors.",
+)
+@click.option(
     "--preload",
     multiple=True,
     metavar="PATH...",
@@ -96,6 +103,7 @@ def command(
     idle_exit: float | None,
     build_timeout: float,
     device: str,
+    backend: str,
     socket: str | None,
     as_json: bool,
 ) -> None:
@@ -112,6 +120,7 @@ def command(
         idle_exit,
         build_timeout,
         device=device,
+        backend=backend,
     )
     log_to()
     helpers = Preload(start.socket, (*preload, *more), engine_args)

@@ -1,0 +1,208 @@
+"""The process that has a CUDA context for the backend `ipc`, and its other end in the manager.
+
+It allocates, hands handles out, frees, and ends when the manager has hung up.
+"""
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+import msgspec
+
+from tensor_dedup.memory_manager.cuda.driver import (
+    IPC_HANDLE_BYTES,
+    Driver,
+    Undo,
+    current,
+    find_device,
+)
+from tensor_dedup.memory_manager.errors import BackendError, DeviceError, NoMemoryError
+
+_MODULE: Final = "tensor_dedup.memory_manager.backends.helper"
+_NVIDIA: Final = "tensor_dedup.memory_manager.cuda.nvidia:NvidiaDriver"
+_MAX_MESSAGE: Final = 64 << 10
+_PATIENCE_S: Final = 60.0
+
+
+class Allocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Get so much memory."""
+
+    nbytes: int
+
+
+class Free(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Let it go. Has no answer."""
+
+    number: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """First word: which GPU this is, and how much memory it has."""
+
+    device: str
+    total: int
+
+
+class Allocated(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Answer to Allocate."""
+
+    number: int
+    handle: bytes
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """No. `full`: for want of memory."""
+
+    text: str
+    full: bool
+
+
+_Order: TypeAlias = Allocate | Free
+_Answer: TypeAlias = Ready | Allocated | Failed
+_orders: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order)
+_answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
+
+
+class Helper:
+    """The manager's end. Safe from any thread; `free` never waits."""
+
+    def __init__(self, device: str, driver: str = "") -> None:
+        """Start it, and hear which GPU it has. DeviceError, NoMemoryError.
+
+        `device`: a UUID or an ordinal. `driver`: what stands for CUDA there, as module:class.
+        """
+        self._lock = threading.Lock()
+        self._unsent: deque[int] = deque()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, device, driver or _NVIDIA],
+                stdin=theirs.fileno(),
+                start_new_session=True,  # a Ctrl-C is the manager's, which then ends it
+            )
+        weakref.finalize(self, _end, self._socket, self._process).atexit = True
+        self._socket.settimeout(_PATIENCE_S)
+        first = self._hear()
+        if not isinstance(first, Ready):
+            raise _gone("it did not say which GPU it has")
+        self.device: Final = first.device
+        self.total: Final = first.total
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def allocate(self, nbytes: int) -> tuple[int, bytes]:
+        """Memory: its number here, and the handle that others open it by."""
+        with self._lock:
+            self._send_what_waits()
+            try:
+                self._socket.send(msgspec.msgpack.encode(Allocate(nbytes)))
+            except OSError as error:
+                raise _gone(str(error.strerror)) from error
+            answer = self._hear()
+        if not isinstance(answer, Allocated) or len(answer.handle) != IPC_HANDLE_BYTES:
+            raise _gone("its answer is none")
+        return answer.number, answer.handle
+
+    def _hear(self) -> _Answer:
+        try:
+            data = self._socket.recv(_MAX_MESSAGE)
+            answer = _answers.decode(data)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise _gone(str(error)) from error
+        if isinstance(answer, Failed):
+            raise (NoMemoryError if answer.full else DeviceError)(answer.text)
+        return answer
+
+    def free(self, number: int) -> None:
+        """Free an allocation, now or with the next one. For finalizers: it is never an error."""
+        self._unsent.append(number)
+        self._send_what_waits()
+
+    def _send_what_waits(self) -> None:
+        with suppress(OSError, IndexError):
+            while True:
+                number = self._unsent.popleft()
+                try:
+                    order = msgspec.msgpack.encode(Free(number))
+                    self._socket.send(order, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    self._unsent.append(number)
+                    return
+
+
+def _gone(why: str) -> DeviceError:
+    return DeviceError(f"the helper that has the CUDA context is of no more use ({why}); restart")
+
+
+def _end(ours: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    ours.close()
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# The helper's process.
+
+
+def serve(manager: socket.socket, driver: Driver, device: str) -> None:
+    """Do what the manager says until it has hung up; then give everything back."""
+    driver.init()
+    found = find_device(driver, device)
+    with current(driver, found.ordinal), Undo() as always:
+        held: dict[int, int] = {}
+        always.add(lambda: _free_all(driver, held))
+        manager.send(msgspec.msgpack.encode(Ready(found.uuid, found.nbytes)))
+        number = 0
+        while data := manager.recv(_MAX_MESSAGE):
+            order = _orders.decode(data)
+            if isinstance(order, Free):
+                driver.deallocate(held.pop(order.number))
+                continue
+            number += 1
+            manager.send(msgspec.msgpack.encode(_allocated(driver, held, number, order.nbytes)))
+
+
+def _free_all(driver: Driver, held: dict[int, int]) -> None:
+    while held:
+        driver.deallocate(held.popitem()[1])
+
+
+def _allocated(
+    driver: Driver, held: dict[int, int], number: int, nbytes: int
+) -> Allocated | Failed:
+    try:
+        with Undo() as undo:
+            address = driver.allocate(nbytes)
+            undo.add(lambda: driver.deallocate(address))
+            handle = driver.ipc_handle(address)
+            undo.keep()
+    except BackendError as error:
+        return Failed(error.message, isinstance(error, NoMemoryError))
+    held[number] = address
+    return Allocated(number, handle)
+
+
+def main(device: str, driver: str) -> None:
+    """The helper, on the socket that is its standard input."""
+    module, _, name = driver.partition(":")
+    with socket.socket(fileno=os.dup(0)) as manager:
+        try:
+            serve(manager, getattr(importlib.import_module(module), name)(), device)
+        except BackendError as error:
+            manager.send(msgspec.msgpack.encode(Failed(error.message, False)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])
