@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store.manifests import Piece
@@ -17,6 +19,8 @@ WEIGHTS = "model.safetensors"
 # In a folder of its own, where no engine looks for weights.
 STATE = "training/state.safetensors"
 STATE_MARK = "#"
+# The note of a manifest that says which part of the tensors an engine loads.
+PART = "weights"
 RESERVED = frozenset({WEIGHTS, STATE})
 _ALIGNMENT = 8
 
@@ -40,13 +44,23 @@ class Made:
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
 
-def made_of(loose: Sequence[Piece]) -> Iterator[Made]:
+def made_of(loose: Sequence[Piece], part: str) -> Iterator[Made]:
     """The files of tensors that belong to none: weights, and what is state of the training.
 
-    What safetensors has no type for is there as bytes.
+    With a `part`, weights are those whose names begin with it and a dot, without these. What
+    safetensors has no type for is there as bytes.
     """
-    weights = [piece for piece in loose if _is_weight(piece)]
-    state = [piece for piece in loose if piece.name is not None and not _is_weight(piece)]
+    start = f"{part}." if part else ""
+    weights = [
+        structs.replace(piece, name=piece.name.removeprefix(start))
+        for piece in loose
+        if piece.name is not None and _is_weight(piece.name, piece.dtype, start)
+    ]
+    state = [
+        piece
+        for piece in loose
+        if piece.name is not None and not _is_weight(piece.name, piece.dtype, start)
+    ]
     for path, pieces in ((WEIGHTS, weights), (STATE, state)):
         if pieces:
             # Wide elements first: each then lies at a multiple of its size.
@@ -54,8 +68,9 @@ def made_of(loose: Sequence[Piece]) -> Iterator[Made]:
             yield Made(path, _header(ordered), tuple(ordered))
 
 
-def _is_weight(piece: Piece) -> bool:
-    return not (piece.name or STATE_MARK).startswith(STATE_MARK) and piece.dtype in DTYPE_BITS
+def _is_weight(name: str, dtype: str | None, start: str) -> bool:
+    fit = name.startswith(start) and not name.startswith(STATE_MARK) and name != start
+    return fit and dtype in DTYPE_BITS
 
 
 def _bits(piece: Piece) -> int:

@@ -21,7 +21,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.generated import made_of
+from tensor_dedup.store.generated import PART, made_of
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import Piece, aliases, by_file, loose
 from tensor_dedup.store.objects import ContainerId, Objects
@@ -325,7 +325,7 @@ class StoredCheckpoint(StoredPieces):
         super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
 
     def _make_files(self, free: Sequence[Piece]) -> Iterator[StoredFile]:
-        for made in made_of(free):
+        for made in made_of(free, self.notes.get(PART, "")):
             self._made[made.head.digest] = made.header
             yield StoredFile(made.path, made.nbytes, (made.head, *made.pieces))
 

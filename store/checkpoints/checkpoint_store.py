@@ -59,6 +59,7 @@ class CheckpointStore:
         keep_best: tuple[str, int, Mode] | None = None,
         compress: Literal["auto"] | None = "auto",
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
+        weights: str = "",
     ) -> None:
         """Open, or make, the store in the folder `root` for the run `run_id`.
 
@@ -66,14 +67,16 @@ class CheckpointStore:
         After each save the steps go that no rule keeps: the last `keep_last`, the multiples of
         `keep_every`, the `keep_best` ones by a metric; pinned ones and the one just saved stay, and
         without a rule all do. `config` (a folder, or texts by path) is kept with each step, so that
-        engines can load `store://RUN@STEP`. With `compress` what is new is stored encoded where
-        that saves a tenth. BadNameError, BadRetentionError, NotAStoreError.
+        engines can load `store://RUN@STEP`; when the model is only one part of what is saved, as in
+        `{"model": ..., "optimizer": ...}`, `weights="model"` says which. With `compress` what is
+        new is stored encoded where that saves a tenth. BadNameError, BadRetentionError,
+        NotAStoreError.
         """
         self.run_id = check_run(run_id)
         self.store = root if isinstance(root, Store) else Store.open(root)
         self._adapter = adapter
         self._retention = Retention(keep_last, keep_every, keep_best)
-        self._config = self._small(config)
+        self._config, self._weights = self._small(config), weights
         self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
 
     def __enter__(self) -> Self:
@@ -114,7 +117,7 @@ class CheckpointStore:
         """A step as `commit` takes it. It may use the model's own memory; nothing is written."""
         step_name(self.run_id, step)
         adapter = self._adapter or adapter_for(model)
-        notes = Notes(self.run_id, step, adapter.name, checked(metrics))
+        notes = Notes(self.run_id, step, adapter.name, checked(metrics), self._weights)
         small = {**self._config, **self._small(files)}
         return Snapshot(notes, pieces(adapter.extract(model)), small)
 

@@ -10,34 +10,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tensor_dedup.store.checkpoints.errors import BadMetricError
+from tensor_dedup.store.generated import PART
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
 
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The run, the step, which adapter took the model apart, and the metrics."""
+    """The run, the step, which adapter took the model apart, the metrics, and which part of the
+    tensors an engine loads ("" for all).
+    """
 
     run: str
     step: int
     adapter: str
     metrics: Mapping[str, float] = field(default_factory=dict)
+    part: str = ""
 
     def to_texts(self) -> dict[str, str]:
         """As a manifest holds them."""
-        return {
+        found = {
             _RUN: self.run,
             _STEP: str(self.step),
             _ADAPTER: self.adapter,
             _METRICS: json.dumps(dict(self.metrics)),
         }
+        return found | ({PART: self.part} if self.part else {})
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
         """Of a manifest's notes; None: no run made it, or a later version of this program."""
         try:
             metrics = {str(k): float(v) for k, v in json.loads(texts[_METRICS]).items()}
-            return cls(texts[_RUN], int(texts[_STEP]), texts[_ADAPTER], metrics)
+            part = texts.get(PART, "")
+            return cls(texts[_RUN], int(texts[_STEP]), texts[_ADAPTER], metrics, part)
         except (KeyError, ValueError, TypeError, AttributeError):
             return None
 

@@ -147,3 +147,16 @@ def test_a_handle_does_not_rely_on_what_is_known_to_be_damaged(tmp_path: Path) -
     assert_same(run.load(0), state)
     assert run.save(state, 2).new_tensors == 0
     assert shares(run)
+
+
+def test_an_engine_gets_the_model_and_not_the_optimizer(tmp_path: Path) -> None:
+    state = {f"model.{name}": array for name, array in network(1).items()}
+    state |= {"optimizer.moment": np.ones(5), "modelling": np.ones(2)}
+    run = handle(tmp_path / "store", weights="model")
+    run.save(state, 0)
+    run.save(state, 1)
+    assert shares(run)
+    run.store.export("run@1", tmp_path / "out")
+    assert_same(load_file(tmp_path / "out" / WEIGHTS), network(1))
+    assert set(load_file(tmp_path / "out" / STATE)) == {"optimizer.moment", "modelling"}
+    assert_same(run.load(1), state)
