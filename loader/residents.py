@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.dtypes import dtype_name, has_name, torch_dtype
 from tensor_dedup.loader.geometry import dense
 from tensor_dedup.loader.mappings import MAPPINGS, any_page_copied
@@ -234,8 +235,8 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same physical memory now, whatever their addresses.
 
     True for the same range of the same storage, and for the same range of one resident mapped
-    twice as long as neither side has written to a page of it. Tensors must agree in size and,
-    unless gap-free, in geometry. Without bytes, or on other devices: only within one storage.
+    twice as long as neither side has written to a page of it (on a GPU: was made private). Tensors
+    must agree in size and, unless gap-free, in geometry. Without bytes: only within one storage.
     Safe from any thread. Raises UnsupportedError where /proc/self/pagemap cannot be read.
     """
     if a.layout is not torch.strided or b.layout is not torch.strided or not _same_extent(a, b):
@@ -243,6 +244,8 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
         return a.storage_offset() * a.itemsize == b.storage_offset() * b.itemsize
     span = _span(a)
+    if span and a.device == b.device and PLACES.same(a.data_ptr(), b.data_ptr(), span):
+        return True
     if a.device.type != "cpu" or b.device.type != "cpu" or span == 0:
         return False
     return a.data_ptr() == b.data_ptr() or _same_slab_pages(a.data_ptr(), b.data_ptr(), span)

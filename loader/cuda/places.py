@@ -45,7 +45,7 @@ class PlaceTable:
 
     def same(self, first: int, second: int, nbytes: int) -> bool:
         """Are two ranges the same memory, wherever they are mapped?"""
-        places = self.of(first, nbytes)
+        places = self.of(first, nbytes) if self._found else []
         return bool(places) and places == self.of(second, nbytes)
 
     def __len__(self) -> int:

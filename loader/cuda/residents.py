@@ -15,7 +15,6 @@ import torch
 
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import Extent, Opener
-from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.geometry import dense
@@ -130,11 +129,3 @@ class Views:
                     mapping.make_private()
                     done += mapping.nbytes
         return done
-
-
-def same_device_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Are two gap-free tensors the same bytes of the same slabs? False once one was made private.
-
-    Whether they agree in size and geometry is the caller's to ask.
-    """
-    return PLACES.same(a.data_ptr(), b.data_ptr(), a.nbytes)

@@ -23,9 +23,9 @@ from tensor_dedup.loader.cuda.lender import (
     copy_of,
 )
 from tensor_dedup.loader.cuda.opening import Extent
-from tensor_dedup.loader.cuda.residents import DeviceResident, Views, same_device_memory
+from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents import resident_key, tensor_bytes
+from tensor_dedup.loader.residents import resident_key, shares_memory, tensor_bytes
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
@@ -141,9 +141,9 @@ def test_equal_bytes_are_one_memory_and_two_models_two_mappings(load: Callable[[
     assert first[0] is not None
     assert again[0] is not None
     a, b = mine.views.tensor(first[0]), other.tensor(again[0])
-    assert same_device_memory(a, b)
+    assert shares_memory(a, b)
     other.make_private()
-    assert not same_device_memory(a, b)
+    assert not shares_memory(a, b)
     assert torch.equal(a, b)
 
 

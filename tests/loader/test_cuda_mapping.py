@@ -14,14 +14,10 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import Extent, opener_for
 from tensor_dedup.loader.cuda.places import PLACES
-from tensor_dedup.loader.cuda.residents import (
-    DeviceResident,
-    DeviceSlab,
-    Views,
-    same_device_memory,
-)
+from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab, Views
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA, held, tensor_at
 from tensor_dedup.loader.memory import SlabUsageError
+from tensor_dedup.loader.residents import shares_memory
 from tensor_dedup.memory_manager.backends.vmm import DeviceSlab as ManagerSlab
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current
@@ -363,10 +359,10 @@ def test_tensors_of_one_model_share_one_mapping(bench: Bench) -> None:
     assert len(views.mappings()) == 1
     assert a.data_ptr() + 512 == b.data_ptr()
     assert a.data_ptr() != c.data_ptr()
-    assert same_device_memory(a, c)
-    assert not same_device_memory(a, b)
+    assert shares_memory(a, c)
+    assert not shares_memory(a, b)
     assert views.make_private() == UNIT
-    assert not same_device_memory(a, c)
+    assert not shares_memory(a, c)
     a[0] = 7.0
     assert c[0] == 0.0
     assert views.make_private() == 0
@@ -393,7 +389,7 @@ def test_a_tensor_over_several_slabs(bench: Bench) -> None:
     tensor = Views(CPU).tensor(DeviceResident(key, slabs, 5))
     assert [int(tensor[index]) for index in (0, UNIT - 6, UNIT - 5, -1)] == [1, 1, 2, 3]
     other = Views(CPU).tensor(DeviceResident(key, slabs, 5))
-    assert same_device_memory(tensor, other)
+    assert shares_memory(tensor, other)
 
 
 @pytest.mark.parametrize(("shape", "stride", "offset"), [((3,), (2,), 0), ((9,), (1,), UNIT - 32)])
