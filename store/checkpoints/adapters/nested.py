@@ -42,13 +42,19 @@ _OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups"})
 
 
 def take_apart(model: object) -> "dict[str, Value]":
-    """Every tensor and array by its name, then `#structure` and `#values`. StateError."""
+    """Every tensor and array by its name, then what grows, then `#structure` and `#values`.
+
+    In the order in which the store shares most: it keeps pages of names in order, so what stands
+    behind others that become more moves, and the longest series comes first. StateError.
+    """
     walk = _Walk()
     try:
         root = walk.node(model, Place(), 0)
     except RecursionError as error:
         raise CyclicStateError.at("", "nested too deeply for this stack") from error
     structure = msgspec.msgpack.encode(nodes.Structure(nodes.FORMAT, root))
+    for grown in sorted(walk.series, key=len, reverse=True):
+        walk.tensors.update(grown)
     walk.tensors[nodes.STRUCTURE] = packed(nodes.STRUCTURE, structure)
     walk.tensors[nodes.VALUES] = packed(nodes.VALUES, msgspec.msgpack.encode(walk.values))
     return walk.tensors
@@ -62,6 +68,7 @@ def packed(name: str, data: "bytes | bytearray | memoryview") -> Piece:
 class _Walk:
     def __init__(self) -> None:
         self.tensors: dict[str, Value] = {}
+        self.series: list[dict[str, Value]] = []
         self.values: list[plain.Wire] = []
         # What is compared by identity is kept: what replaced it in memory would have its identity.
         self._numbers: dict[int, tuple[int, object]] = {}
@@ -191,12 +198,13 @@ class _Walk:
         return name, None if first == name else first
 
     def _series(self, series: Series, place: Place) -> Node:
-        first = nodes.series_name("", 0)
-        base = self._free(place.key(series.name).name, first)
+        base = self._free(place.key(series.name).name, nodes.series_name("", 0))
         names = [nodes.series_name(base, number) for number in range(len(series.items))]
+        if not self.tensors.keys().isdisjoint(names):  # by a key that looks like one of its names
+            return self._series(Series(f"{series.name}~", series.items), place)
         shapes = [(len(item),) for item in series.items]
         made = map(Piece, names, repeat("U8"), shapes, series.items)
-        self.tensors.update(zip(names, made, strict=True))
+        self.series.append(dict(zip(names, made, strict=True)))
         self.values.append(len(series.items))
         return nodes.SeriesLeaf(base)
 
@@ -205,12 +213,15 @@ class _Walk:
         self.tensors[name] = held
         return name
 
+    def _taken(self, name: str) -> bool:
+        return name in self.tensors or any(name in each for each in self.series)
+
     def _free(self, name: str, suffix: str = "") -> str:
         """A name nobody has: keys with dots can lead to one name from two places."""
         name = name.encode("utf-8", "backslashreplace").decode()
         name = f"_{name}" if name.startswith(_RESERVED) else name
         tried, number = name, 1
-        while tried + suffix in self.tensors:
+        while self._taken(tried + suffix):
             tried, number = f"{name}~{number}", number + 1
         return tried
 

@@ -18,6 +18,7 @@ from frozen_pieces import loaded, stored, there_and_back
 from tensor_dedup.store.checkpoints.adapters import (
     NumpyAdapter,
     PyTorchAdapter,
+    Series,
     StateProvider,
     adapter_for,
     by_name,
@@ -139,6 +140,30 @@ def test_pieces_are_called_by_the_keys_that_lead_to_them() -> None:
     assert list(held) == ["a.b", "a.3.0", "a.b~1", "_#x", "#structure", "#values"]
     assert same(loaded(NUMPY, held), state)
     assert list(stored(NUMPY, array)) == ["tensor", "#structure", "#values"]
+
+
+def test_a_series_has_names_that_nobody_else_has() -> None:
+    series = Series("tree", [b"a", b"b"])
+    state = {"tree_000001": np.ones(1), "all": series, "all.tree_000000": np.zeros(1)}
+    held = stored(NUMPY, {**state, "tree~_000000": np.ones(1)})
+    assert len(held) == 2 + 2 + 3
+    back = loaded(NUMPY, held)
+    assert [bytes(item) for item in back["all"].items] == [b"a", b"b"]
+    assert back["all.tree_000000"] == 0
+    twice = there_and_back(NUMPY, [series, series, Series("x", [])])
+    assert [[bytes(item) for item in each.items] for each in twice] == [[b"a", b"b"]] * 2 + [[]]
+
+
+def test_what_grows_comes_last_and_the_longest_first() -> None:
+    short, long = Series("short", [b"a"] * 2), Series("long", [b"b"] * 4)
+    names = list(stored(NUMPY, {"a": short, "b": long, "c": np.ones(1)}))
+    assert [name[:6] for name in names] == [
+        "c",
+        *["b.long"] * 4,
+        *["a.shor"] * 2,
+        "#struc",
+        "#value",
+    ]
 
 
 def test_names_are_text_that_can_be_written() -> None:
@@ -414,5 +439,5 @@ def test_adapters_are_chosen_by_what_they_are_given() -> None:
         assert by_name(name).name == name
     with pytest.raises(UnknownModelError, match="Opaque"):
         adapter_for(Opaque())
-    with pytest.raises(UnknownAdapterError, match="there are numpy, pytorch"):
+    with pytest.raises(UnknownAdapterError, match="there are lightgbm, numpy, pytorch"):
         by_name("pickle")
