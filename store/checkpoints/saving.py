@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import PurePath
 from typing import Literal, Self
@@ -36,12 +36,14 @@ from tensor_dedup.store.checkpoints.runs import latest_digests
 from tensor_dedup.store.checkpoints.state import Piece
 from tensor_dedup.store.checkpoints.storing import Stocker
 from tensor_dedup.store.checkpoints.writing import Want, Wanted
+from tensor_dedup.store.containers import PACK_BELOW
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.generated import RESERVED
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import PAGE_ENTRIES, FileEntry, Manifest
 from tensor_dedup.store.names import check_path, file_of
 from tensor_dedup.store.objects import ContainerId, Objects, ref_text
+from tensor_dedup.store.translating import translated
 
 _EMPTY = Known(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"
@@ -49,11 +51,17 @@ _FILE = "(small file)"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A step as it is to be committed: its notes, its tensors, and small files by their paths."""
+    """A step as it is to be committed: its notes, its tensors, and small files by their paths.
+
+    `hashes` are the fast hashes of pieces of which they are known already, by name. Those in `same`
+    have one and no bytes: they are what a step that was saved has, too large for a pack.
+    """
 
     notes: Notes
     pieces: Sequence[Piece]
     files: Mapping[str, bytes]
+    hashes: Mapping[str, bytes] = field(default_factory=dict)
+    same: Mapping[str, Known] = field(default_factory=dict)
 
     def check(self) -> None:
         """NamedTwiceError: two parts have one name. EscapingPathError: a file has no fit path."""
@@ -99,14 +107,29 @@ class Saver:
         self._deltas = Deltas() if compress is not None else None
         self._keeper = Keeper(objects, workers)
         self._lock = threading.Lock()
-        self._last = Last()
         self._settled = Settled()
+        self.reset()
+
+    def reset(self) -> None:
+        """As new, in a forked child: what held the lock is not there any more."""
+        self._lock = threading.Lock()
+        self._last = self._shown = Last()
 
     def close(self) -> None:
         """Let go of what is kept, and forget the last step: the next save asks the store."""
         with self._lock:
-            self._last = Last()
+            self._last = self._shown = Last()
             self._keeper.close()
+
+    def large(self) -> dict[bytes, Known]:
+        """What lies outside packs of the step that was committed last, by fast hash.
+
+        It waits for no commit that is under way, and a sweep may come before the next.
+        """
+        last = self._shown
+        with translated(self._objects.layout.root):
+            known = last.known(_alive(self._objects, last))
+        return {key: each for key, each in known.items() if each.nbytes >= PACK_BELOW}
 
     def commit(self, snapshot: Snapshot) -> Saved:
         """Store a step under its name, in place of one that has it. All or nothing.
@@ -125,7 +148,7 @@ class Saver:
                 work = _Commit(self._objects, stocker, batch, last, snapshot)
                 with work:
                     manifest = work.run()
-            self._last = work.next
+            self._last = self._shown = work.next
         return work.result(manifest, time.monotonic() - began)
 
     def _encoding(self, index: Index, last: Last, snapshot: Snapshot) -> Encoding | None:
@@ -168,7 +191,7 @@ class _Commit:
     def run(self) -> str:
         """Store and commit; the manifest's name."""
         rows = self._rows()
-        alive = self._alive()
+        alive = _alive(self._objects, self._last)
         parts = [rows[at : at + PAGE_ENTRIES] for at in range(0, len(rows), PAGE_ENTRIES)]
         kept = [self._kept(number, part, alive) for number, part in enumerate(parts)]
         known = self._known(parts, kept, alive)
@@ -179,25 +202,20 @@ class _Commit:
 
     def _rows(self) -> list[Row]:
         # Here all tensors are read: nothing else is done for each of them when none has changed.
+        hashes = self._snapshot.hashes
         rows: list[Row] = [
             (xxh3_128_digest(data, SEED), None, None, None)
             for data in self._snapshot.files.values()
         ]
         return rows + [
-            (xxh3_128_digest(piece.data, SEED), piece.name, piece.dtype, piece.shape)
+            (
+                (hashes and hashes.get(piece.name)) or xxh3_128_digest(piece.data, SEED),
+                piece.name,
+                piece.dtype,
+                piece.shape,
+            )
             for piece in self._snapshot.pieces
         ]
-
-    def _alive(self) -> set[ContainerId]:
-        """The containers of the last step that are still what they were."""
-        files, bad = self._objects.files, set(self._objects.bad_containers())
-        return {
-            container
-            for container, (path, size) in self._last.containers.items()
-            if (status := files.status(path)) is not None
-            and status.size == size
-            and container.name not in bad
-        }
 
     def _kept(self, number: int, part: Sequence[Row], alive: set[ContainerId]) -> PageState | None:
         """The page of the last step, when this one has the same and all of it is there."""
@@ -220,11 +238,14 @@ class _Commit:
         changed = [number for number, page in enumerate(kept) if page is None]
         known = self._last.known(alive) if changed else {}
         wanted: dict[bytes, Want] = {}
+        elsewhere: dict[bytes, Known] = {}
         places = []
         for number in changed:
             for at, row in enumerate(parts[number], number * PAGE_ENTRIES):
                 if row[0] in known:
                     places.append((known[row[0]].places, known[row[0]].nbytes))
+                elif row[1] is not None and row[1] in self._snapshot.same:
+                    elsewhere[row[0]] = self._snapshot.same[row[1]]
                 else:
                     self._want(wanted, row, memoryview(self._data[at]), known)
         pages = [page for page in kept if page is not None]
@@ -232,6 +253,8 @@ class _Commit:
         again = self._lying_in(packs, parts, known, pages)
         if wanted or again:
             known |= self._stocker.store(wanted, again)
+        if elsewhere := {key: each for key, each in elsewhere.items() if key not in wanted}:
+            known |= self._stocker.find(elsewhere)
         for page in pages:
             if not again.keys().isdisjoint(page.held):
                 page.take({**page.held, **{key: known[key] for key in again}})
@@ -265,6 +288,7 @@ class _Commit:
             row[0]: (row[1] or _FILE, row[2], memoryview(data).cast("B"))
             for row, data in zip(rows, self._data, strict=True)
             if row[0] in held and not packs.isdisjoint(held[row[0]].places)
+            if row[1] not in self._snapshot.same
         }
 
     def _page(self, part: Sequence[Row], known: Mapping[bytes, Known]) -> PageState:
@@ -325,3 +349,15 @@ class _Commit:
             stored_bytes=self._stocker.stored_bytes + self._bookkeeping,
             seconds=seconds,
         )
+
+
+def _alive(objects: Objects, last: Last) -> set[ContainerId]:
+    """The containers of a step that are still what they were."""
+    files, bad = objects.files, set(objects.bad_containers())
+    return {
+        container
+        for container, (path, size) in last.containers.items()
+        if (status := files.status(path)) is not None
+        and status.size == size
+        and container.name not in bad
+    }

@@ -1,6 +1,6 @@
 """Putting pieces into containers: what is in the store already is found, the rest is written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self
 
@@ -9,6 +9,7 @@ from tensor_dedup.store.checkpoints.memory import Known, Places
 from tensor_dedup.store.checkpoints.publishing import Batch
 from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, Wanted, hash_all
 from tensor_dedup.store.containers import Sealed, kind_for
+from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import Index, Place
 from tensor_dedup.store.objects import ContainerId, Objects
@@ -59,7 +60,18 @@ class Stocker:
             for digest, piece in hashed.items()
         }
 
-    def _look_up(self, digests: Mapping[bytes, Fresh]) -> dict[bytes, Places]:
+    def find(self, elsewhere: Mapping[bytes, Known]) -> dict[bytes, Known]:
+        """Where pieces are whose bytes are not here. LostHitError: they are nowhere any more."""
+        places = self._look_up({known.digest for known in elsewhere.values()})
+        gone = [key for key, known in elsewhere.items() if known.digest not in places]
+        if gone:
+            what = f"{len(gone)} tensors that did not change were removed meanwhile"
+            raise LostHitError.at(self._objects.layout.root, what, tensors=len(gone))
+        return {
+            key: known._replace(places=places[known.digest]) for key, known in elsewhere.items()
+        }
+
+    def _look_up(self, digests: Collection[bytes]) -> dict[bytes, Places]:
         """The containers in which the store has some of these pieces."""
         held = self._index.find(digests)
         if not self._index.fresh and not self._index.still_so(_containers(held)):
