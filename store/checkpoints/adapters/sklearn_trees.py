@@ -22,6 +22,8 @@ from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
 _CHUNK: Final = 256
 _TREE: Final = "tree_"
 _LEAF: Final = -1
+# Bytes of trees that are put together at a time.
+_ROOM: Final = 16 << 20
 # Numbers in a piece of an array that grows.
 _GROWING: Final = 1024
 _HOME: Final = "sklearn.tree._classes"
@@ -107,7 +109,7 @@ def trees_state(trees: Trees) -> Any:
         "common": {key: held for key, held in first.items() if key != _TREE},
         "arguments": (features, classes.tolist(), outputs),
         "dtype": dtype,
-        "trees": Series("tree", _rows(taken.nodes, taken.values, dtype)),
+        "trees": Series("tree", list(_pieces(taken, dtype))),
         "differences": Series("differences", _chunks(taken.depths, taken.differences)),
     }
 
@@ -188,6 +190,18 @@ def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, float):
         return a.hex() == str(b.hex())
     return plain.is_scalar(a) and bool(a == b)
+
+
+def _pieces(taken: _Taken, dtype: Any) -> Iterator[bytes]:
+    """Each tree's rows; made of many trees at once, but not of so many that it takes much room."""
+    start = 0
+    while start < len(taken.nodes):
+        stop, room = start, _ROOM
+        while stop < len(taken.nodes) and (room > 0 or stop == start):
+            room -= len(taken.nodes[stop])
+            stop += 1
+        yield from _rows(taken.nodes[start:stop], taken.values[start:stop], dtype)
+        start = stop
 
 
 def _rows(nodes: list[bytes], values: list[bytes], dtype: Any) -> list[bytes]:

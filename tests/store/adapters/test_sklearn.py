@@ -32,7 +32,12 @@ from sklearn.base import BaseEstimator, TransformerMixin, clone
 from sklearn.exceptions import ConvergenceWarning
 
 from frozen_pieces import Stored, loaded, new_bytes, stored, there_and_back, unchanged
-from tensor_dedup.store.checkpoints.adapters import SklearnAdapter, adapter_for, by_name
+from tensor_dedup.store.checkpoints.adapters import (
+    SklearnAdapter,
+    adapter_for,
+    by_name,
+    sklearn_trees,
+)
 from tensor_dedup.store.checkpoints.adapters.sklearn import _class
 from tensor_dedup.store.checkpoints.state import Piece
 from tensor_dedup.store.checkpoints.state_errors import (
@@ -247,6 +252,14 @@ def test_functions_of_numpy_are_names() -> None:
 def test_one_dimension() -> None:
     estimator = isotonic.IsotonicRegression(out_of_bounds="clip").fit(X[:, 0], Y)
     assert outputs(there_and_back(ADAPTER, estimator), X[:, 0]) == outputs(estimator, X[:, 0])
+
+
+def test_large_trees_are_put_together_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimator = clone(GROWING["forest"]).fit(X, Y)
+    held = stored(ADAPTER, estimator)
+    for room in (0, 4000):
+        monkeypatch.setattr(sklearn_trees, "_ROOM", room)
+        assert stored(ADAPTER, estimator) == held
 
 
 def test_trees_with_several_outputs() -> None:
