@@ -15,8 +15,7 @@ from PIL import Image
 import fresh
 import kernel
 import managers
-import pipelines
-from pipelines import equal, image, load, nbytes, parameters, shared
+import tiny_pipelines
 from tensor_dedup import (
     ConfigError,
     TensorDedupConfig,
@@ -28,6 +27,7 @@ from tensor_dedup import (
     verify,
 )
 from tensor_dedup.loader.registry import registry
+from tiny_pipelines import equal, image, load, nbytes, parameters, shared
 
 # Tensors begin at a page of their slab when they are large, and at 64 bytes when not.
 _SLACK = 256 << 10
@@ -45,8 +45,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pipelines")
-    pipelines.make(root)
-    pipelines.make_xl(root)
+    tiny_pipelines.make(root)
+    tiny_pipelines.make_xl(root)
     return root
 
 

@@ -14,7 +14,6 @@ import transformers as hf
 
 import checkpoints
 import kernel
-from pipelines import equal, nbytes, parameters, shared
 from shared import quiet
 from tensor_dedup import TensorDedupConfig, disable, enable, report, verify
 from tensor_dedup.errors import AuditError
@@ -22,6 +21,7 @@ from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.patches import loads
+from tiny_pipelines import equal, nbytes, parameters, shared
 
 
 @pytest.fixture(autouse=True)

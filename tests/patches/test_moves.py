@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import kernel
-from pipelines import equal, parameters, shared
 from tensor_dedup import move, shares_memory, sweep, unshare, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.device_copies import COPIES
@@ -19,6 +18,7 @@ from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.patches.moves import APPLY
 from tensor_dedup.patches.signatures import usable
+from tiny_pipelines import equal, parameters, shared
 
 
 @pytest.fixture(autouse=True)

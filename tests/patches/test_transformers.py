@@ -14,7 +14,6 @@ from torch import nn
 
 import checkpoints
 import kernel
-from pipelines import equal, nbytes, parameters, shared
 from tensor_dedup import disable, enable, report, shares_memory, sweep, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.registry import registry
@@ -22,6 +21,7 @@ from tensor_dedup.patches import signatures
 from tensor_dedup.patches.diffusers import seams as diffusers_seams
 from tensor_dedup.patches.signatures import Replacements, Seam, resolve, usable
 from tensor_dedup.patches.transformers import seams as transformers_seams
+from tiny_pipelines import equal, nbytes, parameters, shared
 
 SEAMS = (
     transformers_seams.SET_PARAMETER,

@@ -1,6 +1,6 @@
 """Tiny random pipelines of Diffusers, which share components as published ones do.
 
-Import it from any test as `import pipelines`. Everything is float32, seeded, and written by
+Import it from any test as `import tiny_pipelines`. Everything is float32, seeded, and written by
 Diffusers as a user would write it. The tokenizer is made of bytes: nothing is downloaded.
 """
 

@@ -1,0 +1,168 @@
+"""The measurements of pipelines.py. Import it only after the environment is set."""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from process_memory import drop_pages, pss, read_pages, settle
+from results import MIB, Row, mib, ratio_row
+from stats import estimate, verdict
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.hints import ENVIRONMENT, QUIET_NS
+from tensor_dedup.loader.registry import registry
+
+HEAD = f"| measurement | plain | tensor-dedup | compared | aim | |\n{'| --- ' * 6}|"
+# What a second pipeline may cost beyond what differs.
+_ALLOWED_SHARE, _ALLOWED_BYTES = 0.02, 16 * MIB
+_COLD_MOST = 1.02
+
+
+@dataclass(frozen=True)
+class Load:
+    """One of two loads: seconds to load, seconds until all was read, and memory added."""
+
+    seconds: float
+    used: float
+    added: int
+
+
+Both = tuple[Load, Load]
+
+
+def run(paths: Sequence[Path], pairs: int) -> str:
+    """All rows, as a Markdown table."""
+    for each in (diffusers.utils.logging, transformers.utils.logging):
+        logging: Any = each
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    _wait_until_quiet(paths)
+    differs = _differing_bytes(paths)
+    for dedup in (False, True):  # imports and first uses are no pipeline's cost
+        _both(paths, dedup=dedup, cold=False, known=True)
+    rows = [
+        row
+        for cold in (True, False)
+        for known in (False, True)
+        for row in _rows(paths, pairs, differs, cold=cold, known=known)
+    ]
+    return "\n".join([HEAD, *(row.text() for row in rows)])
+
+
+def _rows(
+    paths: Sequence[Path], pairs: int, differs: int, *, cold: bool, known: bool
+) -> Iterator[Row]:
+    state = f"{'cold' if cold else 'cached'}, {'known' if known else 'unknown'}"
+
+    def side(dedup: bool) -> Callable[[], Both]:
+        return lambda: _both(paths, dedup=dedup, cold=cold, known=known)
+
+    plain, ours = _in_pairs(pairs, state, side(False), side(True))
+    for index, which in enumerate(("first", "second")):
+        sides = [[both[index].seconds for both in found] for found in (plain, ours)]
+        yield ratio_row(f"{which} pipeline, {state}: seconds to load", sides)
+        sides = [[both[index].used for both in found] for found in (plain, ours)]
+        most = _COLD_MOST if index == 0 and cold and not known else None
+        yield ratio_row(f"{which} pipeline, {state}: until all was read", sides, most)
+    added = [[float(both[1].added) for both in found] for found in (plain, ours)]
+    excess = estimate([value - differs for value in added[1]])
+    most_excess = max(_ALLOWED_SHARE * estimate(added[0]).median, _ALLOWED_BYTES)
+    yield Row(
+        f"second pipeline, {state}: added memory",
+        mib(estimate(added[0])),
+        mib(estimate(added[1])),
+        f"{mib(excess)} beyond the {differs / MIB:.2f} MiB that differ",
+        f"≤ {most_excess / MIB:.1f} MiB",
+        verdict(excess, most=most_excess),
+    )
+
+
+def _both(paths: Sequence[Path], *, dedup: bool, cold: bool, known: bool) -> Both:
+    """Load one after the other into one process, then let both go."""
+    settle()
+    if registry.residents():
+        raise UnsupportedError("pipelines of an earlier measurement are still resident")
+    if dedup and not known:
+        _forget_hints()
+    for path in paths:
+        for file in path.rglob("*.safetensors"):
+            (drop_pages if cold else read_pages)(file)
+    kept: list[Any] = []
+    found = [_load(path, dedup, kept) for path in paths]
+    kept.clear()
+    return found[0], found[1]
+
+
+def _load(path: Path, dedup: bool, kept: list[Any]) -> Load:
+    settle()
+    before = pss()
+    kind: Any = diffusers.DiffusionPipeline
+    options: dict[str, Any] = {"tensor_dedup": True} if dedup else {}
+    began = time.perf_counter()
+    pipeline = kind.from_pretrained(
+        path, torch_dtype=torch.float16, local_files_only=True, **options
+    )
+    loaded = time.perf_counter()
+    for parameter in _parameters(pipeline).values():
+        flat = torch.empty(0, dtype=torch.uint8)
+        flat.set_(parameter.untyped_storage(), _start(parameter), (parameter.nbytes,), (1,))
+        flat[:: 1 << 12].sum()
+    used = time.perf_counter()
+    kept.append(pipeline)
+    gc.collect()
+    settle()
+    return Load(loaded - began, used - began, pss() - before)
+
+
+def _start(parameter: nn.Parameter) -> int:
+    return int(parameter.storage_offset()) * parameter.itemsize
+
+
+def _parameters(pipeline: Any) -> dict[str, nn.Parameter]:
+    parts = ((n, c) for n, c in pipeline.components.items() if isinstance(c, nn.Module))
+    return {f"{name}.{key}": p for name, part in parts for key, p in part.named_parameters()}
+
+
+def _differing_bytes(paths: Sequence[Path]) -> int:
+    kind: Any = diffusers.DiffusionPipeline
+    first, second = (
+        _parameters(kind.from_pretrained(path, torch_dtype=torch.float16, local_files_only=True))
+        for path in paths
+    )
+    return sum(
+        p.nbytes for name, p in second.items() if name not in first or not p.equal(first[name])
+    )
+
+
+def _wait_until_quiet(paths: Sequence[Path]) -> None:
+    """Hints are kept only of files that nobody has written just before."""
+    newest = max(file.stat().st_ctime_ns for path in paths for file in path.rglob("*.safetensors"))
+    time.sleep(max(0.0, (newest + QUIET_NS - time.time_ns()) / 1e9 + 0.1))
+
+
+def _forget_hints() -> None:
+    index = Path(os.environ[ENVIRONMENT])
+    for path in index.parent.glob(f"{index.name}*"):
+        path.unlink()
+
+
+def _in_pairs(
+    count: int, what: str, plain: Callable[[], Both], ours: Callable[[], Both]
+) -> list[list[Both]]:
+    """`count` results of both, taken alternately, the order swapped every other pair."""
+    found: list[list[Both]] = [[], []]
+    for number in range(count):
+        order = [(0, plain), (1, ours)]
+        for index, measure in order[:: -1 if number % 2 else 1]:
+            found[index].append(measure())
+        sys.stderr.write(f"{what}: {number + 1} of {count}\n")
+    return found

@@ -1,0 +1,93 @@
+"""A first and a second image pipeline, with and without sharing: seconds and memory.
+
+    python scripts/bench/pipelines.py [--pairs N | --quick] [--work DIR] [--write]
+
+One process, one run; both sides alternate (A B, B A, ...) after the same preparation. Two pipelines
+with the text encoder and VAE of Stable Diffusion 1.5 in true size and different tiny UNets, in
+float16, of random weights, each in files of its own. Prints a section of Markdown; `--write` puts
+it into docs/benchmarks.md instead of the one there.
+"""
+
+import datetime
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from stats import machine, write_section
+from tensor_dedup.demo import models, pictures
+
+DEFAULT_PAIRS = 12
+QUICK_PAIRS = 3
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "blake3")
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_NOTES = """\
+- *Seconds to load* are of `DiffusionPipeline.from_pretrained`. Plain loading maps files and reads
+  next to nothing until a weight is used; *until all was read* adds one byte of every page of every
+  parameter, in turn, and is what compares with a load that hashes.
+- *Cold*: the pages of all files were dropped from this machine's page cache just before the first
+  of the two loads, and `mincore` found none left; a host under a virtual machine may still have
+  them. *Cached*: all were read once just before. *Unknown*: no hints. *Known*: both files' digests
+  are remembered. A first load hashes in either case: nothing is resident to be used instead.
+- *Added memory* is PSS with every page read, less PSS before that load; garbage was collected and
+  the allocator trimmed before each reading. Plain loading's are clean pages of mapped files: the
+  kernel can take them back, and loads of one same file would share them.
+- *What differs* are the bytes of parameters that are not equal in both pipelines.
+- An aim is *met* where the whole interval lies inside it, *missed* where none of it does, otherwise
+  *not shown*. Intervals are of medians, 95 %, from order statistics; ratios are taken by pairs.
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--pairs", default=DEFAULT_PAIRS, show_default=True, type=click.IntRange(min=1))
+@click.option("--quick", is_flag=True, help=f"{QUICK_PAIRS} pairs: shows that it runs.")
+@click.option("--tiny", is_flag=True, help="Tiny models: for tests, no measurement.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the pipelines, 0.9 GB [default: in the user's cache directory].",
+)
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+def main(pairs: int, quick: bool, tiny: bool, work: Path | None, write: bool) -> None:
+    """Measure two pipelines that have most of their weights in common."""
+    pairs = QUICK_PAIRS if quick else pairs
+    folder = (work or models.default_folder()) / ("tiny-halves" if tiny else "halves")
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    lines = machine(PACKAGES)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
+        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        import pipeline_runs  # it loads the libraries, which read the environment then
+
+        for name in pictures.missing(folder):
+            pictures.make(name, folder, tiny=tiny, dtype="float16")
+        table = pipeline_runs.run([folder / name for name in pictures.NAMES], pairs)
+    minutes = (time.perf_counter() - began) / 60
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    text = "\n".join(
+        [
+            "## Two image pipelines",
+            "",
+            f"`scripts/bench/pipelines.py`, {today}, {pairs} pairs, {minutes:.0f} minutes.",
+            "",
+            *lines,
+            f"- load average at the end {os.getloadavg()[0]:.1f}",
+            "",
+            table,
+            "",
+            _NOTES,
+        ]
+    )
+    click.echo(text)
+    if write:
+        write_section("pipelines", text)
+
+
+if __name__ == "__main__":
+    main()
