@@ -6,6 +6,7 @@ file cannot be used, the index of that session is in memory.
 """
 
 import contextlib
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _READABLE = (
 )
 _MEMORY = Path(":memory:")
 _BATCH = 500
+_SIZE = re.compile("[: ]")  # what ends the size of the file, with which every state begins
 _LOCK_WAIT_S = 10.0  # it is held for as long as it takes to unlink three files
 # These speak of the moment or of the disk, and say nothing against the file.
 _PASSING = frozenset(
@@ -57,12 +59,13 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where bytes lie."""
+    """Where bytes lie; `file_bytes` is the size of all of the container's file."""
 
     container: ContainerId
     offset: int
     nbytes: int
     base: bytes | None = None
+    file_bytes: int = 0
 
 
 Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
@@ -115,7 +118,9 @@ class Index:
         """Take in a container that has just been written, and nothing else."""
         try:
             with transaction(self._db):
-                self._delete(container)
+                # To delete looks at every place of every container.
+                if self._known_state(container) is not None:
+                    self._delete(container)
                 self._insert(container, table, str(file_bytes), frozenset())
         except sqlite3.DatabaseError:
             self._fall_back()
@@ -167,14 +172,16 @@ class Index:
             part = wanted[start : start + _BATCH]
             marks = ",".join("?" * len(part))
             rows = self._db.execute(
-                "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes, p.base FROM place p "
+                "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes, p.base, c.state "
+                "FROM place p "
                 f"JOIN container c ON c.id = p.container WHERE p.digest IN ({marks}) "
                 f"AND {_READABLE} {whose}ORDER BY c.kind DESC, c.name, p.offset",
                 part,
             )
-            for digest, name, kind, offset, nbytes, base in rows:
+            for digest, name, kind, offset, nbytes, base, state in rows:
                 under = None if base is None else bytes(base)
-                place = Place(ContainerId(name, kind), offset, nbytes, under)
+                size = int(_SIZE.split(state, maxsplit=1)[0])
+                place = Place(ContainerId(name, kind), offset, nbytes, under, size)
                 found.setdefault(bytes(digest), []).append(place)
         return found
 
