@@ -111,9 +111,15 @@ class Progress(Message, frozen=True):
 
 
 class Seal(Message, frozen=True):
-    """All is written and unmapped: seal, hash, make it resident."""
+    """All is written and unmapped: seal, hash, make it resident.
+
+    `digests`: of the pieces, all of them, where they became known while writing.
+    """
 
     put: Number
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_PIECES)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class Publish(Message, frozen=True):

@@ -15,15 +15,15 @@ from tensor_dedup.memory_manager.errors import (
     StillWritableError,
 )
 
-_SIZE = 1 << 20
-
 
 class BackendTests(ABC):
     """What the manager relies on. Subclass it, say how to make yours, and let pytest collect it.
 
     What only some promise (see Capabilities) is tested where it is promised. Where descriptors
-    cannot be read as files, say how to `read` and `write`.
+    cannot be read as files, say how to `read` and `write`; `size` is that of all slabs.
     """
+
+    size = 1 << 20
 
     @abstractmethod
     def make(self, folder: Path) -> Backend:
@@ -38,7 +38,7 @@ class BackendTests(ABC):
         return os.pread(memory.fileno, nbytes, 0)
 
     def _written(self, backend: Backend, data: bytes) -> Memory:
-        memory = backend.reserve(_SIZE)
+        memory = backend.reserve(self.size)
         self.write(memory, data)
         return memory
 
@@ -50,18 +50,18 @@ class BackendTests(ABC):
     def test_a_slab_has_its_size_and_is_zeroed(self, tmp_path: Path) -> None:
         """What nobody has written is zero, not another model's weights; where it is promised."""
         backend = self.make(tmp_path)
-        memory = backend.reserve(_SIZE)
-        assert memory.nbytes == _SIZE
-        assert len(self.read(memory, _SIZE)) == _SIZE
+        memory = backend.reserve(self.size)
+        assert memory.nbytes == self.size
+        assert len(self.read(memory, self.size)) == self.size
         if backend.capabilities.zeroed:
-            assert self.read(memory, _SIZE) == bytes(_SIZE)
+            assert self.read(memory, self.size) == bytes(self.size)
 
     def test_its_memory_exists_when_it_is_handed_out(self, tmp_path: Path) -> None:
         """A writer never meets SIGBUS: every page is there (where the system tells)."""
         backend = self.make(tmp_path)
-        memory = backend.reserve(_SIZE)
+        memory = backend.reserve(self.size)
         if backend.capabilities.seals:
-            assert os.fstat(memory.fileno).st_blocks * 512 >= _SIZE
+            assert os.fstat(memory.fileno).st_blocks * 512 >= self.size
 
     def test_two_slabs_are_two(self, tmp_path: Path) -> None:
         """Writing one changes no other."""
@@ -85,7 +85,7 @@ class BackendTests(ABC):
         if backend.capabilities.device:
             return
         memory = self._sealed(backend, b"weights")
-        with mmap.mmap(memory.fileno, _SIZE, flags=mmap.MAP_PRIVATE) as mine:
+        with mmap.mmap(memory.fileno, self.size, flags=mmap.MAP_PRIVATE) as mine:
             assert mine[:7] == b"weights"
             mine[:7] = b"changed"
             assert os.pread(memory.fileno, 7, 0) == b"weights"
@@ -99,8 +99,8 @@ class BackendTests(ABC):
         for attempt in (
             lambda: os.pwrite(memory.fileno, b"x", 0),
             lambda: os.ftruncate(memory.fileno, 0),
-            lambda: os.ftruncate(memory.fileno, 2 * _SIZE),
-            lambda: mmap.mmap(memory.fileno, _SIZE),
+            lambda: os.ftruncate(memory.fileno, 2 * self.size),
+            lambda: mmap.mmap(memory.fileno, self.size),
             lambda: fcntl.fcntl(memory.fileno, fcntl.F_ADD_SEALS, 0),
         ):
             refused = False
@@ -116,8 +116,8 @@ class BackendTests(ABC):
         backend = self.make(tmp_path)
         if not backend.capabilities.seals:
             return
-        memory = backend.reserve(_SIZE)
-        with mmap.mmap(memory.fileno, _SIZE) as view:
+        memory = backend.reserve(self.size)
+        with mmap.mmap(memory.fileno, self.size) as view:
             refused = False
             try:
                 backend.seal(memory)
@@ -157,9 +157,9 @@ class BackendTests(ABC):
         sealed, unsealed = self._sealed(backend, b"weights"), self._written(backend, b"weights")
         if not backend.capabilities.outlives:
             return
-        adopted = self.make(tmp_path).adopt(os.dup(sealed.fileno), _SIZE)
+        adopted = self.make(tmp_path).adopt(os.dup(sealed.fileno), self.size)
         assert self.read(adopted, 7) == b"weights"
-        for memory, nbytes in ((unsealed, _SIZE), (sealed, 2 * _SIZE)):
+        for memory, nbytes in ((unsealed, self.size), (sealed, 2 * self.size)):
             if backend.capabilities.seals or not backend.capabilities.device:
                 assert self._refuses(backend, os.dup(memory.fileno), nbytes)
 
@@ -167,9 +167,9 @@ class BackendTests(ABC):
         """Whatever its size."""
         backend = self.make(tmp_path)
         other = tmp_path / "other"
-        other.write_bytes(bytes(_SIZE))
-        assert self._refuses(backend, os.open(other, os.O_RDWR), _SIZE)
-        assert self._refuses(backend, os.open(os.devnull, os.O_RDWR), _SIZE)
+        other.write_bytes(bytes(self.size))
+        assert self._refuses(backend, os.open(other, os.O_RDWR), self.size)
+        assert self._refuses(backend, os.open(os.devnull, os.O_RDWR), self.size)
 
     def _refuses(self, backend: Backend, fd: int, nbytes: int) -> bool:
         try:
@@ -185,7 +185,7 @@ class BackendTests(ABC):
         before = len(list(fds.iterdir()))
         memory = self._written(backend, b"weights")
         with suppress(BackendError):
-            backend.adopt(os.dup(memory.fileno), _SIZE)
+            backend.adopt(os.dup(memory.fileno), self.size)
         del memory
         assert len(list(fds.iterdir())) == before
 

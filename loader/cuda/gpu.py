@@ -130,7 +130,7 @@ class Gpu:
             at += extent.nbytes
         return DeviceMapping(self, _Grave(address, tuple(extents), opener, {id(owner): owner}))
 
-    def fill(self, extent: Extent, opener: Opener, write: Callable[[int], None]) -> None:
+    def fill(self, extent: Extent, opener: Opener, write: Callable[[int], object]) -> None:
         """Map a slab to be written, have `write(address)` fill it, wait for that, and unmap it.
 
         The context is current while `write` runs. Whatever fails, nothing stays mapped.

@@ -38,13 +38,14 @@ class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 class DeviceWanted:
     """A tensor to be resident on a GPU: what it follows from, its key, and who writes its bytes.
 
-    `write(address)` puts them there, on any stream of the current context.
+    `write(address)` puts them there, on any stream of the current context. It returns their digest
+    when it is known only then, the key's is "" in that case; else None.
     """
 
     recipe: str
     key: ResidentKey
     nbytes: int
-    write: Callable[[int], None]
+    write: Callable[[int], str | None]
 
 
 class DeviceLender:
@@ -107,10 +108,10 @@ class DeviceLender:
 
     def _fill(self, put: Put, granted: dict[str, DeviceWanted]) -> dict[str, DeviceResident]:
         """Lease what is resident already; write the rest into one slab and seal it."""
-        digests = [each.key.digest for each in granted.values()]
-        leases: dict[str, Lease | None] = dict(
-            zip(granted, self._client.lease(digests, self._checkpoint), strict=True)
-        )
+        leases: dict[str, Lease | None] = dict.fromkeys(granted)
+        known = {key: each.key.digest for key, each in granted.items() if each.key.digest}
+        held = self._client.lease(list(known.values()), self._checkpoint)
+        leases |= dict(zip(known, held, strict=True))
         missing = [key for key, lease in leases.items() if lease is None]
         if missing:
             rest = [granted[key] for key in missing]
@@ -123,13 +124,15 @@ class DeviceLender:
         put.allocate([each.nbytes for each in wanted], [each.key.digest for each in wanted])
         fd, nbytes, offsets = put.place
 
+        digests = []
+
         def write(address: int) -> None:
             for each, offset in zip(wanted, offsets, strict=True):
-                each.write(address + offset)
+                digests.append(each.write(address + offset) or each.key.digest)
                 put.progress()
 
         self._gpu.fill(Extent(fd, nbytes, 0), self._opener, write)
-        return put.seal()
+        return put.seal(digests)
 
     def _found(self, key: str, wanted: ResidentKey) -> DeviceResident | None:
         [layer] = self._client.lookup([key], self._checkpoint)
@@ -138,14 +141,14 @@ class DeviceLender:
         [lease] = layer.leases
         if layer.record != _record(wanted) or wanted.digest not in ("", lease.digest):
             return None
-        return self._resident(replace(wanted, digest=lease.digest), lease)
+        return self._resident(wanted, lease)
 
     def _resident(self, key: ResidentKey, lease: Lease) -> DeviceResident:
         slab = _slab_of(lease.slab)
         if slab is None:
             slab = DeviceSlab(self._gpu, self._opener, lease.slab, lease.slab.nbytes)
             _slabs[id(lease.slab)] = slab  # which holds it, so that the id stays its own
-        return DeviceResident(key, [slab], lease.offset, lease)
+        return DeviceResident(replace(key, digest=lease.digest), [slab], lease.offset, lease)
 
 
 _slabs: weakref.WeakValueDictionary[int, DeviceSlab] = weakref.WeakValueDictionary()

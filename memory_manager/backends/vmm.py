@@ -103,5 +103,7 @@ class VmmBackend:
 def announced(pieces: Pieces) -> list[str]:
     """The digests that a writer has announced. NotSealedError where one is missing."""
     if not all(digest for _, _, digest in pieces):
-        raise NotSealedError("this backend does not hash: announce every digest when you allocate")
+        raise NotSealedError(
+            "this backend does not hash: announce every digest, at the latest when you seal"
+        )
     return [digest for _, _, digest in pieces]

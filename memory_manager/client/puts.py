@@ -146,14 +146,17 @@ class Put:
         """Say that the build goes on: at least every few seconds of a long one."""
         self._connection.tell(Progress(self.number))
 
-    def seal(self) -> list[Lease]:
+    def seal(self, digests: Sequence[str] = ()) -> list[Lease]:
         """Make the tensors resident; a lease on each, in the order of `allocate`.
+
+        `digests`: of all of them, where `allocate` did not say. On a GPU, where the manager cannot
+        hash, one or the other must.
 
         A lease may lead into another slab: somebody had equal bytes first. RefusedError:
         "still_writable" (release every view, then seal again), "mismatch" (the put has ended).
         """
         self._unmap()
-        reply, _ = self._connection.ask(Seal(self.number), Sealed)
+        reply, _ = self._connection.ask(Seal(self.number, list(digests)), Sealed)
         self._forget_slab()
         leases = self._lease(reply.digests, self._checkpoint)
         found = [lease for lease in leases if lease is not None]

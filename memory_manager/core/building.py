@@ -160,10 +160,26 @@ def progress(_world: World, now: float, connection: Connection, message: Progres
 def seal(world: World, now: float, connection: Connection, message: Seal) -> None:
     """Have the slab sealed and hashed."""
     put = _mine(connection, message.put, now)
+    spans = _announced(put.spans, message.digests)
     put.step(Event.SEAL)
+    put.spans = spans
     slab = world.ledger.slabs[put.slab or 0]
     _start(world, put, slab)
     world.effects.append(SealAndHash(slab.number, put.spans))
+
+
+def _announced(
+    spans: tuple[tuple[int, int, str], ...], digests: list[str]
+) -> tuple[tuple[int, int, str], ...]:
+    """What is announced when all is written: nothing more, or every piece's digest."""
+    if not digests:
+        return spans
+    if len(digests) != len(spans):
+        raise refusal("wrong_state", f"{len(digests)} digests for {len(spans)} tensors; send all")
+    for (_, _, before), now in zip(spans, digests, strict=True):
+        if before not in ("", now):
+            raise refusal("mismatch", f"a tensor was announced as {before}, and now as {now}")
+    return tuple((at, size, now) for (at, size, _), now in zip(spans, digests, strict=True))
 
 
 def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code, str]) -> None:

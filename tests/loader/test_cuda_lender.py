@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -124,6 +125,26 @@ def test_what_one_load_puts_another_sees(load: Callable[[], Load]) -> None:
     assert second.lender.by_recipe("recipe of nothing", key_of(large)) is None
     square = resident_key(large.view(500, 100), "")
     assert second.lender.by_recipe(f"recipe {key_of(large)}", square) is None
+
+
+def test_a_digest_may_become_known_while_writing(load: Callable[[], Load]) -> None:
+    mine, tensor = load(), weights(1)
+    right = key_of(tensor)
+    copy = copy_of(tensor, mine.gpu)
+
+    def write(address: int) -> str:
+        copy(address)
+        return right.digest
+
+    unknown = DeviceWanted("recipe", replace(right, digest=""), tensor.nbytes, write)
+    [resident] = mine.lender.put([unknown])
+    assert resident is not None
+    assert resident.key == right
+    assert torch.equal(load().find(tensor), tensor)
+    liar = DeviceWanted("other", replace(right, digest="0" * 64), tensor.nbytes, write)
+    with pytest.raises(RefusedError) as caught:
+        mine.lender.put([liar])
+    assert caught.value.code == "mismatch"
 
 
 def test_the_writer_has_no_writable_mapping_afterwards(load: Callable[[], Load]) -> None:

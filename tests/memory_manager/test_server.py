@@ -131,3 +131,14 @@ def test_a_socket_has_one_owner(client: Client, folder: Path) -> None:
 
 def test_the_default_budget_is_some_of_the_memory() -> None:
     assert 0 < default_budget() < 1 << 60
+
+
+def test_what_was_not_announced_before_is_announced_when_it_is_sealed(client: Client) -> None:
+    put = put_of(client)
+    put.allocate([5, 5], ["", digest(b"other")])
+    put.write(0, b"bytes")
+    put.write(1, b"other")
+    right = [digest(b"bytes"), digest(b"other")]
+    assert refused("wrong_state", put.seal, right[:1])
+    assert refused("mismatch", put.seal, list(reversed(right)))
+    assert [lease.digest for lease in put.seal(right)] == right

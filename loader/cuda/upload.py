@@ -1,0 +1,118 @@
+"""From a file to a GPU: through a few buffers that are used again, hashed while they travel.
+
+Pinned memory is dear to make and quick to copy from, so there is little of it and it is made once.
+While one buffer is read, others are being copied to the GPU, on a stream of their own, and hashed.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.loader.cuda.tensors import CPU, CUDA, tensor_at
+
+BUFFER_BYTES: Final = 8 * LEAF_BYTES
+BUFFERS: Final = 4
+
+
+class _Buffer:
+    """Host memory that the GPU reads by itself, and who still reads it."""
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = memoryview(self.tensor.numpy())
+        self.hashed: Future[list[bytes]] | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Until nobody reads it any more."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        if self.hashed is not None:
+            self.hashed.result()
+
+
+class Uploader:
+    """Ranges of files, to be written to a GPU and hashed. One thread.
+
+    `kind` and `ordinal` are DLPack's, of the GPU. Leaving the context lets the buffers go.
+    """
+
+    def __init__(
+        self, ordinal: int, kind: int = CUDA, nbytes: int = BUFFER_BYTES, buffers: int = BUFFERS
+    ) -> None:
+        """`nbytes`: of one buffer, a multiple of LEAF_BYTES."""
+        self._device = (kind, ordinal)
+        self._nbytes = nbytes
+        pinned = kind != CPU
+        self._stream = torch.cuda.Stream(ordinal) if pinned else None
+        self._free = [_Buffer(nbytes, pinned=pinned) for _ in range(buffers)]
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tensor-dedup-upload")
+
+    def writer(self, fd: int, start: int, nbytes: int) -> Callable[[int], str]:
+        """Who writes so many bytes of a file to an address, and returns their digest.
+
+        The GPU may still be copying when it returns: `Gpu.fill` waits for that. ChangedFileError
+        when the file ends before; OSError.
+        """
+
+        def write(address: int) -> str:
+            geometry = (torch.uint8, (nbytes,), (1,))
+            target = tensor_at(address, geometry, self._device, None)
+            leaves = []
+            try:
+                for at in range(0, nbytes, self._nbytes):
+                    size = min(self._nbytes, nbytes - at)
+                    leaves.append(self._send(fd, start + at, target[at : at + size]))
+            finally:
+                for buffer in self._free:
+                    buffer.wait()
+            return combine(nbytes, [leaf for part in leaves for leaf in part.result()])
+
+        return write
+
+    def _send(self, fd: int, start: int, target: torch.Tensor) -> "Future[list[bytes]]":
+        buffer = self._free.pop(0)
+        self._free.append(buffer)  # the one that was used longest ago comes next
+        buffer.wait()
+        size = target.numel()
+        _read(fd, start, buffer.bytes[:size])
+        buffer.hashed = self._pool.submit(leaf_digests, buffer.bytes[:size])
+        if self._stream is None:
+            target.copy_(buffer.tensor[:size])
+        else:
+            with torch.cuda.stream(self._stream):
+                target.copy_(buffer.tensor[:size], non_blocking=True)
+                buffer.copied = self._stream.record_event()
+        return buffer.hashed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for buffer in self._free:
+            buffer.wait()
+        self._free.clear()
+        self._pool.shutdown()
+
+
+def _read(fd: int, start: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], start + done)
+        if not count:
+            raise ChangedFileError(
+                f"the file ends at byte {start + done}; it was changed, load again",
+                offset=start + done,
+            )
+        done += count
