@@ -11,11 +11,11 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
-from tensor_dedup.store.checkpoints.writing import Fresh, changed
+from tensor_dedup.store.checkpoints.small import Small
+from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, changed
 from tensor_dedup.store.codecs.choosing import WORTH, Choice, Sample, choose
 from tensor_dedup.store.codecs.records import entry, head_bytes
 from tensor_dedup.store.compressing import ENCODE_FROM, element_width
-from tensor_dedup.store.containers import ContainerWriter
 from tensor_dedup.store.encoding import Anchor, Plan, encoded
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
 from tensor_dedup.store.hashing import Hasher
@@ -50,6 +50,7 @@ class Deltas:
     """The decisions of one handle. One save at a time."""
 
     def __init__(self) -> None:
+        self.small = Small()
         self._decisions: dict[str, _Decision] = {}
 
     def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
@@ -108,7 +109,7 @@ def _samples(piece: Fresh, anchor: Anchor | None) -> Iterator[Sample]:
         yield Sample(memoryview(bytes(piece.view[start : start + size])), base)
 
 
-class DeltaWriter(ContainerWriter):
+class DeltaWriter(MemoryWriter):
     """One delta container while it is being written. As ContainerWriter."""
 
     def __init__(self, objects: Objects, hasher: Hasher) -> None:
@@ -126,18 +127,19 @@ class DeltaWriter(ContainerWriter):
         for piece, plan in planned:
             yield self._record(piece, plan, [next(chunks) for _ in _leaves(piece)])
 
+    def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
+        """Store a tensor of one leaf, in this thread; the bytes it took, or None. As encode."""
+        return self._record(piece, plan, [_chunk(piece, plan, 0)])
+
     def _record(self, piece: Fresh, plan: Plan, chunks: Sequence[bytes | None]) -> int | None:
-        head, whole = bytearray(), [chunk for chunk in chunks if chunk is not None]
+        whole = [chunk for chunk in chunks if chunk is not None]
         stored = head_bytes(piece.view.nbytes) + sum(map(len, whole))
         if len(whole) < len(chunks) or stored > piece.view.nbytes * WORTH:
             return None
-        start = self._reserve(stored)
-        at = start + head_bytes(piece.view.nbytes)
-        for chunk in whole:
-            self._objects.files.pwrite(self._opened(), chunk, at)
-            head += entry(chunk)
-            at += len(chunk)
-        self._objects.files.pwrite(self._opened(), bytes(head), start)
+        at = start = self._reserve(stored)
+        for part in (b"".join(map(entry, whole)), *whole):
+            self._write(part, at)
+            at += len(part)
         base = None if plan.anchor is None else plan.anchor.digest
         hashed, codec = piece.hashed, plan.choice.codec.name
         self._records.append(
@@ -176,16 +178,25 @@ class Encoding:
 
     def encode(self, writer: DeltaWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
         """Store those that get smaller; the others."""
+        done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.view.nbytes >= ENCODE_FROM]
-        if not fit:
-            return list(fresh)
-        before = self._before()
-        bases = {piece.fast: before[piece.name] for piece in fit if piece.name in before}
-        with closing(StoredPieces(self._objects, self._index, set(bases.values()))) as pieces:
-            done = self._encode(writer, fit, bases, pieces)
+        if fit:
+            before = self._before()
+            bases = {piece.fast: before[piece.name] for piece in fit if piece.name in before}
+            with closing(StoredPieces(self._objects, self._index, set(bases.values()))) as pieces:
+                done |= self._encode_large(writer, fit, bases, pieces)
         return [piece for piece in fresh if piece.fast not in done]
 
-    def _encode(
+    def _encode_small(self, writer: DeltaWriter, fresh: Sequence[Fresh]) -> set[bytes]:
+        done = set()
+        for piece, plan in self._deltas.small.plans(fresh):
+            stored = writer.encode_small(piece, plan)
+            self._deltas.small.stored(piece, stored)
+            if stored is not None:
+                done.add(piece.fast)
+        return done
+
+    def _encode_large(
         self,
         writer: DeltaWriter,
         fit: Sequence[Fresh],

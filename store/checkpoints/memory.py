@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from tensor_dedup.store.containers import PACK_BELOW
 from tensor_dedup.store.objects import ContainerId
 
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
@@ -17,12 +18,11 @@ Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
 Places: TypeAlias = tuple[ContainerId, ...]
 """The containers a piece is read from: its own, and that of what it is a delta against."""
 
-# So many packs of about one size are put together: the files of a step stay few, and a piece is
-# written again as often as its ensemble has grown sixteenfold.
-_TIER = 16
-_TIER_BITS = 4
+# So many containers with about as much of small pieces are put together: the files of a step stay
+# few, and a piece is written again as often as its ensemble has grown by as much.
+_TIER = 32
+_TIER_BITS = 5
 _SMALLEST_BITS = 12
-_PACK = "pack"
 
 
 class Known(NamedTuple):
@@ -32,11 +32,16 @@ class Known(NamedTuple):
     nbytes: int
     places: Places
 
+    @property
+    def small(self) -> bool:
+        """Whether it shares a container with many others."""
+        return self.nbytes < PACK_BELOW
+
 
 class PageState:
     """A page that is in the store: its pieces, its name, the size of its file.
 
-    `held` are its pieces by fast hash, `weights` the bytes of them that are in each place.
+    `held` are its pieces by fast hash, `weights` the bytes of the small ones in each place.
     """
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
@@ -54,8 +59,10 @@ class PageState:
         self.held = {row[0]: held[row[0]] for row in self.rows}
         self.weights: Counter[Places] = Counter()
         for known in self.held.values():
-            self.weights[known.places] += known.nbytes
-        self.containers = frozenset(each for places in self.weights for each in places)
+            if known.small:
+                self.weights[known.places] += known.nbytes
+        places = {known.places for known in self.held.values()}
+        self.containers = frozenset(container for each in places for container in each)
 
 
 @dataclass(slots=True)
@@ -86,10 +93,10 @@ class Last:
 
 
 def crowded(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
-    """The packs to put together, of those in which these bytes are."""
+    """The containers whose small pieces are to be put together, of those that hold these bytes."""
     weights: Counter[ContainerId] = Counter()
     for places, nbytes in held:
-        if places and places[0].kind == _PACK:
+        if places:
             weights[places[0]] += nbytes
     tiers: dict[int, set[ContainerId]] = {}
     for container, nbytes in weights.items():

@@ -233,7 +233,7 @@ class _Commit:
     ) -> dict[bytes, Known]:
         """Where the pieces of the pages that are not kept are; what is nowhere is written.
 
-        Packs that have become too many are put together, those of kept pages too.
+        Containers that have become too many are put together, those of kept pages too.
         """
         changed = [number for number, page in enumerate(kept) if page is None]
         known = self._last.known(alive) if changed else {}
@@ -243,7 +243,8 @@ class _Commit:
         for number in changed:
             for at, row in enumerate(parts[number], number * PAGE_ENTRIES):
                 if row[0] in known:
-                    places.append((known[row[0]].places, known[row[0]].nbytes))
+                    if known[row[0]].small:
+                        places.append((known[row[0]].places, known[row[0]].nbytes))
                 elif row[1] is not None and row[1] in self._snapshot.same:
                     elsewhere[row[0]] = self._snapshot.same[row[1]]
                 else:
@@ -279,7 +280,7 @@ class _Commit:
         known: Mapping[bytes, Known],
         pages: Sequence[PageState],
     ) -> Wanted:
-        """The pieces of this step that are read from some of these containers."""
+        """The small pieces of this step that are read from some of these containers."""
         if not packs:
             return {}
         held = {key: each for page in pages for key, each in page.held.items()} | dict(known)
@@ -287,7 +288,7 @@ class _Commit:
         return {
             row[0]: (row[1] or _FILE, row[2], memoryview(data).cast("B"))
             for row, data in zip(rows, self._data, strict=True)
-            if row[0] in held and not packs.isdisjoint(held[row[0]].places)
+            if row[0] in held and held[row[0]].small and not packs.isdisjoint(held[row[0]].places)
             if row[1] not in self._snapshot.same
         }
 

@@ -50,9 +50,10 @@ class Stocker:
         self.pieces += len(fresh)
         self.nbytes += sum(piece.view.nbytes for piece in fresh)
         moved = hash_all(self._hasher, again)
+        left = [*fresh, *moved]
         if self._encoding is not None:
-            fresh = self._encoding.encode(self._encoder, fresh)
-        self._write([*fresh, *moved])
+            left = self._encoding.encode(self._encoder, left)
+        self._write(left)
         places |= self._places()
         hashed |= {piece.hashed.digest: piece for piece in moved}
         return {
