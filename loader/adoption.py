@@ -247,7 +247,7 @@ class Adoption:
         if parameter.is_meta:
             return "it is not in memory (meta)"
         if parameter.device.type != "cpu":
-            return f"it is on {parameter.device.type}; only host memory is shared in this version"
+            return f"it came to {parameter.device.type} by itself; load in host memory, then move"
         if not sharable(data_of(parameter)):
             return "its type or layout cannot be shared"
         if id(parameter) in together or self._part_again(parameter):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -78,6 +78,9 @@ _moves: Final = _Moves()
 _watch: Final = _Watch()
 # The resident that a cast in host memory became, by what was cast, to what.
 _casts: Final[WeakValueDictionary[Known, Resident]] = WeakValueDictionary()
+# What models that are offloaded after each use hold in host memory meanwhile: they come back for
+# certain, and then need neither a copy nor a hash.
+_kept: Final[WeakKeyDictionary[nn.Module, set[Resident]]] = WeakKeyDictionary()
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
@@ -150,6 +153,7 @@ class Move:
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], fn: Function) -> None:
         self._fn = fn
+        self._comes_back = _kept.setdefault(model, set()) if hasattr(model, "_hf_hook") else None
         self._known = known_of(each for each in parameters if type(each) is nn.Parameter)
         self._targets: dict[torch.dtype, tuple[torch.device, torch.dtype]] = {}
         self._made: set[torch.device] = set()
@@ -176,6 +180,9 @@ class Move:
             return self._fn(tensor)  # as torch says it: there are no values
         if device.type == "cpu":
             return self._here(tensor, wanted)
+        if self._comes_back is not None:
+            resident = registry.lookup(*known)
+            self._comes_back.update(() if resident is None else (resident,))
         return self._there(tensor, wanted, device)
 
     def _target(self, tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
+from safetensors.torch import save_file
 
 import checkpoints
 from tensor_dedup.analyze import analyze
@@ -135,6 +137,9 @@ def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(demo.main, ["--work", str(tmp_path), str(tmp_path / "nothing")])
     assert result.exit_code == 2
     assert "nothing" in result.stderr
+    absent = ["--diffusers", "--work", str(tmp_path), str(tmp_path / "nothing")]
+    result = CliRunner().invoke(demo.main, absent)
+    assert (result.exit_code, "nothing" in result.stderr) == (2, True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "diffusers" or None)
     result = CliRunner().invoke(demo.main, ["--diffusers", "--work", str(tmp_path)])
     assert result.exit_code == 1
@@ -184,7 +189,10 @@ def test_one_other_pixel_is_said_and_ends_with_1(
     sides = {"plain": drawn(tmp_path / "a", 0.1, 0.2), "shared": drawn(tmp_path / "b", *values)}
     monkeypatch.setattr(gallery, "run_side", lambda _, folder, *__: sides[folder.name])
     (tmp_path / "work" / "pipelines").mkdir(parents=True)
-    paths = [str(tmp_path / name) for name in "ab"]
+    paths = [str(tmp_path / "base"), str(tmp_path / "base")]
+    checkpoint = tmp_path / "base" / "model.safetensors"
+    checkpoint.parent.mkdir()
+    save_file({"weight": torch.ones(4)}, checkpoint)
     arguments = ["--diffusers", "--work", str(tmp_path / "work"), *paths]
     result = CliRunner().invoke(demo.main, arguments)
     assert result.exit_code == status, result.output

@@ -247,15 +247,18 @@ def test_a_real_adapter_is_fused_and_taken_back(folder: Path, alone: dict[str, b
 
 
 def test_ten_loads_leave_nothing(folder: Path, others: int) -> None:
-    sizes = set()
+    sizes, lent, size = set(), [], 0
     for _ in range(10):
         with enable():
             pipeline = load(folder / "sd")
+        size = nbytes(pipeline)
         sizes.add(registry.resident_bytes())
         del pipeline
         gc.collect()
         assert registry.resident_bytes() == others
+        lent.append(kernel.allocated())
     assert len(sizes) == 1
+    assert lent[-1] - lent[1] < size / 4  # of eight more
 
 
 def test_two_threads_get_two_right_pipelines(folder: Path, alone: dict[str, bytes]) -> None:

@@ -236,6 +236,18 @@ def test_memory_of_another_device_can_be_made_private() -> None:
     assert make_private(first.parameters()) == 0
 
 
+def test_what_is_offloaded_after_each_use_keeps_its_place_in_host_memory() -> None:
+    first, second = pair()
+    first._hf_hook = object()  # as accelerate marks it
+    number = len(registry.residents())
+    for model in (first, second):
+        model.to("meta")
+    assert len(registry.residents()) == number
+    del first, model
+    gc.collect()
+    assert len(registry.residents()) == 0
+
+
 def test_a_move_takes_pipelines_and_modules_only() -> None:
     with pytest.raises(UnsupportedError, match="move takes a pipeline or a module, not dict"):
         move({}, "meta")

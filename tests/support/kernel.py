@@ -1,5 +1,6 @@
 """What the kernel says about this process: its slab mappings, descriptors and memory; forking."""
 
+import ctypes
 import os
 import pickle
 import re
@@ -58,6 +59,24 @@ def slab_memory() -> Counter[str]:
             name, _, size = line.partition(":")
             sizes[name] += int(size.split()[0]) * 1024
     return sizes
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated() -> int:
+    """Bytes that malloc has lent in this process, in all its arenas."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = _MallInfo
+    info = libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def fork() -> int:

@@ -94,7 +94,7 @@ def _pipelines(
     with _bar(console) as bar:
         chosen = list(paths) or gallery.made(work, bar)
         size = None if paths else pictures.SIZE
-        files = [file for path in chosen for file in sorted(path.rglob("*.safetensors"))]
+        files = [file.path for path in chosen for file in open_checkpoint(path).files]
         task = bar.add_task("reading all files once", total=len(files) + 4 * len(chosen))
         for file in files:
             _read(file)
