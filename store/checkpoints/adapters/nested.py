@@ -198,8 +198,8 @@ class _Walk:
         return name, None if first == name else first
 
     def _series(self, series: Series, place: Place) -> Node:
-        base = self._free(place.key(series.name).name, nodes.series_name("", 0))
-        names = [nodes.series_name(base, number) for number in range(len(series.items))]
+        base = self._free(place.key(series.name).name, nodes.series_names("", 1)[0])
+        names = nodes.series_names(base, len(series.items))
         if not self.tensors.keys().isdisjoint(names):  # by a key that looks like one of its names
             return self._series(Series(f"{series.name}~", series.items), place)
         shapes = [(len(item),) for item in series.items]

@@ -137,6 +137,6 @@ def decode_values(data: memoryview) -> list[Any]:
         raise DamagedStateError.at(VALUES, str(error)) from error
 
 
-def series_name(name: str, number: int) -> str:
-    """What the piece of this number of a series is called."""
-    return f"{name}_{number:06d}"
+def series_names(name: str, count: int) -> list[str]:
+    """What the pieces of a series are called."""
+    return [f"{name}_{number:06d}" for number in range(count)]

@@ -168,7 +168,7 @@ class _Rebuild:
         # The number of pieces bounds it, not what the checkpoint says.
         if type(count) is not int or not 0 <= count <= len(self._tensors):
             raise DamagedStateError.at(node.name, f"a series of {count!r} pieces")
-        names = [nodes.series_name(node.name, number) for number in range(count)]
+        names = nodes.series_names(node.name, count)
         return Series(node.name, [raw(self.piece(name)) for name in names])
 
     def _object_array(self, node: nodes.ObjectArray, place: Place, original: Any) -> Any:

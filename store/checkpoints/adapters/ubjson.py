@@ -75,15 +75,24 @@ def objects(data: Buffer, at: int, count: int) -> list[int]:
     if not count:
         return [at]
     mark = bytes(data[at : data.index(b"#", at)])
-    starts, place = [at], data.find(mark, at + 1)
-    while place >= 0:
-        starts.append(place)
-        place = data.find(mark, place + len(mark))
-    if len(starts) == count:
-        return [*starts, skip(data, starts[-1])]
+    for leap in (True, False):
+        starts = _marked(data, at, mark, leap)
+        if len(starts) == count:
+            return [*starts, skip(data, starts[-1])]
     starts = [at]
     for _ in range(count):
         starts.append(skip(data, starts[-1]))
+    return starts
+
+
+def _marked(data: Buffer, at: int, mark: bytes, leap: bool) -> list[int]:
+    """Where the mark is. To `leap` is to look first where one as large as the last would end."""
+    starts, last, place = [at], at, data.find(mark, at + 1)
+    while place >= 0:
+        starts.append(place)
+        last, guess = place, 2 * place - last
+        found = leap and data.startswith(mark, guess)
+        place = guess if found else data.find(mark, place + len(mark))
     return starts
 
 
