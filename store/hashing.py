@@ -115,13 +115,25 @@ class Hasher:
         waiting: deque[Future[_Out]] = deque()
         try:
             for piece in pieces:
-                waiting.append(self._pool.submit(work, piece))
+                waiting.append(self._handed(work, piece))
                 if len(waiting) > _AHEAD * self._workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
             _settle(waiting)
+
+    def _handed(self, work: Callable[[_In], _Out], piece: _In) -> "Future[_Out]":
+        try:
+            if self._pool is not None:
+                return self._pool.submit(work, piece)
+        except RuntimeError:
+            # The interpreter is ending: pools take nothing more, and a save in the background goes
+            # on alone.
+            pass
+        done: Future[_Out] = Future()
+        done.set_result(work(piece))
+        return done
 
 
 def _settle(waiting: Iterable["Future[Any]"]) -> None:

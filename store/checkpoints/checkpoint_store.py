@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
+from tensor_dedup.store.checkpoints.background import Hook, PendingSave, Saves, Taken
 from tensor_dedup.store.checkpoints.errors import (
+    BadLimitError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
@@ -24,12 +27,16 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
+from tensor_dedup.store.checkpoints.staging import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.sources import small_files
 from tensor_dedup.store.store import Store
+
+if TYPE_CHECKING:
+    import torch
 
 StrPath = str | PathLike[str]
 _READERS = 8  # the disk wants several requests even where there are fewer cores
@@ -41,6 +48,11 @@ class CheckpointStore:
         with CheckpointStore("checkpoints", "run-001", keep_last=5) as run:
             run.save(model, step=epoch, metrics={"val_loss": loss})
             model = run.load(run.best("val_loss"), original=model)
+
+    Or without waiting for the disk, with the optimizer that changes the model:
+
+            run.hook(optimizer)
+            run.save_async({"model": model, "optimizer": optimizer}, step=step)
 
     A step costs what no step of any run in the store has yet. Every tensor is compared by content,
     in each save: one that was changed in place is saved, whatever its name or address. Methods may
@@ -60,6 +72,8 @@ class CheckpointStore:
         compress: Literal["auto"] | None = "auto",
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         weights: str = "",
+        pool_bytes: int | None = None,
+        in_flight: int = 1,
     ) -> None:
         """Open, or make, the store in the folder `root` for the run `run_id`.
 
@@ -69,25 +83,46 @@ class CheckpointStore:
         without a rule all do. `config` (a folder, or texts by path) is kept with each step, so that
         engines can load `store://RUN@STEP`; when the model is only one part of what is saved, as in
         `{"model": ..., "optimizer": ...}`, `weights="model"` says which. With `compress` what is
-        new is stored encoded where that saves a tenth. BadNameError, BadRetentionError,
+        new is stored encoded where that saves a tenth. `pool_bytes` is how much memory the copies
+        of `save_async` may take, by default a quarter of the machine's; `in_flight` how many of its
+        saves may be unfinished at once. BadNameError, BadRetentionError, BadLimitError,
         NotAStoreError.
         """
+        if in_flight < 1 or (pool_bytes or 0) < 0:
+            what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
+            raise BadLimitError.at(f"run {run_id!r}", what)
         self.run_id = check_run(run_id)
         self.store = root if isinstance(root, Store) else Store.open(root)
         self._adapter = adapter
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._config, self._weights = self._small(config), weights
         self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
+        self._saves = Saves(
+            self.commit,
+            self._saver,
+            HostPool(default_bytes() if pool_bytes is None else pool_bytes),
+            in_flight=in_flight,
+            threads=self.store.worker_count,
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # what is being raised comes first
+            with suppress(StoreError):
+                self.close()
 
     def close(self) -> None:
-        """Let go of what is held between saves; a later save takes it up again."""
+        """Wait for saves in the background, and let go of what is held between saves.
+
+        A later save takes it up again. Raises what a save in the background failed with.
+        """
+        self._saves.close()
         self._saver.close()
+        self._saves.settle()
 
     def save(
         self,
@@ -104,7 +139,49 @@ class CheckpointStore:
         NoSpaceError, StoreIOError: all steps that were saved are as they were. PinnedStepError: a
         pinned step is not replaced. BadStepError, BadMetricError, NamedTwiceError, StateError.
         """
+        self._saves.settle()
         return self.commit(self.snapshot(model, step, metrics, files=files))
+
+    def save_async(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+        lazy: bool | None = None,
+    ) -> PendingSave:
+        """Begin to save a step as it is now; `wait()` of what comes back says what was saved.
+
+        When this returns, the model may be changed: what the store does not have was copied. When
+        `lazy`, only small tensors and plain values were, and `before_update` waits for the rest:
+        until then large tensors must stay as they are (ChangedModelError where that is noticed).
+        By default it is lazy when an optimizer was hooked. Waits while `in_flight` saves are
+        unfinished; what does not fit into the pool is waited for until it is written.
+
+        What a save in the background fails with is raised by the next call, once: this one, `save`,
+        `before_update`, `close`, `wait` of its own. Then this one has saved nothing. As `save`.
+        """
+
+        step_name(self.run_id, step)
+        if self._holds_pin(step):
+            raise self._is_pinned(step)
+        return self._saves.start(lambda: self._taken(model, step, metrics, files), lazy=lazy)
+
+    def before_update(self) -> None:
+        """Return when the model may be changed: call it before the optimizer's step.
+
+        Waits only for what `save_async` has not copied yet; copies from a device are waited for
+        there, by what it is told next, and this returns at once. Raises what a save failed with.
+        """
+        self._saves.before_update()
+
+    def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
+        """Call `before_update` before each step of an optimizer, and make `save_async` lazy.
+
+        Hook every optimizer that changes what is saved. `remove()` ends it.
+        """
+        return self._saves.hook(optimizer)
 
     def snapshot(
         self,
@@ -115,11 +192,21 @@ class CheckpointStore:
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Snapshot:
         """A step as `commit` takes it. It may use the model's own memory; nothing is written."""
+        taken = self._taken(model, step, metrics, files)
+        return Snapshot(taken.notes, pieces(taken.values), taken.files)
+
+    def _taken(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        files: "Mapping[str, str | bytes] | None",
+    ) -> Taken:
         step_name(self.run_id, step)
         adapter = self._adapter or adapter_for(model)
         notes = Notes(self.run_id, step, adapter.name, checked(metrics), self._weights)
         small = {**self._config, **self._small(files)}
-        return Snapshot(notes, pieces(adapter.extract(model)), small)
+        return Taken(notes, adapter.extract(model), small)
 
     def commit(self, snapshot: Snapshot) -> Saved:
         """Store a snapshot, then let go of the steps that no rule keeps. Any thread. As `save`."""
@@ -214,7 +301,11 @@ class CheckpointStore:
             return pinned_steps(self.store.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
-        """Give back the space of what no step of any run, and no checkpoint, uses. As Store.gc."""
+        """Give back the space of what no step of any run, and no checkpoint, uses. As Store.gc.
+
+        Saves in the background are waited for.
+        """
+        self._saves.finish()
         return self.store.gc(grace_hours)
 
     def stats(self) -> dict[str, object]:

@@ -9,7 +9,10 @@ StoreError
                    NamedTwiceError       two tensors of one name, or a file in a tensor's place
                    NoAdapterError        nobody knows how to put the model together again
                    NotATrainingError     a checkpoint of that name that no run has saved
+                   BadLimitError         a bound of what saves in the background may use makes none
+                   ForkedSaveError       a save that another process has begun is waited for
   - of the world:  ChangedModelError     a tensor was written to while it was saved
+                   BrokenSaveError       a save in the background ended as none should
 
 Those of the store itself are in store/errors.py.
 """
@@ -69,3 +72,21 @@ class ChangedModelError(AdvisedError):
     """A tensor was written to while it was saved. Nothing was committed."""
 
     advice = "save between two steps of the optimizer, or save a copy"
+
+
+class BadLimitError(AdvisedError):
+    """A bound of what saves in the background may use makes no sense."""
+
+    advice = "let one save or more be unfinished, and give the pool bytes, or none"
+
+
+class ForkedSaveError(AdvisedError):
+    """A save is waited for in a process that was forked after it had begun."""
+
+    advice = "wait for it in the process that called save_async"
+
+
+class BrokenSaveError(AdvisedError):
+    """A save in the background ended as none should. Nothing was committed."""
+
+    advice = "save again, and report what its thread has printed"

@@ -10,7 +10,14 @@ import house
 DOORS = {"tensor_dedup.store.files", "tensor_dedup.store.testing"}
 FORBIDDEN = {"shutil", "io", "tempfile", "mmap", "fcntl", "subprocess", "glob", "pathlib.os"}
 # What of os is not about files.
-HARMLESS = {"PathLike", "environ", "getpid", "sched_getaffinity"}
+HARMLESS = {
+    "PathLike",
+    "environ",
+    "getpid",
+    "register_at_fork",
+    "sched_getaffinity",
+    "sysconf",
+}
 # What a Path can do to a disk; `files.open(...)` is the door itself, `Store.open` goes through it.
 METHODS = {
     "chmod",

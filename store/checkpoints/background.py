@@ -1,0 +1,281 @@
+"""Saving in the background: the thread that trains is stopped while a step is pinned down, if then.
+
+    save_async     waits for its turn, takes the model apart, copies what is small, begins with the
+                   rest; waits for that too, unless an optimizer is hooked
+    before_update  waits until all is pinned down that is not yet
+    a thread       pins, hashes, encodes, writes and commits; it ends with its save
+
+Steps are committed in the order in which they were saved. What fails is raised by the next call.
+The thread is no daemon, so a program ends when its steps are durable, and no thread is idle: there
+is nothing to end when a program does, and nothing to lose when it forks.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints.devices import CudaDevice, Device
+from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
+from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.pinning import Context, Pinning
+from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
+from tensor_dedup.store.checkpoints.staging import HostPool
+
+if TYPE_CHECKING:
+    import torch
+
+    from tensor_dedup.store.checkpoints.state import Value
+
+_LOG = logging.getLogger("tensor_dedup")
+# From here on one thread more is worth its start; each copies faster than any disk writes.
+_HELPED_BYTES = 64 << 20
+_HELPERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step as an adapter took it apart: its values may be the memory of the model."""
+
+    notes: Notes
+    values: "Mapping[str, Value]"
+    files: Mapping[str, bytes]
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of one save: taking the model apart and copying what is small, pinning down the
+    rest, and committing. The first is in the thread that trains, the last never.
+    """
+
+    metadata: float = 0.0
+    copy: float = 0.0
+    write: float = 0.0
+
+
+class PendingSave:
+    """A step that is being saved in the background. Any thread, in the process that began it."""
+
+    def __init__(
+        self,
+        taken: Taken,
+        pinning: Pinning,
+        commit: Callable[[Snapshot], Saved],
+        previous: "PendingSave | None",
+    ) -> None:
+        self.step = taken.notes.step
+        self.times = Times()
+        self.reported = False
+        self._taken, self._pinning = taken, pinning
+        self._commit, self._previous = commit, previous
+        self._owner = os.getpid()
+        self._pinned, self._done = threading.Event(), threading.Event()
+        self._saved: Saved | None = None
+        self._error: StoreError | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"tensor-dedup-save-{self.step}", daemon=False
+        )
+
+    def done(self) -> bool:
+        """Whether it has ended: committed, or failed."""
+        return self._done.is_set()
+
+    def wait(self) -> Saved:
+        """Return when the step is committed and durable. What its save failed with is raised."""
+        self.finish()
+        if self._saved is None:
+            self.reported = True
+            raise self._error or BrokenSaveError.at(str(self.step), "it ended")
+        return self._saved
+
+    @property
+    def failed(self) -> StoreError | None:
+        """What it failed with; None as long as it has not."""
+        return self._error if self._done.is_set() else None
+
+    def start(self) -> None:
+        """Begin, in threads of its own."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when it has ended. ForkedSaveError."""
+        if self._owner != os.getpid():
+            raise ForkedSaveError.at(str(self.step), "this save goes on in the parent process")
+        self._done.wait()
+
+    def hold(self) -> None:
+        """Return when the model may be changed."""
+        self._pinning.hold()
+        self._pinned.wait()
+        if self._pinning.crowded():
+            self.finish()
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            self._pin()
+            self.times.copy = time.perf_counter() - began
+            snapshot = self._pinning.snapshot(self._taken.notes, self._taken.files)
+            if self._previous is not None:
+                self._previous.finish()
+            began = time.perf_counter()
+            self._saved = self._commit(snapshot)
+            self.times.write = time.perf_counter() - began
+        except StoreError as error:
+            self._error = error
+        finally:
+            self._end()
+
+    def _pin(self) -> None:
+        try:
+            self._pinning.work()
+            if self._previous is not None and self._pinning.crowded():
+                self._previous.finish()  # it gives back what it has copied
+                self._pinning.again()
+        finally:
+            self._pinned.set()
+
+    def _end(self) -> None:
+        if self._saved is None:
+            if self._error is None:
+                what = "it ended with an error that is none of the store's"
+                self._error = BrokenSaveError.at(f"step {self.step}", what)
+            self._error.add_note(f"while step {self.step} was saved in the background")
+            if not threading.main_thread().is_alive():  # nobody is there to be told otherwise
+                _LOG.error("step %d was not saved: %s", self.step, self._error)
+        self._pinning.release()
+        del self._taken, self._previous  # the model is not kept, nor all saves before
+        self._done.set()
+
+
+class Hook:
+    """What makes an optimizer wait before each of its steps."""
+
+    def __init__(self, handle: Any, forget: Callable[[], None]) -> None:
+        self._handle, self._forget = handle, forget
+
+    def remove(self) -> None:
+        """The optimizer waits no longer, and `save_async` does again."""
+        self._handle.remove()
+        self._forget()
+
+
+class Saves:
+    """The saves of one handle that go on in the background. Any thread."""
+
+    def __init__(
+        self,
+        commit: Callable[[Snapshot], Saved],
+        saver: Saver,
+        pool: HostPool,
+        *,
+        in_flight: int,
+        threads: int,
+    ) -> None:
+        self._commit, self._saver = commit, saver
+        self._pool, self._in_flight = pool, in_flight
+        self._helpers = min(_HELPERS, threads) - 2
+        self._devices: list[Device] = [CudaDevice()]
+        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._moving: set[str] = set()
+        self._begin()
+        _ALL.add(self)
+
+    def _begin(self) -> None:
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._pending: list[PendingSave] = []
+
+    def forked(self) -> None:
+        """As new, in a forked child: the parent's saves are the parent's, and so are its threads,
+        which may hold any lock.
+        """
+        self._begin()
+        self._pool.reset()
+        self._saver.reset()
+
+    def start(self, take: Callable[[], Taken], *, lazy: bool | None) -> PendingSave:
+        """Save what `take` gives. Raises what an earlier save failed with, and saves nothing."""
+        with self._turn:
+            self._wait_until_fewer_than(self._in_flight)
+            began = time.perf_counter()
+            taken = take()
+            context = Context(self._pool, self._devices, self._moving, self._saver.large())
+            pinning = Pinning(taken.values, context)
+            pending = PendingSave(taken, pinning, self._commit, self._last())
+            pending.times.metadata = time.perf_counter() - began
+            with self._lock:
+                self._pending.append(pending)
+            pending.start()
+        if pinning.large_bytes >= _HELPED_BYTES:
+            for _ in range(self._helpers):
+                threading.Thread(target=pinning.work, name="tensor-dedup-pin").start()
+        if not (bool(self._hooked) if lazy is None else lazy):
+            pending.hold()
+        return pending
+
+    def _last(self) -> PendingSave | None:
+        with self._lock:
+            return self._pending[-1] if self._pending else None
+
+    def _wait_until_fewer_than(self, count: int) -> None:
+        while True:
+            with self._lock:
+                self._raise_one()
+                running = [each for each in self._pending if not each.done()]
+            if len(running) < count:
+                return
+            running[0].finish()
+
+    def _raise_one(self) -> None:
+        """Raise what a save failed with, if nobody was told yet; forget those that have ended."""
+        failed = [each for each in self._pending if each.failed and not each.reported]
+        self._pending = [each for each in self._pending if not each.done() or each in failed]
+        if failed and (error := failed[0].failed) is not None:
+            failed[0].reported = True
+            raise error
+
+    def before_update(self) -> None:
+        """Return when the model may be changed. Raises what a save failed with."""
+        with self._lock:
+            self._raise_one()
+            running = list(self._pending)
+        for each in running:
+            each.hold()
+
+    def settle(self) -> None:
+        """Return when all that was begun has ended. Raises what a save failed with."""
+        self._wait_until_fewer_than(1)
+
+    def finish(self) -> None:
+        """The same, and what failed is raised later."""
+        with self._lock:
+            running = list(self._pending)
+        for each in running:
+            each.finish()
+
+    def close(self) -> None:
+        """Wait for all, and let go of the pool. What failed is raised later."""
+        self.finish()
+        self._pool.clear()
+
+    def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
+        """Have an optimizer wait before each of its steps."""
+        handle = optimizer.register_step_pre_hook(lambda *_: self.before_update())
+        self._hooked.add(optimizer)
+        return Hook(handle, lambda: self._hooked.discard(optimizer))
+
+
+_ALL: "weakref.WeakSet[Saves]" = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for each in list(_ALL):
+        each.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,468 @@
+"""What is saved in the background is what the model was when it was saved; nothing gets lost."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fresh
+from steps import Arrays, Model, assert_same, copied, forest, handle, network, shares, train
+from stores import open_store
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
+from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
+from tensor_dedup.store.checkpoints.errors import (
+    BadLimitError,
+    BadStepError,
+    ForkedSaveError,
+    PinnedStepError,
+)
+from tensor_dedup.store.checkpoints.pinning import Context, Pinning
+from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
+from tensor_dedup.store.errors import LostHitError, NoSpaceError
+from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.testing import Faults, FaultyFiles
+
+WEIGHT_BYTES = 160 * 200 * 4
+FULL = Faults(full_from=0)
+
+
+class Gate(RealFiles):
+    """A disk that makes nothing durable while it is closed."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.waiting = threading.Event()
+
+    def fsync(self, handle: Handle) -> None:
+        self.waiting.set()
+        assert self.opened.wait(60)
+        super().fsync(handle)
+
+
+def gated(root: Path, gate: Gate, **more: Any) -> CheckpointStore:
+    """A run in a store that is there: making one is made durable too."""
+    handle(root).close()
+    return handle(root, files=gate, **more)
+
+
+def faulty(tmp_path: Path) -> FaultyFiles:
+    (tmp_path / "limbo").mkdir()
+    return FaultyFiles(tmp_path / "limbo")
+
+
+def allocated(run: CheckpointStore) -> int:
+    return run._saves._pool.allocated
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("pool_bytes", [None, WEIGHT_BYTES, 0])
+def test_training_goes_on_while_steps_are_saved(
+    tmp_path: Path, lazy: bool, pool_bytes: int | None
+) -> None:
+    run, kept = handle(tmp_path, pool_bytes=pool_bytes), {}
+    model = {**network(1), **forest(40)}
+    for step in range(6):
+        kept[step] = copied(model)
+        run.save_async(model, step, {"loss": float(step)}, lazy=lazy)
+        if lazy:
+            run.before_update()
+        # At once, in place: tensors of both sizes, and one that did not move before.
+        train(model, step, "layer2.weight", "layer2.bias", f"layer{step % 3}.weight")
+        model["tree000003"][:] = step
+    run.close()
+    assert shares(run)
+    assert run.steps() == list(range(6))
+    for step, expected in kept.items():
+        assert_same(run.load(step), expected)
+    assert run.metrics()[3] == {"loss": 3.0}
+    assert run.store.verify(full=True).faults == []
+
+
+def test_what_did_not_change_is_not_copied(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    run.save(model, 0)
+    train(model, 0, "layer1.weight")
+    saved = run.save_async(model, 1).wait()
+    assert shares(run)
+    assert saved.new_tensors == 1
+    assert allocated(run) == -(-WEIGHT_BYTES // 4096) * 4096
+    # One bit, of the same array, under the same name.
+    model["layer0.weight"].view(np.uint32)[80, 100] ^= 1
+    assert run.save_async(model, 2).wait().new_tensors == 1
+    assert_same(run.load(2), model)
+
+
+def test_what_no_longer_moves_is_no_longer_written(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    for step in range(3):
+        train(model, step, *model)
+        run.save_async(model, step)
+    # It moved in each step, so it is copied first, and found known in the background.
+    assert run.save_async(model, 3).wait().new_tensors == 0
+    run.close()
+    assert allocated(run) == 0
+    assert run.save_async(model, 4).wait().new_tensors == 0
+    assert run.save_async(model, 5).wait().new_tensors == 0
+    assert shares(run)
+    assert allocated(run) <= 4 * WEIGHT_BYTES
+    assert_same(run.load(5), model)
+
+
+def test_before_update_keeps_small_tensors_as_they_were(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    kept = copied(model)
+    run.save_async(model, 0, lazy=True)
+    train(model, 1, "layer0.bias")  # as a forward pass does with statistics
+    run.before_update()
+    train(model, 2, *model)
+    run.save_async(model, 1).wait()
+    assert_same(run.load(0), kept)
+    assert_same(run.load(1), model)
+
+
+def test_tensors_of_one_memory_are_copied_once(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1, layers=1)
+    model["tied"] = model["layer0.weight"]
+    model["turned"] = model["layer0.weight"].T
+    kept = copied(model)
+    pending = run.save_async(model, 0)
+    assert allocated(run) == -(-WEIGHT_BYTES // 4096) * 4096
+    train(model, 0, "layer0.weight")
+    pending.wait()
+    assert shares(run)
+    assert_same(run.load(0), kept)
+
+
+def test_a_full_pool_makes_the_model_wait_for_the_disk(tmp_path: Path) -> None:
+    gate = Gate()
+    gate.opened.set()
+    run, model = handle(tmp_path, files=gate, pool_bytes=0), network(1)
+    assert run.save_async(model, 0).done()
+    train(model, 0, "layer0.weight")
+    gate.opened.clear()
+    pending = run.save_async(model, 1, lazy=True)
+    thread = threading.Thread(target=run.before_update)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    gate.opened.set()
+    thread.join()
+    assert pending.done()
+    assert shares(run)
+    assert_same(run.load(1), model)
+
+
+def test_one_save_at_a_time_waits_for_the_one_before(tmp_path: Path) -> None:
+    gate = Gate()
+    run, model, begun = gated(tmp_path, gate), network(1), list[PendingSave]()
+    first = run.save_async(model, 0)
+    thread = threading.Thread(target=lambda: begun.append(run.save_async(model, 1)))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert not first.done()
+    gate.opened.set()
+    thread.join()
+    assert first.done()
+    assert begun[0].wait().new_tensors == 0
+    assert run.steps() == [0, 1]
+
+
+def test_several_saves_are_committed_in_order_and_the_pool_bounds_them(tmp_path: Path) -> None:
+    gate = Gate()
+    room = 4 * WEIGHT_BYTES
+    run = gated(tmp_path, gate, in_flight=9, pool_bytes=room, compress=None)
+    model, kept, order = network(1), {}, list[int]()
+
+    def all_of_them() -> None:
+        for step in range(5):
+            kept[step] = copied(model)
+            run.save_async(model, step)
+            order.append(step)
+            train(model, step, *model)
+
+    thread = threading.Thread(target=all_of_them)
+    thread.start()
+    assert gate.waiting.wait(60)
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert order == [0]  # three tensors are in the pool, and three more do not fit
+    assert allocated(run) <= room
+    gate.opened.set()
+    thread.join()
+    run.close()
+    times = [(tmp_path / "refs" / name).stat().st_mtime_ns for name in _refs(run, range(5))]
+    assert times == sorted(times)
+    for step, expected in kept.items():
+        assert_same(run.load(step), expected)
+
+
+def _refs(run: CheckpointStore, steps: range) -> list[str]:
+    from tensor_dedup.store.names import file_of
+
+    return [file_of(f"{run.run_id}@{step}") for step in steps]
+
+
+CALLS: dict[str, Callable[[CheckpointStore, PendingSave], object]] = {
+    "save": lambda run, _: run.save(network(2), 7),
+    "save_async": lambda run, _: run.save_async(network(2), 7),
+    "before_update": lambda run, _: run.before_update(),
+    "close": lambda run, _: run.close(),
+    "wait": lambda _, pending: pending.wait(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_full_disk_is_raised_by_the_next_call_once(tmp_path: Path, name: str) -> None:
+    files = faulty(tmp_path)
+    run, model = handle(tmp_path / "store", files=files), network(1)
+    run.save(model, 0)
+    kept = copied(model)
+    train(model, 1, "layer0.weight")
+    files._faults = FULL
+    pending = run.save_async(model, 1)
+    pending.finish()
+    with pytest.raises(NoSpaceError, match="gc"):
+        CALLS[name](run, pending)
+    files._faults = Faults()
+    assert run.steps() == [0]  # nothing else was begun either
+    for call in (run.before_update, run.close):
+        call()
+    saved = run.save_async(model, 1).wait()
+    assert shares(run)
+    assert saved.new_tensors == 1
+    assert_same(run.load(0), kept)
+    assert_same(run.load(1), model)
+    with pytest.raises(NoSpaceError):  # it was never saved
+        pending.wait()
+    assert run.store.verify(full=True).faults == []
+
+
+def test_a_step_after_one_that_failed_is_whole(tmp_path: Path) -> None:
+    gate = _Failing()
+    run, model = gated(tmp_path, gate, in_flight=2), network(1)
+    run.save(model, 0)
+    train(model, 1, "layer0.weight")
+    gate.fails = True
+    first = run.save_async(model, 1)
+    assert gate.waiting.wait(60)
+    train(model, 2, "layer1.bias")
+    second = run.save_async(model, 2)  # it knows the step 0, and that is all it has of most
+    gate.opened.set()
+    first.finish()
+    assert second.wait().step == 2
+    assert shares(run)
+    assert run.steps() == [0, 2]
+    assert_same(run.load(2), model)
+    with pytest.raises(NoSpaceError):
+        run.close()
+    run.close()
+
+
+class _Failing(Gate):
+    """A disk that is full at the first thing it is asked to make durable, once it is opened."""
+
+    fails = False
+
+    def fsync(self, handle: Handle) -> None:
+        if self.fails:
+            self.waiting.set()
+            assert self.opened.wait(60)
+            self.fails = False
+            raise OSError(28, "No space left on device")
+        RealFiles.fsync(self, handle)
+
+
+def test_what_raises_in_a_block_is_not_covered_by_what_failed(tmp_path: Path) -> None:
+    handle(tmp_path / "store").close()
+    files = faulty(tmp_path)
+    files._faults = FULL
+
+    def use(error: type[BaseException] | None) -> None:
+        with handle(tmp_path / "store", files=files) as run:
+            run.save_async(network(1), 0)
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyError):
+        use(KeyError)
+    with pytest.raises(NoSpaceError):
+        use(None)
+
+
+def test_wrong_use_is_found_before_anything_is_begun(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    run.save_async(model, 0).wait()
+    run.pin(0)
+    with pytest.raises(PinnedStepError):
+        run.save_async(model, 0)
+    with pytest.raises(BadStepError):
+        run.save_async(model, -1)
+    with pytest.raises(UnsupportedArrayError):
+        run.save_async({"names": np.array(["a", "b"], object)}, 1)
+    with pytest.raises(BadLimitError):
+        handle(tmp_path, in_flight=0)
+    with pytest.raises(BadLimitError):
+        handle(tmp_path, pool_bytes=-1)
+    run.close()
+    assert run.steps() == [0]
+
+
+def test_what_was_collected_is_written_again(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    run.save_async(model, 0)
+    run.gc(0)  # waits for it
+    assert run.steps() == [0]
+    run.delete(0)
+    run.gc(0)
+    assert run.save_async(model, 1).wait().new_tensors == 6
+    assert_same(run.load(1), model)
+
+
+def test_what_is_collected_between_looking_and_committing_is_an_error(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    run.save_async(model, 0).wait()
+    taken = run._taken(model, 1, None, None)
+    context = Context(run._saves._pool, [], set(), run._saver.large())
+    pinning = Pinning(taken.values, context)
+    pinning.hold()
+    other = handle(tmp_path)
+    other.delete(0)
+    other.gc(0)
+    with pytest.raises(LostHitError, match="3 tensors"):
+        run.commit(pinning.snapshot(taken.notes, taken.files))
+    assert run.steps() == []
+    run.save_async(model, 1).wait()
+    assert_same(run.load(1), model)
+
+
+def test_saves_of_several_kinds_keep_their_order(tmp_path: Path) -> None:
+    run, model = handle(tmp_path, keep_last=2), network(1)
+    for step in range(0, 8, 2):
+        train(model, step, "layer0.weight")
+        run.save_async(model, step)
+        train(model, step + 1, "layer0.weight")
+        run.save(model, step + 1)
+    assert shares(run)
+    assert run.steps() == [6, 7]
+    assert_same(run.load(7), model)
+
+
+def test_threads_and_handles_save_at_once(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        runs = [CheckpointStore(store, name, Arrays(), in_flight=2) for name in ("a", "b")]
+        models = {number: network(number) for number in range(8)}
+
+        def work(number: int) -> None:
+            for again in range(3):
+                runs[number % 2].save_async(models[number], 10 * number + again)
+
+        threads = [threading.Thread(target=work, args=[number]) for number in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for run in runs:
+            run.close()
+            assert shares(run)
+        for number, model in models.items():
+            for again in range(3):
+                assert_same(runs[number % 2].load(10 * number + again), model)
+        assert store.verify(full=True).fine
+
+
+class Scaler:
+    """A user's own class: a number, and an array that it changes in place."""
+
+    def __init__(self, mean: Model, steps: int) -> None:
+        self.mean, self.steps = mean, steps
+
+
+def test_what_providers_say_is_what_it_was(tmp_path: Path) -> None:
+    register_provider(
+        Scaler,
+        StateProvider(
+            "test.async.scaler",
+            lambda scaler: {"mean": scaler.mean, "steps": scaler.steps},
+            lambda state, original: Scaler(**state),
+        ),
+    )
+    with CheckpointStore(tmp_path, "run") as run:
+        scaler, history = Scaler(network(1), 0), [1.0]
+        for step in range(3):
+            run.save_async({"scaler": scaler, "history": history}, step)
+            train(scaler.mean, step, "layer1.weight", "layer1.bias")
+            scaler.steps += 1
+            history.append(step)
+        run.close()
+        assert shares(run)
+        expected = network(1)
+        for step in range(3):
+            found = run.load(step)
+            assert_same(found["scaler"].mean, expected)
+            assert (found["scaler"].steps, found["history"]) == (step, [1.0, *range(step)])
+            train(expected, step, "layer1.weight", "layer1.bias")
+
+
+def forking(root: str) -> list[object]:
+    """Forks while a save is under way; the child saves too."""
+    gate = Gate()
+    run, model = gated(Path(root), gate), network(1)
+    pending = run.save_async(model, 0)
+    assert gate.waiting.wait(60)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            gate.opened = threading.Event()
+            gate.opened.set()
+            try:
+                pending.wait()
+            except ForkedSaveError:
+                run.save_async(network(2), 1).wait()
+                code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    gate.opened.set()
+    return [os.waitstatus_to_exitcode(status), pending.wait().step, run.steps()]
+
+
+def test_a_forked_child_has_saves_of_its_own(tmp_path: Path) -> None:
+    assert fresh.call(forking, str(tmp_path)) == [0, 0, [0, 1]]
+    assert_same(handle(tmp_path).load(0), network(1))
+    assert_same(handle(tmp_path).load(1), network(2))
+
+
+def leaving(root: str, failing: bool) -> None:
+    """Ends while a save is under way, and waits for nothing."""
+    run = CheckpointStore(root, "run", Arrays(), compress=None)
+    model = {f"w{number}": network(number)["layer0.weight"] for number in range(60)}
+    run.save_async(model, 0)
+    if failing:
+        raise KeyError
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_program_that_ends_ends_when_its_steps_are_there(tmp_path: Path, failing: bool) -> None:
+    if failing:
+        with pytest.raises(AssertionError, match="KeyError"):
+            fresh.call(leaving, str(tmp_path), failing)
+    else:
+        fresh.call(leaving, str(tmp_path), failing)
+    run = handle(tmp_path)
+    assert run.steps() == [0]
+    for number in (0, 59):
+        assert run.load(0)[f"w{number}"].tobytes() == network(number)["layer0.weight"].tobytes()
+    assert run.store.verify(full=True).fine
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_store_errors_are_all_it_raises() -> None:
+    for error in (BadLimitError, ForkedSaveError, LostHitError):
+        assert issubclass(error, StoreError)
