@@ -177,6 +177,8 @@ class _Walk:
         return nodes.InlineTensor(dtype_names()[tensor.dtype])
 
     def _array(self, array: Any, place: Place, depth: int) -> Node:
+        if type(array).__name__ == "MaskedArray" and (masked := providers.named("numpy.masked")):
+            return self._object(array, masked, place, depth)
         if array.dtype == object:
             self.values.append(list(array.shape))
             items = array.reshape(-1).tolist()
@@ -202,7 +204,7 @@ class _Walk:
         names = nodes.series_names(base, len(series.items))
         if not self.tensors.keys().isdisjoint(names):  # by a key that looks like one of its names
             return self._series(Series(f"{series.name}~", series.items), place)
-        shapes = [(len(item),) for item in series.items]
+        shapes = zip(map(len, series.items), strict=True)  # one number each
         made = map(Piece, names, repeat("U8"), shapes, series.items)
         self.series.append(dict(zip(names, made, strict=True)))
         self.values.append(len(series.items))

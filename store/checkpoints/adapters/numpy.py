@@ -110,6 +110,25 @@ def _load_python_random(state: Any, original: Any) -> Any:
     return source
 
 
+def _masked_state(array: Any) -> dict[str, object]:
+    import numpy as np
+
+    return {
+        "data": np.asarray(array.data),
+        "mask": np.broadcast_to(array.mask, array.shape),  # or one for all
+        "fill": array.fill_value,
+        "hard": bool(array.hardmask),
+    }
+
+
+def _restore_masked(state: Any, original: Any) -> Any:
+    import numpy as np
+
+    return np.ma.MaskedArray(  # type: ignore[no-untyped-call]
+        state["data"], state["mask"], fill_value=state["fill"], hard_mask=state["hard"]
+    )
+
+
 _BITS: Final = StateProvider("numpy.random.bits", _bit_generator_state, _load_bits)
 for _name, _module in (
     ("MT19937", "_mt19937"),
@@ -135,4 +154,8 @@ register_provider(
 register_provider(
     "random.Random",
     StateProvider("python.random", lambda source: source.getstate(), _load_python_random),
+)
+register_provider(
+    "an array of which some is masked",
+    StateProvider("numpy.masked", _masked_state, _restore_masked),
 )

@@ -39,7 +39,14 @@ _FORBIDDEN: Final = frozenset(
 # Compiled classes that are made with arguments; others are made empty, and their state is set.
 _CALLED: Final = ("sklearn._loss.", "sklearn.linear_model._sgd_fast.")
 # Functions that fitted estimators hold, and that do nothing but compute.
-_FUNCTIONS: Final = frozenset({"sklearn.utils.validation.check_array"})
+_FUNCTIONS: Final = re.compile(
+    r"""sklearn\.(
+        utils\.validation\.check_array
+        | metrics(\._[a-z_]+)*\.[a-z_0-9]+
+        | feature_selection\._(univariate_selection|mutual_info)\.[a-z_0-9]+
+    )""",
+    re.ASCII | re.VERBOSE,
+)
 _NEW: Final = "new"
 _CALL: Final = "call"
 _SPARSE: Final = {
@@ -206,16 +213,22 @@ def _restore_sparse(state: Any, original: Any) -> Any:
 
 def _function_state(function: Any) -> str:
     name = f"{function.__module__}.{function.__qualname__}"
-    if name not in _FUNCTIONS:
+    if not _FUNCTIONS.fullmatch(name):
         raise UnsupportedValueError.at("", f"a function, {name}")
     return name
 
 
 def _restore_function(state: Any, original: Any) -> Any:
-    if state not in _FUNCTIONS:
+    if type(state) is not str or not _FUNCTIONS.fullmatch(state):
         raise ForbiddenClassError.at("", f"a function, {state!r}")
     module, _, name = state.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ForbiddenClassError.at("", f"no module {module} in this scikit-learn") from error
+    if not isinstance(found, FunctionType) or f"{found.__module__}.{found.__qualname__}" != state:
+        raise ForbiddenClassError.at("", f"no function {state} in this scikit-learn")
+    return found
 
 
 def _restore_partial(state: Any, original: Any) -> Any:

@@ -255,6 +255,17 @@ def test_states_of_global_generators_are_plain_structures() -> None:
     assert same(there_and_back(PyTorchAdapter(), state), state)
 
 
+@pytest.mark.parametrize("dtype", ["f4", "U3", object])
+def test_masks_come_back(dtype: Any) -> None:
+    array = np.ma.array(  # type: ignore[no-untyped-call]
+        [[1, 2], [3, 4]], mask=[[True, False], [False, True]], dtype=dtype, fill_value=7
+    )
+    back = there_and_back(NUMPY, {"x": array})["x"]
+    assert (type(back), back.dtype, back.fill_value) == (type(array), array.dtype, array.fill_value)
+    assert same(np.asarray(back.mask), np.asarray(array.mask))
+    assert back.data.tolist() == array.data.tolist()
+
+
 def test_an_original_is_filled_and_stays() -> None:
     state = {"w": np.ones(3), "n": 4, "list": [np.zeros(2), 1], "new": 5}
     original: dict[str, Any] = {"w": np.zeros(3), "n": 0, "list": [np.ones(2), 0], "gone": 1}
@@ -296,7 +307,6 @@ def test_what_has_no_form_is_refused_with_its_place(state: Any, place: str) -> N
 @pytest.mark.parametrize(
     "held",
     [
-        np.ma.masked_array([1], [True]),  # type: ignore[no-untyped-call]
         np.zeros(1).view(np.recarray),
         np.zeros(1, np.longdouble),
         np.zeros(1, [("a", object)]),

@@ -13,12 +13,14 @@ from sklearn import (
     discriminant_analysis,
     ensemble,
     feature_extraction,
+    feature_selection,
     gaussian_process,
     impute,
     isotonic,
     kernel_ridge,
     linear_model,
     mixture,
+    model_selection,
     multioutput,
     naive_bayes,
     neighbors,
@@ -38,7 +40,7 @@ from tensor_dedup.store.checkpoints.adapters import (
     by_name,
     sklearn_trees,
 )
-from tensor_dedup.store.checkpoints.adapters.sklearn import _class
+from tensor_dedup.store.checkpoints.adapters.sklearn import _class, _restore_function
 from tensor_dedup.store.checkpoints.state import Piece
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
@@ -229,6 +231,30 @@ def test_estimators_come_back_to_the_last_bit(name: str) -> None:
         assert stored(ADAPTER, back) == held
     assert outputs(back) == outputs(estimator)
     assert repr(back) == repr(estimator)
+
+
+def test_searches_and_selections_name_the_functions_they_use() -> None:
+    search = model_selection.GridSearchCV(
+        pipeline.make_pipeline(
+            feature_selection.SelectKBest(feature_selection.f_classif, k=2),
+            linear_model.LogisticRegression(),
+        ),
+        {"logisticregression__C": [0.1, 1.0], "selectkbest__k": [2, 3]},
+        scoring="f1_macro",
+        cv=2,
+    ).fit(X, Y)
+    back = there_and_back(ADAPTER, search)
+    assert outputs(back) == outputs(search)
+    assert back.score(SEEN, Y) == search.score(SEEN, Y)
+    assert back.cv_results_["params"] == search.cv_results_["params"]
+    scores = "mean_test_score"
+    assert back.cv_results_[scores].tobytes() == search.cv_results_[scores].tobytes()
+
+
+@pytest.mark.parametrize("name", ["os.system", "sklearn.metrics.os", "sklearn.metrics._no.f", 3])
+def test_no_other_function_is_looked_up(name: Any) -> None:
+    with pytest.raises(ForbiddenClassError):
+        _restore_function(name, None)
 
 
 def test_text_and_sparse_features() -> None:
