@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.store.checkpoints.anchors import AnchorMemory, KeptAnchor
 from tensor_dedup.store.checkpoints.small import Small
 from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, changed
 from tensor_dedup.store.codecs.choosing import WORTH, Choice, Sample, choose
@@ -51,6 +52,7 @@ class Deltas:
 
     def __init__(self) -> None:
         self.small = Small()
+        self.anchors = AnchorMemory()
         self._decisions: dict[str, _Decision] = {}
 
     def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
@@ -203,9 +205,10 @@ class Encoding:
         bases: Mapping[bytes, bytes],
         pieces: StoredPieces,
     ) -> set[bytes]:
+        self._deltas.anchors.begin()
         planned = []
         for piece in fit:
-            anchor, nbytes = _anchor(piece, bases.get(piece.fast, b""), pieces)
+            anchor, nbytes = self._anchor(piece, bases.get(piece.fast, b""), pieces)
             plan = self._deltas.plan(piece, anchor, nbytes)
             if plan is not None:
                 planned.append((piece, plan))
@@ -216,13 +219,13 @@ class Encoding:
                 done.add(piece.fast)
         return done
 
-
-def _anchor(piece: Fresh, base: bytes, pieces: StoredPieces) -> tuple[Anchor | None, int]:
-    """What a tensor may be stored against, and what that takes on disk."""
-    digest = pieces.anchor(base)
-    if digest is None:
-        return None, 0
-    records = [record for record in pieces.records(digest) if record.base is None]
-    if not records or records[0].nbytes != piece.view.nbytes:
-        return None, 0
-    return Anchor(digest, piece.view.nbytes, pieces), min(r.stored for r in records)
+    def _anchor(self, piece: Fresh, base: bytes, pieces: StoredPieces) -> tuple[Anchor | None, int]:
+        """What a tensor may be stored against, and what that takes on disk."""
+        digest = pieces.anchor(base)
+        if digest is None:
+            return None, 0
+        records = [record for record in pieces.records(digest) if record.base is None]
+        if not records or records[0].nbytes != piece.view.nbytes:
+            return None, 0
+        anchor = KeptAnchor(digest, piece.view.nbytes, pieces, self._deltas.anchors)
+        return anchor, min(record.stored for record in records)

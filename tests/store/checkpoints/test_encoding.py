@@ -8,6 +8,7 @@ import pytest
 from steps import Model, assert_same, copied, handle, shares
 from stores import assert_holds, open_store
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.anchors import AnchorMemory
 
 
 def weights(seed: int) -> Model:
@@ -124,3 +125,46 @@ def test_exports_of_encoded_steps(tmp_path: Path) -> None:
     with other.checkpoint("copy") as opened:
         for name, array in kept[1].items():
             assert bytes(opened.read(name)) == array.tobytes()
+
+
+def grown(trees: int) -> Model:
+    """An ensemble whose trees are texts that resemble each other, and one that never repeats."""
+    found: Model = {
+        f"tree{n:05}": np.frombuffer((f"<node id={n}>" * 60).encode(), np.uint8).copy()
+        for n in range(trees)
+    }
+    found["state"] = np.random.default_rng(trees).integers(0, 256, 2500, dtype=np.uint8)
+    return found
+
+
+def test_small_tensors_are_encoded_and_stay_so_when_they_are_put_together(tmp_path: Path) -> None:
+    run = handle(tmp_path)
+    for step in range(40):
+        run.save(grown(3 * step + 3), step)
+    assert shares(run)
+    raw = sum(array.nbytes for array in grown(120).values())
+    assert int(str(run.stats()["total_bytes"])) - 40 * 2500 < raw * 0.3
+    with run.store.checkpoint("run@39") as opened:
+        assert opened.stored(opened["tree00000"])[0] == "planes1"
+        assert opened.stored(opened["state"])[0] == "raw"
+        assert len(opened._handles) < 32
+    for step in (0, 39):
+        assert_same(run.load(step), grown(3 * step + 3))
+    run.gc(0)
+    assert_same(run.load(20), grown(63))
+    assert run.store.verify(full=True).fine
+
+
+@pytest.mark.parametrize("most", [0, 200_000, 64 << 20])
+def test_memory_of_anchors_is_bounded_and_changes_nothing(tmp_path: Path, most: int) -> None:
+    run = handle(tmp_path)
+    deltas = run._saver._deltas
+    assert deltas is not None
+    deltas.anchors = AnchorMemory(most)
+    kept = run_of(run, 5)
+    assert shares(run)
+    assert bases(run, 4)["embedding"] is not None
+    assert sum(map(len, deltas.anchors._leaves.values())) <= most
+    assert (most < 300 * 400 * 4) or deltas.anchors._leaves
+    for step, model in kept.items():
+        assert_same(run.load(step), model)
