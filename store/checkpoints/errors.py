@@ -7,7 +7,6 @@ StoreError
                    BadRetentionError     what is to be kept makes no sense
                    PinnedStepError       a pinned step is not deleted
                    NamedTwiceError       two tensors of one name, or a file in a tensor's place
-                   NoAdapterError        nobody knows how to put the model together again
                    NotATrainingError     a checkpoint of that name that no run has saved
                    BadLimitError         a bound of what saves in the background may use makes none
                    ForkedSaveError       a save that another process has begun is waited for
@@ -54,12 +53,6 @@ class NamedTwiceError(AdvisedError):
     """Two parts of one checkpoint have one name."""
 
     advice = "give each tensor and each file a name of its own"
-
-
-class NoAdapterError(AdvisedError):
-    """Nobody knows how to put the model together again."""
-
-    advice = "give CheckpointStore the adapter that saved it"
 
 
 class NotATrainingError(AdvisedError):
