@@ -166,6 +166,37 @@ def test_what_grows_comes_last_and_the_longest_first() -> None:
     ]
 
 
+def test_the_format_stays() -> None:
+    state: dict[str, Any] = {
+        "w": np.arange(2, dtype="<f4"),
+        "n": [1, -0.5, None, True, "é", b"\x00", (1, 2), {3}],
+        "big": 1 << 70,
+        "o": OrderedDict([(1, torch.ones(1))]),
+        "s": Series("t", [b"ab"]),
+        "d": defaultdict[Any, Any](int, {(1,): np.int8(-1)}),
+        "c": 1j,
+    }
+    held = {
+        name: (each.dtype, bytes(each.data).hex()) for name, each in stored(NUMPY, state).items()
+    }
+    # What was written once must be read by every later version: never change these.
+    assert held == {
+        "w": ("F32", "000000000000803f"),
+        "o.1": ("F32", "0000803f"),
+        "s.t_000000": ("U8", "6162"),
+        "#structure": (
+            "U8",
+            "9201950002c097a177a16ea3626967a16fa173a164a163979502a177c0c0c0c0c0950005c0910191960"
+            "1a36f2e31c0c0c2c29206a3732e74c0c0",
+        ),
+        "#values": (
+            "U8",
+            "95990001cbbfe0000000000000c0c3a2c3a9c40100930101029203039211c40900000000000000004001"
+            "9407a3696e749201019320a37c6931c401ff9312cb0000000000000000cb3ff0000000000000",
+        ),
+    }
+
+
 def test_names_are_text_that_can_be_written() -> None:
     for name in list(stored(NUMPY, {"\ud800": np.ones(1), "": np.ones(1)})):
         assert name

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fresh
 from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import PyTorchAdapter
 from tensor_dedup.store.checkpoints.state_errors import (
@@ -321,6 +322,31 @@ def test_an_optimizer_of_other_parameters_is_refused_with_its_place() -> None:
     state = {"opt": torch.optim.SGD(net.parameters(), 0.1)}
     with pytest.raises(MismatchedOriginalError, match=r"^opt: "):
         there_and_back(ADAPTER, state, {"opt": torch.optim.SGD(net.head.parameters(), 0.1)})
+
+
+def refusals_of_parts_of_tensors() -> list[str]:
+    """What is said of a DTensor, in a process that has a group of one."""
+    import torch.distributed as parts
+    from torch.distributed.device_mesh import init_device_mesh
+
+    parts.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
+    mesh = init_device_mesh("cpu", (1,))
+    net = nn.Linear(2, 2)
+    sharded = torch.distributed.tensor.distribute_module(net, mesh)
+    try:
+        ADAPTER.extract({"model": sharded})
+    except UnsupportedArrayError as error:
+        return [str(error)]
+    finally:
+        parts.destroy_process_group()
+    return []
+
+
+def test_parts_of_tensors_on_other_ranks_are_refused() -> None:
+    (said,) = fresh.call(refusals_of_parts_of_tensors)
+    assert said.startswith("model.weight: a torch.distributed.tensor.DTensor")
 
 
 def test_a_module_without_memory_is_refused() -> None:
