@@ -275,9 +275,9 @@ def _copy(view: memoryview, into: memoryview) -> None:
 
 
 def _was_copied(value: Any) -> bool:
-    """Whether a piece of this has memory of its own: its elements did not lie in order."""
+    """Whether a piece of this has memory of its own: it was elsewhere, or not in order."""
     if is_tensor(value):
-        return not value.is_contiguous()
+        return value.device.type != "cpu" or not value.is_contiguous()
     return is_array(value) and not value.flags.c_contiguous
 
 
