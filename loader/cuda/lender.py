@@ -64,14 +64,21 @@ class DeviceLender:
                 device=welcome.device,
             )
         self._client = client
-        self._gpu = gpu
+        self.gpu: Final = gpu
         self._checkpoint = checkpoint
         self._opener = opener_for(welcome.backend, gpu.driver, gpu.device)
 
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
         """The resident with these bytes."""
-        [lease] = self._client.lease([key.digest], self._checkpoint)
-        return None if lease is None else self._resident(key, lease)
+        return self.all_by_content([key])[0]
+
+    def all_by_content(self, keys: Sequence[ResidentKey]) -> list[DeviceResident | None]:
+        """The residents with these bytes, in order, asked for at once."""
+        leases = self._client.lease([key.digest for key in keys], self._checkpoint)
+        return [
+            None if lease is None else self._resident(key, lease)
+            for key, lease in zip(keys, leases, strict=True)
+        ]
 
     def by_recipe(self, recipe: str, geometry: ResidentKey) -> DeviceResident | None:
         """The resident that this recipe leads to; of `geometry` the digest does not count."""
@@ -131,7 +138,7 @@ class DeviceLender:
                 digests.append(each.write(address + offset) or each.key.digest)
                 put.progress()
 
-        self._gpu.fill(Extent(fd, nbytes, 0), self._opener, write)
+        self.gpu.fill(Extent(fd, nbytes, 0), self._opener, write)
         return put.seal(digests)
 
     def _found(self, key: str, wanted: ResidentKey) -> DeviceResident | None:
@@ -146,7 +153,7 @@ class DeviceLender:
     def _resident(self, key: ResidentKey, lease: Lease) -> DeviceResident:
         slab = _slab_of(lease.slab)
         if slab is None:
-            slab = DeviceSlab(self._gpu, self._opener, lease.slab, lease.slab.nbytes)
+            slab = DeviceSlab(self.gpu, self._opener, lease.slab, lease.slab.nbytes)
             _slabs[id(lease.slab)] = slab  # which holds it, so that the id stays its own
         return DeviceResident(replace(key, digest=lease.digest), [slab], lease.offset, lease)
 

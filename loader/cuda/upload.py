@@ -65,13 +65,9 @@ class Uploader:
             geometry = (torch.uint8, (nbytes,), (1,))
             target = tensor_at(address, geometry, self._device, None)
             leaves = []
-            try:
-                for at in range(0, nbytes, self._nbytes):
-                    size = min(self._nbytes, nbytes - at)
-                    leaves.append(self._send(fd, start + at, target[at : at + size]))
-            finally:
-                for buffer in self._free:
-                    buffer.wait()
+            for at in range(0, nbytes, self._nbytes):
+                size = min(self._nbytes, nbytes - at)
+                leaves.append(self._send(fd, start + at, target[at : at + size]))
             return combine(nbytes, [leaf for part in leaves for leaf in part.result()])
 
         return write
