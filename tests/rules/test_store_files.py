@@ -65,7 +65,7 @@ def faults(text: str) -> Iterator[str]:
 def _call(node: ast.Call) -> Iterator[str]:
     # A text's replace takes two arguments, a path's one.
     named = isinstance(node.func, ast.Attribute) and node.func.attr == "replace"
-    if named and len(node.args) == 1:
+    if named and len(node.args) == 1 and not node.keywords:
         yield "replace()"
 
 

@@ -1,0 +1,259 @@
+"""Saves in the background of torch's models: hooks, statistics, devices."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steps import shares
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.devices import CudaDevice, host_tensor
+from tensor_dedup.store.checkpoints.errors import ChangedModelError
+from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.pinning import Context, Pinning
+from tensor_dedup.store.checkpoints.saving import Snapshot
+from tensor_dedup.store.checkpoints.staging import HostPool
+from trainings import Training
+
+NOTES = Notes("run", 0, "pytorch", {})
+
+
+def state_of(training: Training) -> Any:
+    model = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    return copy.deepcopy([model, training.optimizer.state_dict(), training.generator.get_state()])
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Bit for bit, whatever it is nested in."""
+    assert type(found) is type(expected) or isinstance(found, dict)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            assert_equal(found[name], value)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_steps_are_what_they_were_when_they_were_saved(tmp_path: Path, hooked: bool) -> None:
+    training, kept = Training(), {}
+    with CheckpointStore(tmp_path, "run") as run:
+        if hooked:
+            run.hook(training.optimizer)
+        for step in range(5):
+            training.step()
+            kept[step] = state_of(training)
+            run.save_async(training.state, step)
+    assert shares(run)
+    for step, (model, optimizer, generator) in kept.items():
+        found = run.load(step)
+        assert_equal(found["model"], model)
+        assert_equal(found["optimizer"], optimizer)
+        assert_equal(found["generator"].get_state(), generator)
+        assert len(found["losses"]) == step + 1
+
+
+def test_a_training_that_resumes_goes_on_as_before(tmp_path: Path) -> None:
+    first, second = Training(), Training()
+    with CheckpointStore(tmp_path, "run") as run:
+        for step in range(4):
+            first.step()
+            run.save_async(first.state, step)
+    assert shares(run)
+    assert second.resume(run) == 4
+    assert [second.step() for _ in range(4)] == [first.step() for _ in range(4)]
+
+
+def test_hooks_are_taken_off(tmp_path: Path) -> None:
+    training, run = Training(), CheckpointStore(tmp_path, "run")
+    assert not run._saves._hooked
+    hook = run.hook(training.optimizer)
+    assert run._saves._hooked
+    hook.remove()
+    assert not run._saves._hooked
+    run.hook(training.optimizer)
+    del training, hook
+    assert not run._saves._hooked  # an optimizer that is gone makes nothing wait
+
+
+def pinning_of(values: dict[str, torch.Tensor], pool: int = 1 << 20, **more: Any) -> Pinning:
+    return Pinning(values, Context(HostPool(pool), more.get("devices", []), set(), {}))
+
+
+def held(snapshot: Snapshot) -> list[bytes]:
+    return [bytes(piece.data) for piece in snapshot.pieces]
+
+
+def data_of(*tensors: torch.Tensor) -> list[bytes]:
+    return [bytes(each.contiguous().view(-1).view(torch.uint8).numpy()) for each in tensors]
+
+
+def test_a_write_before_the_update_is_found() -> None:
+    weight = nn.Parameter(torch.randn(200, 200))
+    pinning = pinning_of({"weight": weight.detach()})
+    with torch.no_grad():
+        weight.add_(1)
+    pinning.work()
+    with pytest.raises(ChangedModelError, match="'weight'"):
+        pinning.snapshot(NOTES, {})
+
+
+def test_all_kinds_of_tensors_are_copied_in_order() -> None:
+    values = {
+        "plain": torch.randn(200, 200),
+        "turned": torch.randn(200, 300).T,
+        "half": torch.randn(300, 300).bfloat16(),
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "conj": torch.randn(200, 200, dtype=torch.complex64).conj(),
+        "inference": _inference(),
+    }
+    expected = data_of(*(each.resolve_conj() for each in values.values()))
+    pinning = pinning_of(values, 8 << 20)
+    pinning.hold()
+    for tensor in values.values():
+        tensor.resolve_conj().numpy().fill(7) if tensor.dtype != torch.bfloat16 else tensor.fill_(7)
+    assert held(pinning.snapshot(NOTES, {})) == expected
+    pinning.release()
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.randn(150, 150)
+
+
+class Slow:
+    """A device whose copies are made when somebody waits for them, and not before."""
+
+    def __init__(self) -> None:
+        self.begun: list[_SlowCopies] = []
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 2
+
+    def begin(self, tensor: torch.Tensor) -> "_SlowCopies":
+        self.begun.append(_SlowCopies())
+        return self.begun[-1]
+
+
+class _SlowCopies:
+    def __init__(self) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(self, tensor: torch.Tensor, into: memoryview) -> torch.Tensor:
+        host = host_tensor(tensor, into)
+        self.waiting.append((host, tensor))
+        return host
+
+    def hold(self) -> None:
+        for host, tensor in self.waiting:
+            host.copy_(tensor)
+        self.waiting = []
+
+    wait = hold
+
+
+class Plain(HostPool):
+    """Without a device no memory can be pinned."""
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> memoryview | None:
+        return super().take(nbytes)
+
+    def give(self, block: memoryview, *, pinned: bool = False) -> None:
+        super().give(block)
+
+
+def staged(values: dict[str, torch.Tensor], room: int = 1 << 20) -> tuple[Pinning, Slow]:
+    device = Slow()
+    return Pinning(values, Context(Plain(room), [device], set(), {})), device
+
+
+def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
+    values = {"a": torch.randn(200, 200), "b": torch.randn(9), "c": torch.randn(90, 3).bfloat16()}
+    expected = data_of(*values.values())
+    pinning, device = staged(values)
+    assert [len(each.waiting) for each in device.begun] == [2]  # on one stream
+    pinning.hold()
+    for tensor in values.values():
+        tensor.fill_(0)
+    assert held(pinning.snapshot(NOTES, {})) == expected
+
+
+def test_a_write_on_a_device_before_the_update_is_found() -> None:
+    for held_back in (True, False):
+        weight = torch.randn(200, 200)
+        pinning, _ = staged({"weight": weight})
+        weight.add_(1)
+        if held_back:
+            pinning.hold()
+        with pytest.raises(ChangedModelError, match="'weight'"):
+            pinning.snapshot(NOTES, {})
+
+
+def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
+    values = {"a": torch.randn(200, 200), "b": torch.randn(200, 100)}
+    expected = data_of(*values.values())
+    pinning, device = staged(values, 40 * 4096)
+    assert [len(each.waiting) for each in device.begun] == [1]
+    pinning.hold()
+    assert pinning.crowded()  # whoever wants to change it waits until it is saved
+    assert held(pinning.snapshot(NOTES, {})) == expected
+
+
+def test_steps_through_a_device(tmp_path: Path) -> None:
+    training, kept = Training(), {}
+    run = CheckpointStore(tmp_path, "run")
+    run._saves._devices, run._saves._pool = [Slow()], Plain(1 << 24)
+    run.hook(training.optimizer)
+    for step in range(4):
+        training.step()
+        kept[step] = state_of(training)
+        run.save_async(training.state, step)
+    run.close()
+    assert shares(run)
+    for step, (model, optimizer, _) in kept.items():
+        assert_equal(run.load(step)["model"], model)
+        assert_equal(run.load(step)["optimizer"], optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hooked", [True, False])
+def test_steps_from_a_gpu(tmp_path: Path, hooked: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 64)).cuda()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([*model[1:].parameters()], lr=1e-3)
+    kept = {}
+    with CheckpointStore(tmp_path, "run") as run:
+        if hooked:
+            run.hook(optimizer)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            kept[step] = {name: each.cpu().clone() for name, each in model.state_dict().items()}
+            run.save_async({"model": model, "optimizer": optimizer}, step)
+    assert shares(run)
+    for step, expected in kept.items():
+        assert_equal(run.load(step)["model"], expected)
+
+
+@pytest.mark.gpu
+def test_copies_from_a_gpu_do_not_hold_up_the_host() -> None:
+    weight = torch.randn(8192, 8192, device="cuda")
+    expected = weight.cpu()
+    pinning = Pinning({"weight": weight}, Context(HostPool(1 << 30), [CudaDevice()], set(), {}))
+    stream = pinning._streams[weight.device]
+    assert isinstance(stream._event.query(), bool)  # type: ignore[attr-defined]
+    pinning.hold()
+    weight.fill_(0)  # the device waits, so this comes after the copy
+    assert held(pinning.snapshot(NOTES, {})) == data_of(expected)
