@@ -20,13 +20,11 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Literal, Self
 
-from xxhash import xxh3_128_digest
-
 from tensor_dedup.digest import digest
 from tensor_dedup.store import manifests
 from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
-from tensor_dedup.store.checkpoints.fast import SEED
+from tensor_dedup.store.checkpoints.fast import fast_all
 from tensor_dedup.store.checkpoints.keeping import Keeper
 from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, crowded
 from tensor_dedup.store.checkpoints.naming import step_name
@@ -39,6 +37,7 @@ from tensor_dedup.store.checkpoints.writing import Want, Wanted
 from tensor_dedup.store.containers import PACK_BELOW
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.generated import RESERVED
+from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import PAGE_ENTRIES, FileEntry, Manifest
 from tensor_dedup.store.names import check_path, file_of
@@ -145,7 +144,7 @@ class Saver:
                 encoding = self._encoding(index, last, snapshot)
                 batch = Batch(self._objects, hasher, self._settled)
                 stocker = Stocker(self._objects, index, hasher, batch, encoding)
-                work = _Commit(self._objects, stocker, batch, last, snapshot)
+                work = _Commit(self._objects, hasher, stocker, batch, last, snapshot)
                 with work:
                     manifest = work.run()
             self._last = self._shown = work.next
@@ -168,12 +167,14 @@ class _Commit:
     def __init__(
         self,
         objects: Objects,
+        hasher: Hasher,
         stocker: Stocker,
         batch: Batch,
         last: Last,
         snapshot: Snapshot,
     ) -> None:
-        self._objects, self._stocker, self._batch = objects, stocker, batch
+        self._objects, self._hasher = objects, hasher
+        self._stocker, self._batch = stocker, batch
         self._last, self._snapshot = last, snapshot
         self._undo = ExitStack()
         self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
@@ -202,19 +203,13 @@ class _Commit:
 
     def _rows(self) -> list[Row]:
         # Here all tensors are read: nothing else is done for each of them when none has changed.
-        hashes = self._snapshot.hashes
-        rows: list[Row] = [
-            (xxh3_128_digest(data, SEED), None, None, None)
-            for data in self._snapshot.files.values()
-        ]
+        snapshot, known = self._snapshot, self._snapshot.hashes
+        unknown = [piece.data for piece in snapshot.pieces if piece.name not in known]
+        hashes = iter(fast_all(self._hasher, [*snapshot.files.values(), *unknown]))
+        rows: list[Row] = [(next(hashes), None, None, None) for _ in snapshot.files]
         return rows + [
-            (
-                (hashes and hashes.get(piece.name)) or xxh3_128_digest(piece.data, SEED),
-                piece.name,
-                piece.dtype,
-                piece.shape,
-            )
-            for piece in self._snapshot.pieces
+            (known.get(piece.name) or next(hashes), piece.name, piece.dtype, piece.shape)
+            for piece in snapshot.pieces
         ]
 
     def _kept(self, number: int, part: Sequence[Row], alive: set[ContainerId]) -> PageState | None:
