@@ -74,7 +74,9 @@ def objects(data: Buffer, at: int, count: int) -> list[int]:
     """
     if not count:
         return [at]
-    mark = bytes(data[at : data.index(b"#", at)])
+    if (end := data.find(b"#", at)) < 0:
+        raise _unknown(at)
+    mark = bytes(data[at:end])
     for leap in (True, False):
         starts = _marked(data, at, mark, leap)
         if len(starts) == count:

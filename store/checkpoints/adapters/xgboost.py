@@ -24,6 +24,8 @@ _TREE: Final = "tree"
 # Lists with an item for each round or tree.
 _COLUMNS: Final = ("iteration_indptr", "tree_info", "weight_drop")
 _CHUNK: Final = 1 << 10
+_WHOLE: Final = "model"
+_PART: Final = 1 << 16
 _BOOSTER: Final = ("learner", "gradient_booster")
 _MODEL: Final = (*_BOOSTER, "model")
 _DART: Final = (*_BOOSTER, "gbtree", "model")
@@ -62,6 +64,14 @@ def _state(booster: Any) -> dict[str, object]:
 
 def _cuts(raw: bytes) -> list[tuple[str, list[int]]]:
     """What is cut out: its name, and where each part of it begins and the last one ends."""
+    try:
+        return _known_cuts(raw)
+    except UnsupportedValueError:
+        # Another version of XGBoost, which writes otherwise: then parts of equal length it is.
+        return [(_WHOLE, [*range(0, len(raw), _PART), len(raw)])]
+
+
+def _known_cuts(raw: bytes) -> list[tuple[str, list[int]]]:
     if (place := ubjson.find(raw, 0, *_MODEL)) is not None:
         return list(_cuts_of(raw, place))
     if (place := ubjson.find(raw, 0, *_DART)) is None:
@@ -133,7 +143,7 @@ def _restore_estimator(state: Any, original: Any) -> Any:
 
 register_provider(
     "xgboost.core.Booster",
-    StateProvider("xgboost.booster", _state, _restore, flat=frozenset({_TREE, *_COLUMNS})),
+    StateProvider("xgboost.booster", _state, _restore, flat=frozenset({_TREE, _WHOLE, *_COLUMNS})),
 )
 register_provider(
     "xgboost.sklearn.XGBModel",

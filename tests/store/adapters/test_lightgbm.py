@@ -8,6 +8,7 @@ import pytest
 
 from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import LightGBMAdapter, adapter_for, by_name
+from tensor_dedup.store.checkpoints.adapters.lightgbm import _cut, _joined
 from tensor_dedup.store.checkpoints.state import Piece
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
@@ -130,6 +131,13 @@ def test_a_model_without_trees_is_all_head() -> None:
     # LightGBM itself drops the parameters of a model without trees when it reads one.
     assert back.num_trees() == 0
     assert text(booster).startswith(text(back).partition("end of trees")[0])
+
+
+@pytest.mark.parametrize("sizes", ["", "x", "5 x", "5", "99999999999", "-3 7"])
+def test_a_layout_nobody_knows_is_kept_whole(sizes: str) -> None:
+    text = f"tree\ntree_sizes={sizes}\n\nTree=0\nend\n\nparameters:\n".encode()
+    for each in (text, text.replace(b"\n\n", b"\n"), b"", b"\ntree_sizes="):
+        assert _joined(_cut(each)) == each
 
 
 def test_a_tree_that_is_gone_or_broken_is_damage() -> None:

@@ -160,6 +160,17 @@ def test_what_cannot_be_made_again_is_refused() -> None:
         there_and_back(ADAPTER, xgb.XGBRegressor(), xgb.XGBClassifier())
 
 
+def test_a_layout_nobody_knows_is_saved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> int:
+        raise UnsupportedValueError.at("", "no UBJSON as XGBoost writes it")
+
+    booster = train("binary", 150)
+    monkeypatch.setattr(ubjson, "find", unknown)
+    held = stored(ADAPTER, booster)
+    assert {name[:6] for name in held if "#" not in name} == {"model_"}
+    assert bits(loaded(ADAPTER, held)) == bits(booster)
+
+
 def test_a_tree_that_is_gone_or_broken_is_damage() -> None:
     held = stored(ADAPTER, train("binary", 3))
     broken = dict(held)
