@@ -244,11 +244,12 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
         return a.storage_offset() * a.itemsize == b.storage_offset() * b.itemsize
     span = _span(a)
-    if span and a.device == b.device and PLACES.same(a.data_ptr(), b.data_ptr(), span):
-        return True
-    if a.device.type != "cpu" or b.device.type != "cpu" or span == 0:
+    if span == 0 or a.device != b.device or a.device.type not in ("cpu", "cuda"):
         return False
-    return a.data_ptr() == b.data_ptr() or _same_slab_pages(a.data_ptr(), b.data_ptr(), span)
+    first, second = a.data_ptr(), b.data_ptr()
+    if first == second or PLACES.same(first, second, span):
+        return True
+    return a.device.type == "cpu" and _same_slab_pages(first, second, span)
 
 
 def _same_extent(a: torch.Tensor, b: torch.Tensor) -> bool:

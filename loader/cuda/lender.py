@@ -19,7 +19,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.opening import Extent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
-from tensor_dedup.memory_manager.client import Client, Lease, Put, SharedSlab
+from tensor_dedup.memory_manager.client import Client, Lease, Put
 from tensor_dedup.memory_manager.limits import MAX_KEYS
 from tensor_dedup.types import ResidentKey
 
@@ -151,18 +151,16 @@ class DeviceLender:
         return self._resident(wanted, lease)
 
     def _resident(self, key: ResidentKey, lease: Lease) -> DeviceResident:
-        slab = _slab_of(lease.slab)
+        place = id(lease.slab), id(self.gpu)
+        slab = _slabs.get(place)
         if slab is None:
             slab = DeviceSlab(self.gpu, self._opener, lease.slab, lease.slab.nbytes)
-            _slabs[id(lease.slab)] = slab  # which holds it, so that the id stays its own
+            _slabs[place] = slab  # which holds both, so that the ids stay theirs
         return DeviceResident(replace(key, digest=lease.digest), [slab], lease.offset, lease)
 
 
-_slabs: weakref.WeakValueDictionary[int, DeviceSlab] = weakref.WeakValueDictionary()
-
-
-def _slab_of(shared: SharedSlab) -> DeviceSlab | None:
-    return _slabs.get(id(shared))
+# One object for each slab of a manager's, so that two mappings of it are known as such.
+_slabs: weakref.WeakValueDictionary[tuple[int, int], DeviceSlab] = weakref.WeakValueDictionary()
 
 
 def _key(recipe: str) -> str:

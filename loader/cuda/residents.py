@@ -105,7 +105,8 @@ class Views:
         first = slabs[0]
         with self._lock:
             found = self._mappings.get(serials)
-            if found is None:
+            # What became private may have been written: it is the resident no longer.
+            if found is None or found.private:
                 extents = [slab.extent for slab in slabs]
                 # The mapping holds the slabs, and so the descriptors, until it is unmapped.
                 found = first.gpu.map(extents, first.opener, tuple(slabs))

@@ -431,6 +431,15 @@ def test_the_old_kind_is_shared_too_and_is_writable(old: gpus.GpuManager) -> Non
     with pytest.raises(UnsupportedError, match="vmm"):
         second.views.make_private()
     assert torch.equal(found, weights(1))
+    other = Views(CPU)
+    again = second.lender.by_content(key_of(weights(1)))
+    assert again is not None
+    seen = other.tensor(again)
+    assert shares_memory(found, seen), "the driver gives every opening one address"
+    del seen
+    gc.collect()
+    second.gpu.reap()
+    assert torch.equal(found, weights(1))
     with pytest.raises(UnsupportedError, match="side by side"):
         first.lender._opener.open([Extent(0, 1, 1), Extent(1, 1, 2)], Access.READ)
     del found

@@ -366,6 +366,9 @@ def test_tensors_of_one_model_share_one_mapping(bench: Bench) -> None:
     a[0] = 7.0
     assert c[0] == 0.0
     assert views.make_private() == 0
+    again = views.tensor(first)
+    assert again[0] == 0.0, "the resident is not what this model made of it"
+    assert shares_memory(again, c)
 
 
 def test_a_mapping_lives_as_long_as_a_view_of_a_tensor(bench: Bench) -> None:

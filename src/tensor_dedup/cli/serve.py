@@ -113,6 +113,8 @@ def command(
     """
     if more and not preload:
         raise click.UsageError(f"{more[0]!r} belongs to no option; did you mean --preload?")
+    if device and preload:
+        raise click.UsageError("--preload fills the machine's memory, not that of a --device")
     start = Start(
         socket_path(socket),
         budget,
