@@ -3,11 +3,14 @@
     save_async     waits for its turn, takes the model apart, copies what is small, begins with the
                    rest; waits for that too, unless an optimizer is hooked
     before_update  waits until all is pinned down that is not yet
-    a thread       pins, hashes, encodes, writes and commits; it ends with its save
+    a thread       pins what is left, hashes, encodes, writes and commits; it ends with its save
 
 Steps are committed in the order in which they were saved. What fails is raised by the next call.
 The thread is no daemon, so a program ends when its steps are durable, and no thread is idle: there
 is nothing to end when a program does, and nothing to lose when it forks.
+
+Threads of Python take turns of 5 ms. So the save's thread is started first, and waits: a thread
+that is started, or works beside, while the other one does keeps it from its work for that long.
 """
 
 import logging
@@ -17,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.devices import CudaDevice, Device
@@ -73,13 +76,10 @@ class PendingSave:
         self.reported = False
         self._taken, self._pinning = taken, pinning
         self._commit, self._previous = commit, previous
-        self._owner = os.getpid()
+        self._owner, self._began = os.getpid(), time.perf_counter()
         self._pinned, self._done = threading.Event(), threading.Event()
         self._saved: Saved | None = None
         self._error: StoreError | None = None
-        self._thread = threading.Thread(
-            target=self._run, name=f"tensor-dedup-save-{self.step}", daemon=False
-        )
 
     def done(self) -> bool:
         """Whether it has ended: committed, or failed."""
@@ -98,10 +98,6 @@ class PendingSave:
         """What it failed with; None as long as it has not."""
         return self._error if self._done.is_set() else None
 
-    def start(self) -> None:
-        """Begin, in threads of its own."""
-        self._thread.start()
-
     def finish(self) -> None:
         """Return when it has ended. ForkedSaveError."""
         if self._owner != os.getpid():
@@ -110,16 +106,22 @@ class PendingSave:
 
     def hold(self) -> None:
         """Return when the model may be changed."""
-        self._pinning.hold()
-        self._pinned.wait()
+        self.pin()
         if self._pinning.crowded():
-            self.finish()
+            self._pinned.wait()  # there may have been room since
+            if self._pinning.crowded():
+                self.finish()
 
-    def _run(self) -> None:
-        began = time.perf_counter()
+    def pin(self) -> None:
+        """The same, apart from what there is no room for."""
+        self._pinning.hold()
+        self.times.copy = self.times.copy or time.perf_counter() - self._began
+
+    def run(self) -> None:
+        """Pin, commit and end, in a thread of its own."""
         try:
             self._pin()
-            self.times.copy = time.perf_counter() - began
+            self.times.copy = self.times.copy or time.perf_counter() - self._began
             snapshot = self._pinning.snapshot(self._taken.notes, self._taken.files)
             if self._previous is not None:
                 self._previous.finish()
@@ -153,6 +155,27 @@ class PendingSave:
         self._done.set()
 
 
+class _Standby:
+    """A thread that waits for its work until this is left; without any it ends."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] | None = None
+        self._go = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tensor-dedup-save", daemon=False)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._go.set()
+
+    def _run(self) -> None:
+        self._go.wait()
+        if self.work is not None:
+            self.work()
+
+
 class Hook:
     """What makes an optimizer wait before each of its steps."""
 
@@ -179,7 +202,7 @@ class Saves:
     ) -> None:
         self._commit, self._saver = commit, saver
         self._pool, self._in_flight = pool, in_flight
-        self._helpers = min(_HELPERS, threads) - 2
+        self._helpers = min(_HELPERS, threads) - 1
         self._devices: list[Device] = [CudaDevice()]
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._moving: set[str] = set()
@@ -200,7 +223,7 @@ class Saves:
 
     def start(self, take: Callable[[], Taken], *, lazy: bool | None) -> PendingSave:
         """Save what `take` gives. Raises what an earlier save failed with, and saves nothing."""
-        with self._turn:
+        with self._turn, _Standby() as thread:
             self._wait_until_fewer_than(self._in_flight)
             began = time.perf_counter()
             taken = take()
@@ -208,15 +231,21 @@ class Saves:
             pinning = Pinning(taken.values, context)
             pending = PendingSave(taken, pinning, self._commit, self._last())
             pending.times.metadata = time.perf_counter() - began
+            self._help(pinning)
+            eager = not (bool(self._hooked) if lazy is None else lazy)
+            if eager:
+                pending.pin()
             with self._lock:
                 self._pending.append(pending)
-            pending.start()
+            thread.work = pending.run
+        if eager:
+            pending.hold()
+        return pending
+
+    def _help(self, pinning: Pinning) -> None:
         if pinning.large_bytes >= _HELPED_BYTES:
             for _ in range(self._helpers):
                 threading.Thread(target=pinning.work, name="tensor-dedup-pin").start()
-        if not (bool(self._hooked) if lazy is None else lazy):
-            pending.hold()
-        return pending
 
     def _last(self) -> PendingSave | None:
         with self._lock:
