@@ -123,8 +123,9 @@ class DeltaWriter(MemoryWriter):
         ChangedModelError: one was written to.
         """
         work = [(piece, plan, at) for piece, plan in planned for at in _leaves(piece)]
-        # Waking a thread for a single one takes longer than it saves.
-        each = self._hasher.each if len(work) > 1 else map
+        # Waking threads for little takes longer than it saves.
+        large = sum(piece.view.nbytes for piece, _ in planned) > LEAF_BYTES
+        each = self._hasher.each if large else map
         chunks = iter(each(lambda one: _chunk(*one), work))
         for piece, plan in planned:
             yield self._record(piece, plan, [next(chunks) for _ in _leaves(piece)])

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 # A region of memory is let go when the tensors in it are copied.
 _REGION = 64 << 20
 _AHEAD = 2
-# Below this, handing a read to a thread takes longer than reading.
-_ALONE = 1 << 20
+# Up to so much, threads take longer to begin than one takes to read it all.
+_ALONE_BYTES = 4 << 20
+_ALONE_PIECES = 256
 
 
 def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
@@ -42,7 +43,7 @@ def _read(
     checkpoint: StoredCheckpoint, sizes: Mapping[bytes, int], threads: int
 ) -> Iterator[tuple[bytes, memoryview]]:
     """The bytes of pieces, in any order; valid until the next is asked for."""
-    if len(sizes) < threads and sum(sizes.values()) < _ALONE:
+    if len(sizes) <= _ALONE_PIECES and sum(sizes.values()) <= _ALONE_BYTES:
         for digest, nbytes in sizes.items():
             yield digest, memoryview(checkpoint.read_piece(digest, 0, nbytes, nbytes))
         return
