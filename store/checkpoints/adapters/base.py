@@ -193,6 +193,11 @@ def located(place: Place) -> Iterator[None]:
     except StateError as error:
         if error.facts.get("place"):
             raise
-        what = error.message.removeprefix("the model: ").removesuffix(f"; {error.advice}")
-        facts = {key: held for key, held in error.facts.items() if key != "place"}
-        raise type(error).at(str(place), what, **facts) from error
+        raise placed(error, place) from error
+
+
+def placed(error: StateError, place: Place) -> StateError:
+    """The same error, with the place."""
+    what = error.message.removeprefix("the model: ").removesuffix(f"; {error.advice}")
+    facts = {key: held for key, held in error.facts.items() if key != "place"}
+    return type(error).at(str(place), what, **facts)

@@ -3,6 +3,7 @@
 A piece is called by the keys that lead to it, joined by dots, so a state dict keeps its names.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import repeat
@@ -15,7 +16,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     Place,
     Series,
     StateProvider,
-    located,
+    placed,
     providers,
 )
 from tensor_dedup.store.checkpoints.adapters.nodes import Node
@@ -29,8 +30,8 @@ from tensor_dedup.store.checkpoints.state import (
 )
 from tensor_dedup.store.checkpoints.state_errors import (
     CyclicStateError,
+    StateError,
     UnsupportedArrayError,
-    UnsupportedValueError,
 )
 
 if TYPE_CHECKING:
@@ -84,12 +85,16 @@ class _Walk:
             return None
         if depth >= plain.MAX_DEPTH:
             raise CyclicStateError.at(str(place), f"nested more than {plain.MAX_DEPTH} deep")
-        with located(place):
+        try:
             if is_tensor(value):
                 return self._tensor(value, place, depth)
             if is_array(value):
                 return self._array(value, place, depth)
             return self._other(value, place, depth)
+        except StateError as error:
+            if error.facts.get("place"):
+                raise
+            raise placed(error, place) from error
 
     def _other(self, value: object, place: Place, depth: int) -> Node:
         if isinstance(value, Piece):
@@ -157,18 +162,26 @@ class _Walk:
         return nodes.Container(plain.DICT, None, keys, items)
 
     def _tensor(self, tensor: Any, place: Place, depth: int) -> Node:
-        if str(tensor.layout).startswith("torch.sparse") and not tensor.is_meta:
-            return self._object(tensor, _sparse(), place, depth)
+        if tensor.layout != sys.modules["torch"].strided and not tensor.is_meta:
+            return self._sparse(tensor, place, depth)
         if fault := tensor_fault(tensor):
             raise UnsupportedArrayError.at(str(place), fault)
         if self._inline and tensor.dim() == 0 and tensor.device.type == "cpu":
             return self._inlined(tensor)
         memory = ("torch", tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         name, same = self._leaf(place, tensor, (*memory, tensor.data_ptr()), tensor.numel())
-        order = arrays.order_of(tensor.shape, tensor.stride(), 1)
+        order = None
+        if not tensor.is_contiguous():
+            order = arrays.order_of(tensor.shape, tensor.stride(), 1)
         parameter = type(tensor).__name__ == "Parameter"
         grad = tensor.requires_grad and tensor.is_leaf
         return nodes.TensorLeaf(name, same, order, grad, parameter)
+
+    def _sparse(self, tensor: Any, place: Place, depth: int) -> Node:
+        provider = providers.named("torch.sparse")
+        if provider is None or not str(tensor.layout).startswith("torch.sparse"):
+            raise UnsupportedArrayError.at("", f"a tensor of layout {tensor.layout}")
+        return self._object(tensor, provider, place, depth)
 
     def _inlined(self, tensor: Any) -> Node:
         if tensor.dtype not in dtype_names():
@@ -220,7 +233,8 @@ class _Walk:
 
     def _free(self, name: str, suffix: str = "") -> str:
         """A name nobody has: keys with dots can lead to one name from two places."""
-        name = name.encode("utf-8", "backslashreplace").decode()
+        if not name.isascii():
+            name = name.encode("utf-8", "backslashreplace").decode()
         name = f"_{name}" if name.startswith(_RESERVED) else name
         tried, number = name, 1
         while self._taken(tried + suffix):
@@ -249,10 +263,3 @@ def _by_habit(value: object) -> StateProvider | None:
         return providers.named("torch.state_dict")
     methods = (getattr(type(value), name, None) for name in ("state_dict", "load_state_dict"))
     return providers.named("stateful") if all(map(callable, methods)) else None
-
-
-def _sparse() -> StateProvider:
-    found = providers.named("torch.sparse")
-    if found is None:
-        raise UnsupportedValueError.at("", "a sparse tensor")
-    return found
