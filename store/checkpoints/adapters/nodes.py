@@ -137,6 +137,17 @@ def decode_values(data: memoryview) -> list[Any]:
         raise DamagedStateError.at(VALUES, str(error)) from error
 
 
+_names: Final[dict[str, list[str]]] = {}
+_KEPT_NAMES: Final = 64
+
+
 def series_names(name: str, count: int) -> list[str]:
-    """What the pieces of a series are called."""
-    return [f"{name}_{number:06d}" for number in range(count)]
+    """What the pieces of a series are called. They are kept: a step has those of the one before."""
+    known = _names.get(name, [])
+    if len(known) < count:
+        # A new list: another thread may be looking at the old one.
+        known = known + [f"{name}_{number:06d}" for number in range(len(known), count)]
+        if len(_names) >= _KEPT_NAMES:
+            _names.clear()
+        _names[name] = known
+    return known[:count]

@@ -6,7 +6,7 @@ with keys as length and text, `[` with `$` type and `#` count, one of them or ne
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Final
 
 from tensor_dedup.store.checkpoints.state_errors import UnsupportedValueError
@@ -34,16 +34,19 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
         raise _unknown(at) from error
 
 
-def members(data: Buffer, at: int) -> Iterator[tuple[str, int]]:
-    """Key and start of each value of the object at `at`. What is not asked for is not looked at."""
+def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, None]:
+    """Key and start of each value of the object at `at`. What is not asked for is not looked at.
+
+    Whoever knows where a value ends may `send` it, and need not wait for it to be skipped.
+    """
     if data[at : at + 1] != b"{":
         raise _unknown(at)
     at += 1
     while data[at : at + 1] != b"}":
         length, at = _integer(data, at)
         key, at = bytes(data[at : at + length]).decode("utf-8", "replace"), at + length
-        yield key, at
-        at = skip(data, at)
+        end = yield key, at
+        at = skip(data, at) if end is None else end
 
 
 def find(data: Buffer, at: int, *path: str) -> int | None:

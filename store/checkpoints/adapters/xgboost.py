@@ -7,6 +7,7 @@ changes; what is left, some 2 KB, is a plain value.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,15 +82,18 @@ def _known_cuts(raw: bytes) -> list[tuple[str, list[int]]]:
 
 
 def _cuts_of(raw: bytes, place: int) -> Iterator[tuple[str, list[int]]]:
-    for key, start in ubjson.members(raw, place):
-        items = ubjson.array(raw, start)
-        if items is None or items[1] == 0:
-            continue
-        if key == _TREES:
-            yield _TREE, ubjson.objects(raw, *items)
-            return  # the last there, and the one that is long to skip
-        if key in _COLUMNS and (end := ubjson.skip(raw, start)) - items[0] > _CHUNK:
-            yield key, [*range(items[0], end, _CHUNK), end]
+    members = ubjson.members(raw, place)
+    with suppress(StopIteration):  # of next and send: no more members
+        key, start = next(members)
+        while True:
+            items = ubjson.array(raw, start)
+            if key == _TREES and items is not None and items[1]:
+                yield _TREE, ubjson.objects(raw, *items)
+                return  # the last there, and the one that is long to skip
+            end = ubjson.skip(raw, start)
+            if key in _COLUMNS and items is not None and end - items[0] > _CHUNK:
+                yield key, [*range(items[0], end, _CHUNK), end]
+            key, start = members.send(end)
 
 
 def _restore(state: Any, original: Any) -> Any:
