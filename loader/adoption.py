@@ -61,8 +61,8 @@ _CLASSES: Final = frozenset(
 class Terms:
     """What the adoptions of one load have in common. One thread.
 
-    `origins`: None where hints are no help, as after a cast. `hashed` counts tensors, and
-    `remembered` those that were not because a hint and a resident made it needless.
+    `origins`: None where hints are no help, as after a cast. `remembered` and `unknown` count
+    tensors whose digest a hint gave, and others.
     """
 
     config: TensorDedupConfig
@@ -70,8 +70,8 @@ class Terms:
     origins: Origins | None = None
     own: WeakSet[Resident] = field(default_factory=WeakSet)
     bytes_hashed: int = 0
-    hashed: int = 0
     remembered: int = 0
+    unknown: int = 0
     hash_seconds: float = 0.0
     process_seconds: float = 0.0
     collisions: int = 0
@@ -117,6 +117,7 @@ class Adoption:
         self._reasons: dict[int, str] = {}
         self._copies = Copies()
         self._formers = Formers()
+        self._files: Mappings | None = None
         # A part of a model takes nothing that another part of it has.
         whole = families.whole_of(model)
         if whole is not model:
@@ -205,14 +206,15 @@ class Adoption:
         """Share what a hint names and what is resident, without reading it. False: hash it."""
         remembered = None if candidate.place is None else candidate.place.remembered
         if remembered is None:
+            self._terms.unknown += 1
             return False
+        self._terms.remembered += 1
         key = resident_key(data_of(candidate.parameter), remembered)
         copy = self._copies.choose(key, candidate.name)
         resident = registry.lookup(key, copy)
         if resident is None:
             self._copies.release(key, copy)
             return False
-        self._terms.remembered += 1
         self._take(candidate.parameter, resident, copy, made=False)
         return True
 
@@ -220,6 +222,7 @@ class Adoption:
         """Those to share. Of the others the reasons are kept, or the residents that they are."""
         together = overlapping(chain(self.model.parameters(), self.model.buffers()))
         files, common = files_and_common()
+        self._files = files
         resident = residents_behind([parameter for _, parameter in items])
         chosen = []
         for name, parameter in items:
@@ -272,7 +275,6 @@ class Adoption:
         algorithm = self._terms.config.hash_algorithm
         futures = [submit(tensor_bytes(data_of(each)), algorithm) for each in parameters]
         digests = [future.result() for future in futures]
-        self._terms.hashed += len(digests)
         self._terms.bytes_hashed += sum(each.nbytes for each in parameters)
         self._terms.hash_seconds += time.perf_counter() - began
         return digests
@@ -346,7 +348,8 @@ class Adoption:
 
     def _let_files_go(self) -> None:
         """Copy what is left of checkpoint files in memory: one small tensor pins a whole file."""
-        files, _ = files_and_common()
+        # As of the last look: adopting maps no files.
+        files = files_and_common()[0] if self._files is None else self._files
         for parameter in self.model.parameters():
             plain = type(parameter) is nn.Parameter and id(parameter) not in self._shares
             if plain and self._reasons.get(id(parameter)) != SHARED_STORAGE:

@@ -145,7 +145,7 @@ class Load:
             report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
         terms = self._terms
         report.collisions = terms.collisions
-        report.known = terms.remembered > 0 and terms.hashed == 0
+        report.known = terms.remembered > 0 and terms.unknown == 0
         report.bytes_hashed = terms.bytes_hashed
         report.seconds["hash"] = terms.hash_seconds
         report.seconds["process"] = terms.process_seconds

@@ -108,9 +108,7 @@ def _load(path: Path, dedup: bool, kept: list[Any]) -> Load:
     kind: Any = diffusers.DiffusionPipeline
     options: dict[str, Any] = {"tensor_dedup": True} if dedup else {}
     began = time.perf_counter()
-    pipeline = kind.from_pretrained(
-        path, torch_dtype=torch.float16, local_files_only=True, **options
-    )
+    pipeline = kind.from_pretrained(path, dtype=torch.float16, local_files_only=True, **options)
     loaded = time.perf_counter()
     for parameter in _parameters(pipeline).values():
         flat = torch.empty(0, dtype=torch.uint8)
@@ -135,7 +133,7 @@ def _parameters(pipeline: Any) -> dict[str, nn.Parameter]:
 def _differing_bytes(paths: Sequence[Path]) -> int:
     kind: Any = diffusers.DiffusionPipeline
     first, second = (
-        _parameters(kind.from_pretrained(path, torch_dtype=torch.float16, local_files_only=True))
+        _parameters(kind.from_pretrained(path, dtype=torch.float16, local_files_only=True))
         for path in paths
     )
     return sum(
