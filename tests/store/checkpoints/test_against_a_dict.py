@@ -1,0 +1,182 @@
+"""A run beside a dict of copies, whatever is done to it; models that are written to meanwhile."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from memory import memory_folder
+from steps import Model, assert_same, copied, handle, shares
+from stores import noise
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.checkpoints.errors import ChangedModelError, PinnedStepError
+from tensor_dedup.store.files import Handle, Mode, RealFiles
+
+# Empty, small, around what shares a container, and what is encoded.
+SIZES = (0, 1, 64, 3000, 16_383, 16_384, 16_385, 40_000)
+NAMES = st.sampled_from([f"t{n}" for n in range(6)])
+STEPS = st.integers(0, 5)
+
+
+class Training(RuleBasedStateMachine):
+    """Two handles of one run, another run, and what each step should be."""
+
+    @initialize(compress=st.sampled_from(["auto", None]), keep=st.none() | st.integers(1, 3))
+    def begin(self, compress: str | None, keep: int | None) -> None:
+        self._memory = memory_folder()
+        self.root = self._memory.__enter__()
+        self.options: dict[str, Any] = {"compress": compress, "keep_last": keep}
+        self.keep = keep
+        self.run = handle(self.root, **self.options)
+        self.model: Model = {}
+        self.kept: dict[int, Model] = {}
+        self.pinned: set[int] = set()
+
+    def teardown(self) -> None:
+        self.run.close()
+        self._memory.__exit__(None, None, None)
+
+    @rule(name=NAMES, size=st.sampled_from(SIZES), seed=st.integers(0, 3))
+    def put(self, name: str, size: int, seed: int) -> None:
+        self.model[name] = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+    @rule(name=NAMES, amount=st.sampled_from([1e-5, 1.0]))
+    def train(self, name: str, amount: float) -> None:
+        if name in self.model:
+            self.model[name] += np.float32(amount)
+
+    @rule(name=NAMES)
+    def drop(self, name: str) -> None:
+        self.model.pop(name, None)
+
+    @rule(one=NAMES, two=NAMES)
+    def tie(self, one: str, two: str) -> None:
+        if one in self.model:
+            self.model[two] = self.model[one]
+
+    @rule(step=STEPS)
+    def save(self, step: int) -> None:
+        self._save(self.run.save, step)
+
+    @rule(step=STEPS)
+    def save_elsewhere(self, step: int) -> None:
+        other = handle(self.root, **self.options)
+        self._save(other.save, step)
+        other.close()
+
+    def _save(self, save: Callable[[Model, int], object], step: int) -> None:
+        if step in self.pinned:
+            with pytest.raises(PinnedStepError):
+                save(self.model, step)
+            return
+        save(self.model, step)
+        self.kept[step] = copied(self.model)
+        if self.keep is not None:
+            last = sorted(self.kept)[-self.keep :]
+            stay = {*last, step, *self.pinned}
+            self.kept = {each: self.kept[each] for each in self.kept if each in stay}
+
+    @rule()
+    def reopen(self) -> None:
+        self.run.close()
+        self.run = handle(self.root, **self.options)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.kept)
+    def pin_or_not(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.kept)))
+        if step in self.pinned:
+            self.run.unpin(step)
+            self.pinned.discard(step)
+        else:
+            self.run.pin(step)
+            self.pinned.add(step)
+
+    @rule(data=st.data())
+    @precondition(lambda self: set(self.kept) - self.pinned)
+    def delete(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(set(self.kept) - self.pinned)))
+        handle(self.root).delete(step)
+        del self.kept[step]
+
+    @rule()
+    def collect(self) -> None:
+        handle(self.root).gc(0)
+
+    @rule()
+    def forget_the_index(self) -> None:
+        for path in self.root.glob("index.sqlite*"):
+            path.unlink()
+
+    @invariant()
+    def every_step_is_what_was_saved(self) -> None:
+        assert self.run.steps() == sorted(self.kept)
+        assert self.run.pinned() == self.pinned
+        for step, model in self.kept.items():
+            assert_same(self.run.load(step), model)
+
+    @rule()
+    def verify(self) -> None:
+        assert self.run.store.verify(full=True).faults == []
+
+
+TestTraining = Training.TestCase
+TestTraining.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+class Meddling(RealFiles):
+    """Lets somebody write to the model when the store opens a container's file in some mode."""
+
+    def __init__(self, meddle: Callable[[], None]) -> None:
+        self._meddle = meddle
+        self.at: Mode | None = None
+
+    def open(self, path: Path, mode: Mode) -> Handle:
+        if mode == self.at and {"containers", "tmp"} & set(path.parts):
+            self.at = None
+            self._meddle()
+        return super().open(path, mode)
+
+
+@pytest.mark.parametrize(
+    ("compress", "at"),
+    [
+        (None, "create"),  # when what is hashed begins to be written
+        ("auto", "read"),  # when what it is compared with is opened
+    ],
+)
+def test_a_model_that_is_written_to_while_it_is_saved(
+    tmp_path: Path, compress: str | None, at: Mode
+) -> None:
+    # Most bytes are equal, so that it is encoded where that is asked for.
+    data = np.frombuffer(noise(1, 1000) + bytes(3 * LEAF_BYTES), np.uint8).copy()
+    model: Model = {"large": data, "frozen": np.ones(20_000, np.float32)}
+
+    def meddle() -> None:
+        data[:] = 7
+
+    files = Meddling(meddle)
+    run = handle(tmp_path, files=files, compress=compress)
+    run.save(model, 0)
+    first = copied(model)
+    data[5] ^= 1
+    files.at = at
+    with pytest.raises(ChangedModelError, match="'large'"):
+        run.save(model, 1)
+    assert run.steps() == [0]
+    run.save(model, 1)
+    assert shares(run)
+    assert_same(run.load(0), first)
+    assert_same(run.load(1), model)
+    assert run.store.verify(full=True).faults == []
