@@ -14,6 +14,16 @@ import torch
 
 import gpus
 import managers
+from gpu_loads import (
+    STEPS,
+    Load,
+    State,
+    connected,
+    key_of,
+    kill_after,
+    read,
+    weights,
+)
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
@@ -23,23 +33,19 @@ from tensor_dedup.loader.cuda.lender import (
     bytes_on_host,
     copy_of,
 )
-from tensor_dedup.loader.cuda.opening import Extent
-from tensor_dedup.loader.cuda.residents import DeviceResident, Views
+from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents import resident_key, shares_memory, tensor_bytes
-from tensor_dedup.memory_manager.client import Client, Put, connect
-from tensor_dedup.memory_manager.cuda.driver import Access, Driver
+from tensor_dedup.loader.residents import resident_key, shares_memory
+from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
-from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     ManagerGoneError,
     RefusedError,
 )
-from tensor_dedup.types import ResidentKey
 
 KIB = 1 << 10
-State = dict[str, object]
 
 
 @pytest.fixture
@@ -52,32 +58,6 @@ def folder(tmp_path: Path) -> Path:
 def manager(folder: Path) -> Iterator[gpus.GpuManager]:
     with gpus.running(folder, "--build-timeout", "1") as running:
         yield running
-
-
-class Load:
-    """A process's load: its connection, its GPU and what its model sees of it."""
-
-    def __init__(self, socket: Path) -> None:
-        self.fake = FakeDriver()
-        self.driver = RefusingDriver(self.fake)
-        self.gpu = Gpu(cast("Driver", self.driver), fake_uuid(0))
-        beside = socket.with_name("m.sock")
-        self.client: Client = connect(beside, keep_connected=False, device=self.gpu.device.uuid)
-        self.lender = DeviceLender(self.client, self.gpu, "base")
-        self.views = Views(CPU)
-
-    def put(self, *tensors: torch.Tensor) -> list[DeviceResident | None]:
-        return self.lender.put([self.wanted(each) for each in tensors])
-
-    def wanted(self, tensor: torch.Tensor) -> DeviceWanted:
-        return DeviceWanted(
-            f"recipe {key_of(tensor)}", key_of(tensor), tensor.nbytes, copy_of(tensor, self.gpu)
-        )
-
-    def find(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = self.lender.by_content(key_of(tensor))
-        assert found is not None
-        return self.views.tensor(found)
 
 
 @pytest.fixture
@@ -94,21 +74,6 @@ def load(manager: gpus.GpuManager) -> Iterator[Callable[[], Load]]:
         each.client.close()
         assert each.gpu.reap(wait=True) == 0
         assert each.fake.left() == {}
-
-
-@pytest.fixture
-def old(folder: Path) -> Iterator[gpus.GpuManager]:
-    """A manager with the backend `ipc`."""
-    with gpus.running(folder, "--build-timeout", "1", "--backend", "ipc") as running:
-        yield running
-
-
-def key_of(tensor: torch.Tensor) -> ResidentKey:
-    return resident_key(tensor, digest(tensor_bytes(tensor)))
-
-
-def weights(seed: int, count: int = 50_000) -> torch.Tensor:
-    return torch.arange(seed, seed + count, dtype=torch.float32).to(torch.bfloat16)
 
 
 def test_what_one_load_puts_another_sees(load: Callable[[], Load]) -> None:
@@ -289,82 +254,11 @@ def test_whatever_call_of_a_put_fails_the_put_is_given_up(
     assert torch.equal(mine.find(tensor), tensor)
 
 
-def connected(state: State) -> None:
-    state["load"] = Load(cast("Path", state["path"]))
-
-
-def of(state: State) -> Load:
-    return cast("Load", state["load"])
-
-
-def reserve(state: State) -> None:
-    reserved = of(state).client.reserve(["layer"], "base").put
-    assert reserved is not None
-    state["put"] = reserved
-
-
-def allocate(state: State) -> None:
-    put = cast("Put", state["put"])
-    put.allocate([100], [digest(b"w" * 100)])
-
-
-def map_to_write(state: State) -> None:
-    put = cast("Put", state["put"])
-    fd, nbytes, _ = put.place
-    state["mapped"] = gpus.mapped(fd, nbytes, Access.READ_WRITE, of(state).fake)
-    _, address = state["mapped"].__enter__()  # type: ignore[attr-defined]
-    ctypes.memset(address, ord("w"), 100)
-
-
-def unmap(state: State) -> None:
-    state["mapped"].__exit__(None, None, None)  # type: ignore[attr-defined]
-
-
-def seal(state: State) -> None:
-    state["leases"] = cast("Put", state["put"]).seal()
-
-
-def publish(state: State) -> None:
-    put = cast("Put", state["put"])
-    put.publish("layer", b"record", [digest(b"w" * 100)])
-
-
-def read(state: State) -> int:
-    key = ResidentKey("U8", (100,), (1,), digest(b"w" * 100))
-    found = of(state).lender.by_content(key)
-    assert found is not None
-    state["tensor"] = of(state).views.tensor(found)
-    return int(cast("torch.Tensor", state["tensor"])[99])
-
-
-STEPS: tuple[Callable[[State], object], ...] = (
-    connected, reserve, allocate, map_to_write, unmap, seal, publish, read,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("count", range(1, len(STEPS) + 1), ids=[s.__name__ for s in STEPS])
 def test_a_client_killed_after_any_step_leaves_nothing(
     manager: gpus.GpuManager, count: int
 ) -> None:
-    idle = managers.steady(manager.descriptors)
-    doomed = managers.Actor(manager.socket, *STEPS[:count])
-    for _ in range(count):
-        assert doomed.step() in (None, ord("w"))
-    doomed.kill()
-    sealed = STEPS.index(seal) < count
-
-    def settled() -> bool:
-        totals = manager.overview().totals
-        held = (totals.leases, totals.builds, totals.lingering_bytes)
-        return held == (0, 0, 0) and totals.slabs == totals.residents == sealed
-
-    managers.until(settled)
-    managers.until(lambda: manager.descriptors() == idle + sealed)
-    other = managers.Actor(manager.socket, connected, *([read] if sealed else STEPS[1:]))
-    for _ in range(2 if sealed else len(STEPS)):
-        answer = other.step()
-    assert answer == ord("w")
-    other.join()
+    kill_after(count, manager)
 
 
 def test_when_the_manager_dies_what_is_mapped_stays_and_goes_to_the_next_one(
@@ -408,96 +302,3 @@ def test_two_processes_share_and_one_that_writes_dies_alone(manager: gpus.GpuMan
     assert builder.step() == ord("w")
     builder.join()
     assert os.getpid() != faulty.pid
-
-
-# The old kind of memory.
-
-
-def finish(load: Load) -> None:
-    gc.collect()
-    assert load.gpu.reap(wait=True) == 0
-    assert load.fake.left() == {}
-    load.client.close()
-
-
-def test_the_old_kind_is_shared_too_and_is_writable(old: gpus.GpuManager) -> None:
-    first, second = Load(old.socket), Load(old.socket)
-    assert not first.client.welcome.hardware_readonly
-    put = first.put(weights(1), weights(2, 10))
-    assert all(put)
-    found = second.find(weights(1))
-    assert torch.equal(found, weights(1))
-    assert second.fake.access(found.data_ptr()) == Access.READ_WRITE
-    with pytest.raises(UnsupportedError, match="vmm"):
-        second.views.make_private()
-    assert torch.equal(found, weights(1))
-    other = Views(CPU)
-    again = second.lender.by_content(key_of(weights(1)))
-    assert again is not None
-    seen = other.tensor(again)
-    assert shares_memory(found, seen), "the driver gives every opening one address"
-    del seen
-    gc.collect()
-    second.gpu.reap()
-    assert torch.equal(found, weights(1))
-    with pytest.raises(UnsupportedError, match="side by side"):
-        first.lender._opener.open([Extent(0, 1, 1), Extent(1, 1, 2)], Access.READ)
-    del found
-    finish(first)
-    finish(second)
-
-
-@pytest.mark.parametrize("number", range(1, 4))
-def test_whatever_call_of_opening_fails_nothing_is_left(old: gpus.GpuManager, number: int) -> None:
-    mine = Load(old.socket)
-    mine.driver.again(number)
-    with pytest.raises(BackendError):
-        mine.put(weights(1))
-    names = ["enter", "enter", "ipc_open"]
-    assert mine.driver.calls[:number] == names[:number]
-    assert mine.fake.left() == {}
-    totals = old.overview().totals
-    assert (totals.builds, totals.charged, totals.residents) == (0, 0, 0)
-    mine.driver.again()
-    assert mine.put(weights(1))[0] is not None
-    finish(mine)
-
-
-def test_what_a_writer_may_still_have_open_is_not_freed_under_it(old: gpus.GpuManager) -> None:
-    doomed = managers.Actor(old.socket, connected, reserve, allocate, open_ticket, hang_up, touch)
-    for _ in range(5):
-        assert doomed.step() is None
-    managers.until(lambda: old.overview().totals.lingering_bytes > 0)
-    assert doomed.step() == ord("w")
-    doomed.kill()
-    managers.until(lambda: old.overview().totals.charged == 0)
-
-
-def open_ticket(state: State) -> None:
-    fd, _, _ = cast("Put", state["put"]).place
-    state["opened"] = gpus.opened(fd, of(state).fake)
-    _, state["address"] = state["opened"].__enter__()  # type: ignore[attr-defined]
-
-
-def hang_up(state: State) -> None:
-    of(state).client.close()
-
-
-def touch(state: State) -> int:
-    address = cast("int", state["address"])
-    ctypes.memset(address, ord("w"), 100)
-    with gpus.opened(cast("Put", state["put"]).place[0]) as (driver, again):
-        return gpus.get(driver, again, 1)[0]
-
-
-def test_memory_of_the_old_kind_goes_with_its_manager(folder: Path, old: gpus.GpuManager) -> None:
-    mine = Load(old.socket)
-    mine.put(weights(1))
-    tensor = mine.find(weights(1))
-    old.kill()
-    with gpus.running(folder, "--backend", "ipc") as heir:
-        assert mine.client.reconnect() == 0, "it was taken back"
-        assert heir.overview().totals.residents == 0
-        assert mine.put(weights(1))[0] is not None
-        del tensor
-        finish(mine)

@@ -4,6 +4,8 @@ import ctypes
 import gc
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -254,3 +256,18 @@ def test_a_ticket_is_sealed_and_nothing_else_is_one(tmp_path: Path) -> None:
     os.close(fd)
     with pytest.raises(NotSealedError, match="read"):
         read_ticket(fd)
+
+
+def test_a_manager_of_a_gpu_that_is_not_there_says_what_to_install(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    code = (
+        "import sys\n"
+        "sys.modules['cuda.bindings.driver'] = None\n"
+        "from tensor_dedup.memory_manager.server.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    command = [sys.executable, "-c", code, "--device", "0", "--socket", str(tmp_path / "m.sock")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "tensor-dedup[cuda]" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -2,12 +2,14 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     rule,
 )
@@ -67,7 +69,8 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = Core(Settings(BUDGET, build_timeout_s=10, hello_timeout_s=5, max_puts=3))
+        self.settings = Settings(BUDGET, build_timeout_s=10, hello_timeout_s=5, max_puts=3)
+        self.core = Core(self.settings)
         self.now = 0.0
         self.slots: dict[int, int] = {}
         self.numbers = itertools.count(1)
@@ -78,6 +81,11 @@ class Machine(RuleBasedStateMachine):
         self.owed: Counter[int] = Counter()
         self.puts: dict[int, set[int]] = {}
         self.leases: dict[int, set[int]] = {}
+
+    @initialize(hold=st.booleans())
+    def begin(self, hold: bool) -> None:
+        """Memory that a mapping holds, and memory that the manager must hold for it."""
+        self.core = Core(replace(self.settings, mappings_hold=hold))
 
     @property
     def world(self) -> World:

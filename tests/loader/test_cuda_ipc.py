@@ -1,0 +1,142 @@
+"""Processes share a fake GPU's memory of the old kind: what it can, and what it cannot."""
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import pytest
+import torch
+
+import gpus
+import managers
+from gpu_loads import (
+    STEPS,
+    Load,
+    State,
+    allocate,
+    connected,
+    key_of,
+    kill_after,
+    map_to_write,
+    of,
+    read,
+    reserve,
+    seal,
+    weights,
+)
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.opening import Extent
+from tensor_dedup.loader.cuda.residents import Views
+from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.residents import shares_memory
+from tensor_dedup.memory_manager.cuda.driver import Access
+from tensor_dedup.memory_manager.errors import BackendError
+
+if TYPE_CHECKING:
+    from tensor_dedup.memory_manager.client import Put
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def old(folder: Path) -> Iterator[gpus.GpuManager]:
+    """A manager with the backend `ipc`."""
+    with gpus.running(folder, "--build-timeout", "1", "--backend", "ipc") as running:
+        yield running
+
+
+@pytest.mark.parametrize("step", [map_to_write, seal, read])
+def test_a_client_of_the_old_kind_killed_leaves_nothing(
+    old: gpus.GpuManager, step: Callable[[State], object]
+) -> None:
+    kill_after(STEPS.index(step) + 1, old)
+
+
+def finish(load: Load) -> None:
+    gc.collect()
+    assert load.gpu.reap(wait=True) == 0
+    assert load.fake.left() == {}
+    load.client.close()
+
+
+def test_the_old_kind_is_shared_too_and_is_writable(old: gpus.GpuManager) -> None:
+    first, second = Load(old.socket), Load(old.socket)
+    assert not first.client.welcome.hardware_readonly
+    put = first.put(weights(1), weights(2, 10))
+    assert all(put)
+    found = second.find(weights(1))
+    assert torch.equal(found, weights(1))
+    assert second.fake.access(found.data_ptr()) == Access.READ_WRITE
+    with pytest.raises(UnsupportedError, match="vmm"):
+        second.views.make_private()
+    assert torch.equal(found, weights(1))
+    other = Views(CPU)
+    again = second.lender.by_content(key_of(weights(1)))
+    assert again is not None
+    seen = other.tensor(again)
+    assert shares_memory(found, seen), "the driver gives every opening one address"
+    del seen
+    gc.collect()
+    second.gpu.reap()
+    assert torch.equal(found, weights(1))
+    with pytest.raises(UnsupportedError, match="side by side"):
+        first.lender._opener.open([Extent(0, 1, 1), Extent(1, 1, 2)], Access.READ)
+    del found
+    finish(first)
+    finish(second)
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+def test_whatever_call_of_opening_fails_nothing_is_left(old: gpus.GpuManager, number: int) -> None:
+    mine = Load(old.socket)
+    mine.driver.again(number)
+    with pytest.raises(BackendError):
+        mine.put(weights(1))
+    names = ["enter", "enter", "ipc_open"]
+    assert mine.driver.calls[:number] == names[:number]
+    assert mine.fake.left() == {}
+    totals = old.overview().totals
+    assert (totals.builds, totals.charged, totals.residents) == (0, 0, 0)
+    mine.driver.again()
+    assert mine.put(weights(1))[0] is not None
+    finish(mine)
+
+
+def test_what_a_writer_may_still_have_open_is_not_freed_under_it(old: gpus.GpuManager) -> None:
+    doomed = managers.Actor(old.socket, connected, reserve, allocate, map_to_write, hang_up, touch)
+    for _ in range(5):
+        assert doomed.step() is None
+    managers.until(lambda: old.overview().totals.lingering_bytes > 0)
+    assert doomed.step() == ord("w")
+    doomed.kill()
+    managers.until(lambda: old.overview().totals.charged == 0)
+
+
+def hang_up(state: State) -> None:
+    of(state).client.close()
+
+
+def touch(state: State) -> int:
+    address = cast("int", state["address"])
+    ctypes.memset(address, ord("w"), 100)
+    with gpus.opened(cast("Put", state["put"]).place[0]) as (driver, again):
+        return gpus.get(driver, again, 1)[0]
+
+
+def test_memory_of_the_old_kind_goes_with_its_manager(folder: Path, old: gpus.GpuManager) -> None:
+    mine = Load(old.socket)
+    mine.put(weights(1))
+    tensor = mine.find(weights(1))
+    old.kill()
+    with gpus.running(folder, "--backend", "ipc") as heir:
+        assert mine.client.reconnect() == 0, "it was taken back"
+        assert heir.overview().totals.residents == 0
+        assert mine.put(weights(1))[0] is not None
+        del tensor
+        finish(mine)
