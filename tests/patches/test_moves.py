@@ -206,6 +206,8 @@ def test_on_another_device_the_second_gets_what_the_first_made() -> None:
     assert storages(first) == storages(second)
     assert len(set(storages(first))) == len(storages(first))  # twins are apart there too
     assert len(COPIES) == len(storages(first))
+    assert verify().ok
+    assert len(verify().not_verifiable) == len(COPIES)
     assert {p.device.type for p in third.parameters()} == {"cpu"}
     assert all(torch.isfinite(p).all() for p in third.parameters())
     del first, second, model
