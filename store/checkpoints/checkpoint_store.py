@@ -30,7 +30,7 @@ from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
 from tensor_dedup.store.checkpoints.staging import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan
-from tensor_dedup.store.errors import UnknownNameError
+from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, UnknownNameError
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.sources import small_files
 from tensor_dedup.store.store import Store
@@ -215,7 +215,7 @@ class CheckpointStore:
             raise self._is_pinned(step)
         saved = self._saver.commit(snapshot)
         for old in self._dropped(step):
-            with suppress(UnknownStepError, PinnedStepError):
+            with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
                 self.delete(old)
         return saved
 
@@ -264,12 +264,17 @@ class CheckpointStore:
         return best(self.metrics(), metric, mode, self.run_id)
 
     def delete(self, step: int) -> None:
-        """Forget a step; `gc` gives back its space. UnknownStepError, PinnedStepError."""
+        """Forget a step; `gc` gives back its space. UnknownStepError, PinnedStepError.
+
+        NotATrainingError: it was imported.
+        """
         objects, name = self.store.objects, step_name(self.run_id, step)
         with self.store.locked(), objects.naming():
             # Under the lock of names: whoever pins it meanwhile comes before or after.
             if self._holds_pin(step):
                 raise self._is_pinned(step)
+            with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
+                manifest_of(objects, self.run_id, step)
             try:
                 objects.files.unlink(objects.layout.refs / file_of(name))
             except FileNotFoundError as error:

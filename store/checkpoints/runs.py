@@ -1,7 +1,7 @@
 """What a store knows of runs: their steps, metrics, sizes and differences. Writes nothing."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -110,19 +110,15 @@ def pinned_steps(objects: Objects, run: str) -> set[int]:
 
 def run_names(objects: Objects) -> list[str]:
     """The runs in a store. What was imported under a name like a step's is none."""
-    found: dict[str, int] = {}
-    for name in objects.names():
-        each = parse(name)
-        if each is not None and not each.pin:
-            found.setdefault(each.run, each.step)
-    return [run for run, step in sorted(found.items()) if _is_training(objects, run, step)]
+    found = {each.run for name in objects.names() if (each := parse(name)) and not each.pin}
+    return sorted(run for run in found if next(contents(objects, run), None) is not None)
 
 
-def _is_training(objects: Objects, run: str, step: int) -> bool:
-    with suppress(UnknownNameError, NotATrainingError):
-        manifest_of(objects, run, step)
-        return True
-    return False
+def contents(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:
+    """The steps of a run and their manifests, in order; without what was imported or is gone."""
+    for step in step_numbers(objects, run):
+        with suppress(UnknownStepError, NotATrainingError):
+            yield step, manifest_of(objects, run, step)[1]
 
 
 def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, Notes]:
@@ -155,11 +151,11 @@ def describe(objects: Objects, run: str, step: int, pinned: Iterable[int]) -> St
 
 
 def describe_all(objects: Objects, run: str) -> list[Step]:
-    """All steps of a run, in order; those deleted meanwhile are left out."""
+    """All steps of a run, in order, without what was imported or is gone."""
     pinned = pinned_steps(objects, run)
     found = []
     for step in step_numbers(objects, run):
-        with suppress(UnknownStepError):
+        with suppress(UnknownStepError, NotATrainingError):
             found.append(describe(objects, run, step, pinned))
     return found
 
@@ -189,12 +185,11 @@ def stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats
     sizes: dict[bytes, int] = {}
     steps = total = 0
     for run in runs:
-        for step in step_numbers(objects, run):
-            with suppress(UnknownStepError):
-                tensors = tensors_of(objects, manifest_of(objects, run, step)[1], seen)
-                steps += 1
-                total += len(tensors)
-                sizes |= {piece.digest: piece.nbytes for piece in tensors}
+        for _, content in contents(objects, run):
+            tensors = tensors_of(objects, content, seen)
+            steps += 1
+            total += len(tensors)
+            sizes |= {piece.digest: piece.nbytes for piece in tensors}
     stored = sum(stored_bytes(objects, sizes).values())
     ratio = len(sizes) / total if total else 1.0
     return RunStats(run_id, steps, total, len(sizes), round(ratio, 4), stored)
@@ -218,15 +213,13 @@ def growth(objects: Objects, run: str) -> list[Growth]:
     known: dict[bytes, int] = {}
     total = 0
     found: list[tuple[int, int, dict[bytes, int], int, float]] = []
-    for step in step_numbers(objects, run):
-        with suppress(UnknownStepError):
-            content = manifest_of(objects, run, step)[1]
-            tensors = tensors_of(objects, content, seen)
-            new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
-            known |= new
-            total += len(tensors)
-            ratio = len(known) / total if total else 1.0
-            found.append((step, len(tensors), new, content.nbytes, ratio))
+    for step, content in contents(objects, run):
+        tensors = tensors_of(objects, content, seen)
+        new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
+        known |= new
+        total += len(tensors)
+        ratio = len(known) / total if total else 1.0
+        found.append((step, len(tensors), new, content.nbytes, ratio))
     stored = stored_bytes(objects, known)
     return [
         Growth(

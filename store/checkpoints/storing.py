@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import Self, TypeAlias
 
 from tensor_dedup.store.checkpoints.deltas import DeltaWriter, Encoding
 from tensor_dedup.store.checkpoints.memory import Known, Places
@@ -13,6 +13,8 @@ from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import Index, Place
 from tensor_dedup.store.objects import ContainerId, Objects
+
+_Held: TypeAlias = Mapping[bytes, Sequence[Place]]
 
 
 class Stocker:
@@ -74,13 +76,19 @@ class Stocker:
 
     def _look_up(self, digests: Collection[bytes]) -> dict[bytes, Places]:
         """The containers in which the store has some of these pieces."""
-        held = self._index.find(digests)
-        if not self._index.fresh and not self._index.still_so(_containers(held)):
+        held, under = self._find(digests)
+        containers = _containers(held) | _containers(under)
+        if not self._index.fresh and not self._index.still_so(containers):
             self._index.refresh()
-            held = self._index.find(digests)
+            held, under = self._find(digests)
+        found = {digest: _nearest(places, under) for digest, places in held.items()}
+        return {digest: places for digest, places in found.items() if places}
+
+    def _find(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
+        """The places of these pieces, and of what some of them are stored against."""
+        held = self._index.find(digests)
         bases = {place.base for places in held.values() for place in places if place.base}
-        under = self._index.find(bases)
-        return {digest: _nearest(places, under) for digest, places in held.items()}
+        return held, self._index.find(bases)
 
     def _write(self, fresh: Sequence[Fresh]) -> None:
         for piece in fresh:
@@ -97,12 +105,14 @@ class Stocker:
         """Where what was written lies."""
         records = [(each.container, r) for each in self.sealed for r in each.table.records]
         under = self._index.find({record.base for _, record in records if record.base})
-        return {
-            record.digest: (container,)
-            if record.base is None
-            else (container, _alone(under[record.base]).container)
-            for container, record in records
-        }
+        found = {}
+        for container, record in records:
+            place = Place(container, record.offset, record.nbytes, record.base)
+            places = found[record.digest] = _nearest([place], under)
+            if not places:
+                what = f"what {record.digest.hex()} is stored against was removed meanwhile"
+                raise LostHitError.at(self._objects.layout.root, what)
+        return found
 
     def index(self) -> None:
         """Tell the index of what was written, when it is durable."""
@@ -112,19 +122,20 @@ class Stocker:
             self._index.add(each.container, each.table, each.file_bytes)
 
 
-def _containers(held: Mapping[bytes, Sequence[Place]]) -> set[ContainerId]:
+def _containers(held: _Held) -> set[ContainerId]:
     return {place.container for places in held.values() for place in places}
 
 
-def _nearest(places: Sequence[Place], under: Mapping[bytes, Sequence[Place]]) -> Places:
-    """The containers that a piece is read from: one that needs no other, where there is one."""
+def _nearest(places: Sequence[Place], under: _Held) -> Places:
+    """The containers that a piece is read from: one that needs no other, where there is one.
+
+    None where what it is stored against is nowhere.
+    """
     for place in places:
         if place.base is None:
             return (place.container,)
-    place = places[0]
-    return (place.container, _alone(under[place.base or b""]).container)
-
-
-def _alone(places: Sequence[Place]) -> Place:
-    """The first that needs no other: an anchor has one."""
-    return next(place for place in places if place.base is None)
+    for place in places:
+        for anchor in under.get(place.base or b"", ()):
+            if anchor.base is None:
+                return (place.container, anchor.container)
+    return ()

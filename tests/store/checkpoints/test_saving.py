@@ -16,6 +16,7 @@ from tensor_dedup.store.checkpoints.errors import (
     NotATrainingError,
     UnknownStepError,
 )
+from tensor_dedup.store.checkpoints.runs import describe_all, run_names
 from tensor_dedup.store.errors import BadNameError
 
 
@@ -285,8 +286,14 @@ def test_an_imported_checkpoint_is_no_step(tmp_path: Path) -> None:
     run.save(model, 1)
     run.store.export("run@1", tmp_path / "out")
     run.store.import_(tmp_path / "out", "run@2")
-    with pytest.raises(NotATrainingError):
-        run.load(2)
+    for act in (run.load, run.delete):
+        with pytest.raises(NotATrainingError):
+            act(2)
+    assert handle(tmp_path / "store", keep_last=1).save(model, 3).new_tensors == 0
+    assert run.steps() == [2, 3]
+    assert [step.step for step in describe_all(run.store.objects, "run")] == [3]
+    assert run_names(run.store.objects) == ["run"]
+    assert run.stats()["checkpoints"] == 1
 
 
 def test_the_article_s_class_is_the_same(tmp_path: Path) -> None:
