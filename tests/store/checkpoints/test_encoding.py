@@ -168,3 +168,23 @@ def test_memory_of_anchors_is_bounded_and_changes_nothing(tmp_path: Path, most: 
     assert (most < 300 * 400 * 4) or deltas.anchors._leaves
     for step, model in kept.items():
         assert_same(run.load(step), model)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_delta_whose_anchor_is_lost_is_stored_again(tmp_path: Path, again: bool) -> None:
+    run = handle(tmp_path)
+    kept = run_of(run, 2)
+    with run.store.checkpoint("run@0") as opened:
+        anchor = opened["embedding"].digest
+    assert bases(run, 1)["embedding"] == anchor
+    for container in run.store.objects.containers():
+        table = run.store.objects.table(container)
+        if anchor in {record.digest.hex() for record in table.records}:
+            run.store.objects.layout.container(container.name, container.kind).unlink()
+    run = handle(tmp_path) if again else run
+    assert run.save(kept[1], 2).new_tensors > 0
+    assert_same(run.load(2), kept[1])
+    assert_same(run.load(1), kept[1])
+    run.delete(0)
+    assert shares(run)
+    assert run.store.verify(full=True).fine
