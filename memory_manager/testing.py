@@ -143,8 +143,10 @@ class BackendTests(ABC):
             assert backend.digests(memory, [(*span, "") for span in spans]) == right
 
     def test_nothing_stays_mapped_after_hashing(self, tmp_path: Path) -> None:
-        """Or its bytes would count for the manager, too."""
+        """Or its bytes would count for the manager, too. A GPU's are not mapped by mmap at all."""
         backend = self.make(tmp_path)
+        if backend.capabilities.device:
+            return
         memory = self._sealed(backend, b"weights")
         inode = os.fstat(memory.fileno).st_ino
         backend.digests(memory, [(0, 7, digest(b"weights"))])

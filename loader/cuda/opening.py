@@ -81,7 +81,9 @@ class VmmOpener:
 
     def close(self, address: int, extents: Sequence[Extent]) -> None:
         """See Opener."""
-        self._driver.unmap(address, total(extents))
+        # One by one, as they were mapped: that several may go at once is written nowhere.
+        for at, nbytes in _places(address, extents):
+            self._driver.unmap(at, nbytes)
         self._driver.free(address, total(extents))
 
     def make_private(self, address: int, extents: Sequence[Extent]) -> None:

@@ -45,8 +45,7 @@ def test_memory_counts_once(manager: Manager, count: int) -> None:
         used = gpu_world.used_bytes() - before
         unique = 2 * SIDE * SIDE * 4
         assert len(sums) == 1
-        # Half a MiB for how nvidia-smi rounds; torch's own reductions have small buffers.
-        assert used <= 1.03 * unique + (8 << 20) * count, f"{used} bytes for {unique}"
+        assert used <= 1.03 * unique + (2 << 20), f"{used} bytes for {unique}"  # it rounds to MiB
 
 
 def test_four_processes_compute_the_same(manager: Manager) -> None:
@@ -57,15 +56,18 @@ def test_four_processes_compute_the_same(manager: Manager) -> None:
         assert [right(each) for each in processes] == [True] * 4
 
 
-def test_a_kernel_that_writes_to_a_shared_page_ends_its_own_process_only(manager: Manager) -> None:
+@pytest.mark.parametrize("way", ["write", "copy_over"])
+def test_who_writes_to_a_shared_page_ends_its_own_process_only(manager: Manager, way: str) -> None:
+    """A kernel, and a copy by the driver: whether that is refused or faults is not documented."""
     with workers(manager, 2) as (good, faulty):
         good.do("put", [1])
         for each in (good, faulty):
             each.do("attach", [1])
-        answer = faulty.attempt("write")
+        answer = faulty.attempt(way)
         assert answer is None or "error" in answer
-        again = faulty.attempt("forward") if answer is not None else None
-        assert again is None or "error" in again, "its context should be gone"
+        if way == "write":
+            again = faulty.attempt("forward") if answer is not None else None
+            assert again is None or "error" in again, "its context should be gone"
         assert right(good)
         with workers(manager, 1) as [other]:
             other.do("attach", [1])

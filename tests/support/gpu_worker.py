@@ -19,6 +19,7 @@ def connect(socket: str) -> None:
     x = torch.ones(64, 1024, device=gpu_world.PLACE)
     STATE["input"] = x
     x @ torch.ones(1024, 1024, device=gpu_world.PLACE)
+    float(x.sum(dtype=torch.float64))
     wait_for_gpu()
 
 
@@ -41,7 +42,7 @@ def forward(index: int = 0) -> list[float]:
 
 def read_all() -> float:
     """Touch every byte."""
-    return float(sum(float(each.double().sum()) for each in STATE["tensors"]))
+    return sum(float(each.sum(dtype=torch.float64)) for each in STATE["tensors"])
 
 
 def write() -> str:
@@ -49,6 +50,16 @@ def write() -> str:
     faulthandler.disable()
     STATE["tensors"][0].fill_(0)
     wait_for_gpu()
+    return "it was written"
+
+
+def copy_over() -> str:
+    """A copy by the driver to a shared page."""
+    faulthandler.disable()
+    gpu, zeros = STATE["load"].gpu, torch.zeros(16)
+    with gpu.entered():
+        gpu.driver.copy_in(STATE["tensors"][0].data_ptr(), zeros.data_ptr(), zeros.nbytes)
+        gpu.driver.synchronize()
     return "it was written"
 
 

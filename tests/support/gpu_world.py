@@ -66,7 +66,8 @@ def output_of(code: str) -> str:
 
 def used_bytes() -> int:
     """Memory of the GPU that is in use, by whomever, as NVML counts it."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    uuid = new_driver().devices()[0].uuid  # nvidia-smi does not know CUDA_VISIBLE_DEVICES
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", uuid]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * MIB
 
 
