@@ -6,7 +6,6 @@ us), so all loads that share wait for each other.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.heap import release_memory
 from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.origins import Origins
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
 
 _log = logging.getLogger(__name__)
-_libc: Final = ctypes.CDLL(None)
 # Modules that some entry of the report speaks of.
 _reported: Final[WeakSet[nn.Module]] = WeakSet()
 _OFFLOADED: Final = "accelerate moves its weights about"
@@ -303,10 +302,3 @@ def is_offloaded(model: nn.Module) -> bool:
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     every = (each for hook in hooks for each in getattr(hook, "hooks", (hook,)))
     return any(getattr(each, "offload", False) for each in every)
-
-
-def release_memory() -> None:
-    """Give freed memory back: glibc keeps what casts that were not needed have left."""
-    trim = getattr(_libc, "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -18,6 +18,7 @@ from tensor_dedup.loader.assembly import Assembly
 from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer, settle_strays
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.evaluate import Evaluator
+from tensor_dedup.loader.heap import release_memory
 from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.recipe import whole_source
 from tensor_dedup.loader.report import ModelReport
@@ -82,6 +83,8 @@ class Run:
         # than loading a model that is resident.
         self._deferred.clear()
         self.tracer.close()
+        if self.assembly.scratch.peak:
+            release_memory()  # blocks of the heap, under what will stay
 
     def defer(self, model: nn.Module) -> None:
         """Make the parameters of `model` deferred tensors."""
