@@ -99,7 +99,7 @@ def _plain_state(held: Any) -> dict[str, object]:
     state = held.__getstate__()
     if state is not None and type(state) is not dict:
         raise _without_form(type(held))
-    grown = {key: trees.recognised(value) or value for key, value in (state or {}).items()}
+    grown = {key: trees.recognised(key, value) or value for key, value in (state or {}).items()}
     found: dict[str, object] = {"class": full_name(type(held)), "how": _NEW, "state": grown}
     if isinstance(held, dict):
         found["items"] = dict(held)

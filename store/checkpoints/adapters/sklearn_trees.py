@@ -24,7 +24,18 @@ _TREE: Final = "tree_"
 _LEAF: Final = -1
 # Bytes of trees that are put together at a time.
 _ROOM: Final = 16 << 20
-# Numbers in a piece of an array that grows.
+# What ensembles keep a number of for each round.
+_SCORES: Final = frozenset(
+    {
+        "train_score_",
+        "validation_score_",
+        "oob_improvement_",
+        "oob_scores_",
+        "estimator_weights_",
+        "estimator_errors_",
+    }
+)
+# Numbers in a piece of such an array.
 _GROWING: Final = 1024
 _HOME: Final = "sklearn.tree._classes"
 _PREDICTOR: Final = "sklearn.ensemble._hist_gradient_boosting.predictor.TreePredictor"
@@ -55,15 +66,15 @@ class Growing:
     array: Any
 
 
-def recognised(value: Any) -> Trees | Predictors | Growing | None:
+def recognised(name: str, value: Any) -> Trees | Predictors | Growing | None:
     """The value of an attribute as something that grows at its end; None if it is none."""
     import numpy as np
 
     if isinstance(value, np.ndarray):
         if value.dtype == object and value.size:
             return _trees(value.reshape(-1).tolist(), value.shape)
-        plain_row = value.ndim == 1 and value.dtype.str in ("<f8", "<f4", "<i8")
-        return Growing(value) if plain_row and value.size > _GROWING else None
+        numbers = name in _SCORES and value.ndim == 1 and value.dtype.str == "<f8"
+        return Growing(value) if numbers and value.size > _GROWING else None
     if type(value) is not list or not value:
         return None
     if type(value[0]) is list:

@@ -139,6 +139,12 @@ def test_the_rest_does_not_grow_with_the_trees() -> None:
     assert rest(2500) < rest(20) + 8192 + 1024
 
 
+def test_many_coefficients_are_one_array() -> None:
+    wide = np.hstack([X] * 300)
+    held = stored(ADAPTER, linear_model.Ridge().fit(wide, Y))
+    assert (held["coef_"].dtype, held["coef_"].shape) == ("F64", (1500,))
+
+
 def test_histogram_boosting_is_one_piece_a_tree() -> None:
     data = X.copy()
     data[:, 4] = RNG.integers(0, 6, len(X))
