@@ -116,12 +116,12 @@ class Pinning:
 
     def _stage(self, tensor: Any) -> tuple[Any, _Copy] | None:
         """Begin to copy a tensor from its device; None: it is on none, or there is no room."""
-        if not is_tensor(tensor) or tensor_fault(tensor):
+        if not is_tensor(tensor):
             return None
         device = next((each for each in self._context.devices if each.takes(tensor)), None)
-        nbytes = tensor.numel() * tensor.element_size()
-        if device is None or not nbytes:
+        if device is None or tensor_fault(tensor) or not tensor.numel():
             return None
+        nbytes = tensor.numel() * tensor.element_size()
         block = self._context.pool.take(nbytes, pinned=True)
         if block is None:
             return None

@@ -75,6 +75,7 @@ def test_training_goes_on_while_steps_are_saved(
         train(model, step, "layer2.weight", "layer2.bias", f"layer{step % 3}.weight")
         model["tree000003"][:] = step
     run.close()
+    assert allocated(run) == 0  # all that was taken came back
     assert shares(run)
     assert run.steps() == list(range(6))
     for step, expected in kept.items():
@@ -233,6 +234,7 @@ def test_a_full_disk_is_raised_by_the_next_call_once(tmp_path: Path, name: str) 
     assert run.steps() == [0]  # nothing else was begun either
     for call in (run.before_update, run.close):
         call()
+    assert allocated(run) == 0
     saved = run.save_async(model, 1).wait()
     assert shares(run)
     assert saved.new_tensors == 1

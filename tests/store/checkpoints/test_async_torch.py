@@ -16,6 +16,7 @@ from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.pinning import Context, Pinning
 from tensor_dedup.store.checkpoints.saving import Snapshot
 from tensor_dedup.store.checkpoints.staging import HostPool
+from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
 from trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})
@@ -207,6 +208,16 @@ def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
     pinning.hold()
     assert pinning.crowded()  # whoever wants to change it waits until it is saved
     assert held(pinning.snapshot(NOTES, {})) == expected
+
+
+def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:
+    pool = Plain(1 << 20)
+    values = {"a": torch.randn(200, 200), "b": torch.randn(9).to_sparse()}
+    with pytest.raises(UnsupportedArrayError):
+        Pinning(values, Context(pool, [Slow()], set(), {}))
+    assert pool.allocated == 40 * 4096
+    pool.clear()
+    assert pool.allocated == 0
 
 
 def test_steps_through_a_device(tmp_path: Path) -> None:
