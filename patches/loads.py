@@ -136,7 +136,10 @@ class Load:
         self._origins.finish()
         report = ModelReport(name=self._name)
         names = {id(model): name for name, model in models.items()}
+        inside = {id(part) for a in self._adoptions.values() for part in _parts(a.model)}
         for key, adoption in self._adoptions.items():
+            if key in inside:  # its whole is in the accounts
+                continue
             self._enter(report, names.get(key, type(adoption.model).__name__), adoption)
             _reported.add(adoption.model)
         report.skipped.sort()
@@ -164,6 +167,10 @@ class Load:
             kind = type(adoption.model).__name__
             report.components.append({"name": name, "class": kind, **sums})
         report.skipped += [(".".join(filter(None, (name, n))), why) for n, why in part.skipped]
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in model.modules() if part is not model)
 
 
 _state: Final = _State()

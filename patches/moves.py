@@ -152,8 +152,11 @@ class Move:
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], fn: Function) -> None:
+        self._model = model
         self._fn = fn
-        self._comes_back = _kept.setdefault(model, set()) if hasattr(model, "_hf_hook") else None
+        # Forgotten when it is not offloaded any more.
+        before = _kept.pop(model, set())
+        self._comes_back = before if hasattr(model, "_hf_hook") else None
         self._known = known_of(each for each in parameters if type(each) is nn.Parameter)
         self._targets: dict[torch.dtype, tuple[torch.device, torch.dtype]] = {}
         self._made: set[torch.device] = set()
@@ -222,10 +225,15 @@ class Move:
         return made
 
     def finish(self) -> None:
-        """Wait until what was copied is there: the next model may use it on another stream."""
+        """Wait until what was copied is there: the next model may use it on another stream.
+
+        And note what an offloaded model comes back to.
+        """
         for device in self._made:
             if device.type != "meta":
                 torch.accelerator.synchronize(device)
+        if self._comes_back:
+            _kept[self._model] = self._comes_back
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note which residents the casts have become, once they are shared again."""

@@ -98,6 +98,21 @@ def test_a_part_that_is_refused_is_left_alone(tmp_path: Path) -> None:
     assert [each["name"] for each in report().models[-3].components] == ["shared"]
 
 
+def test_a_model_inside_another_one_is_counted_once(tmp_path: Path) -> None:
+    pair = checkpoints.make("llama", tmp_path)
+
+    def whole() -> Any:
+        return torch.nn.Sequential(load(pair.base), torch.nn.Linear(8, 8))
+
+    model = loads.run(whole, TensorDedupConfig(), "whole", set())
+    assert report().models[-1].total_bytes == nbytes(model)
+    assert report().models[-1].tensors_total == len(parameters(model))
+    with enable():
+        other = load(pair.base)
+    assert {f"0.{name}" for name in parameters(other)} < parameters(model).keys()
+    assert shared(model[0], other) == parameters(other).keys()
+
+
 def remembered(path: Path) -> Any:
     """A model of a file that hints know by now."""
     quiet(path)
