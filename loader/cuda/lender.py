@@ -4,21 +4,20 @@ What is put is written by the GPU's own copies, waited for and unmapped; then it
 then on mapped read-only everywhere, here too. The manager cannot read it: the digest is ours.
 """
 
-import ctypes
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
-import torch
 from blake3 import blake3
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.opening import Extent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
+from tensor_dedup.loader.cuda.wanted import DeviceWanted
 from tensor_dedup.memory_manager.client import Client, Lease, Put
 from tensor_dedup.memory_manager.limits import MAX_KEYS
 from tensor_dedup.types import ResidentKey
@@ -32,20 +31,6 @@ class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceWanted:
-    """A tensor to be resident on a GPU: what it follows from, its key, and who writes its bytes.
-
-    `write(address)` puts them there, on any stream of the current context. It returns their digest
-    when it is known only then, the key's is "" in that case; else None.
-    """
-
-    recipe: str
-    key: ResidentKey
-    nbytes: int
-    write: Callable[[int], str | None]
 
 
 class DeviceLender:
@@ -135,7 +120,7 @@ class DeviceLender:
 
         def write(address: int) -> None:
             for each, offset in zip(wanted, offsets, strict=True):
-                digests.append(each.write(address + offset) or each.key.digest)
+                digests.append(each.written(each.write(address + offset)).digest)
                 put.progress()
 
         self.gpu.fill(Extent(fd, nbytes, 0), self._opener, write)
@@ -169,23 +154,3 @@ def _key(recipe: str) -> str:
 
 def _record(key: ResidentKey) -> bytes:
     return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
-
-
-def copy_of(tensor: torch.Tensor, gpu: Gpu) -> Callable[[int], None]:
-    """A writer of a gap-free tensor's bytes, from the host or that GPU. It holds the tensor."""
-    nbytes = tensor.nbytes
-
-    def write(address: int) -> None:
-        copy = gpu.driver.copy_in if tensor.device.type == "cpu" else gpu.driver.copy
-        copy(address, tensor.data_ptr(), nbytes)
-
-    return write
-
-
-def bytes_on_host(gpu: Gpu, address: int, nbytes: int) -> bytearray:
-    """A copy of device memory, to hash or to compare. DeviceError."""
-    found = bytearray(nbytes)
-    buffer = (ctypes.c_char * nbytes).from_buffer(found)
-    with gpu.entered():
-        gpu.driver.copy_out(ctypes.addressof(buffer), address, nbytes)
-    return found

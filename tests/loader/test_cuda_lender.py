@@ -27,14 +27,10 @@ from gpu_loads import (
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import (
-    DeviceLender,
-    DeviceWanted,
-    bytes_on_host,
-    copy_of,
-)
+from tensor_dedup.loader.cuda.lender import DeviceLender
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.cuda.wanted import DeviceWanted, bytes_on_host, copy_of
 from tensor_dedup.loader.residents import resident_key, shares_memory
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.cuda.driver import Access

@@ -19,9 +19,10 @@ import gpus
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceLender, DeviceWanted, copy_of
+from tensor_dedup.loader.cuda.lender import DeviceLender
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
+from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
 from tensor_dedup.loader.residents import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin

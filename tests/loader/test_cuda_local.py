@@ -1,0 +1,101 @@
+"""Models of one process share a fake GPU's memory without a manager."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+
+import gpus
+from gpu_loads import key_of, weights
+from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.local import LocalDevice
+from tensor_dedup.loader.cuda.residents import Views
+from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.residents import shares_memory
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver
+from tensor_dedup.memory_manager.cuda.fake import FakeDriver
+from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
+from tensor_dedup.memory_manager.errors import BackendError
+
+
+class Process:
+    def __init__(self) -> None:
+        self.fake = FakeDriver()
+        self.driver = RefusingDriver(self.fake)
+        self.gpu = Gpu(cast("Driver", self.driver), "0")
+        self.local = LocalDevice(self.gpu)
+        self.begun = gpus.descriptors()
+
+    def wanted(self, tensor: torch.Tensor) -> DeviceWanted:
+        return DeviceWanted("", key_of(tensor), tensor.nbytes, copy_of(tensor, self.gpu))
+
+    def model(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        views = Views(CPU)
+        return [views.tensor(each) for each in self.local.put([self.wanted(t) for t in tensors])]
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    made = Process()
+    yield made
+    gc.collect()
+    made.driver.again()
+    assert made.gpu.reap(wait=True) == 0
+    assert made.fake.left() == {}
+    gc.collect()
+    assert gpus.descriptors() == made.begun, "the memory outlives its models"
+
+
+def test_the_second_model_costs_what_differs(process: Process) -> None:
+    first = process.model(weights(1), weights(2))
+    files = gpus.descriptors()
+    second = process.model(weights(1), weights(3))
+    # One slab more, of what differs; each mapping has a descriptor of its own in the fake.
+    assert gpus.descriptors() == files + 1 + 2
+    assert shares_memory(first[0], second[0])
+    assert not shares_memory(first[1], second[1])
+    for found, right in zip([*first, *second], [1, 2, 1, 3], strict=True):
+        assert torch.equal(found, weights(right))
+        assert process.fake.access(found.data_ptr()) == Access.READ
+
+
+def test_equal_bytes_of_one_model_and_other_geometries_are_one_memory(process: Process) -> None:
+    first, twin = process.model(weights(1), weights(1))
+    assert shares_memory(first, twin)
+    square = weights(1).view(500, 100)
+    found = process.local.by_content(key_of(square))
+    assert found is not None
+    seen = Views(CPU).tensor(found)
+    assert torch.equal(seen, square)
+    assert shares_memory(first, seen)
+    assert process.local.by_content(key_of(weights(2))) is None
+
+
+def test_a_digest_may_become_known_while_writing(process: Process) -> None:
+    each = process.wanted(weights(1))
+
+    def write(address: int) -> str:
+        each.write(address)
+        return each.key.digest
+
+    [made] = process.local.put([replace(each, key=replace(each.key, digest=""), write=write)])
+    assert made.key == each.key
+    assert process.local.put([each]) == [made]
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_whatever_call_fails_nothing_is_left(process: Process, number: int) -> None:
+    process.driver.again(number)
+    with pytest.raises(BackendError):
+        process.model(weights(1))
+    names = ["create", "export", "enter", "reserve", "import_", "map", "allow", "copy_in"]
+    assert process.driver.calls[:number] == [*names, "synchronize"][:number]
+    assert process.fake.left() == {}
+    gc.collect()
+    assert gpus.descriptors() == process.begun
+    process.driver.again()
+    assert torch.equal(process.model(weights(1))[0], weights(1))
