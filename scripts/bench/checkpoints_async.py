@@ -1,0 +1,304 @@
+"""What saving costs a training that goes on: ours in the background, DCP's, and torch.save.
+
+    python scripts/bench/checkpoints_async.py [--rounds N] [--steps N] [--quick] [--write]
+
+Trains ResNet-18 (122 tensors) on made images with its backbone frozen, and all of it, and saves
+model and optimizer after every step. In each round every way to save has its turn, in an order
+drawn anew. `--quick` shows that everything runs: its numbers say little. `--write` puts the section
+into docs/benchmarks.md instead of the one there.
+"""
+
+import datetime
+import random
+import shutil
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from checkpoint_models import ResNet18, images
+from stats import Estimate, estimate, machine, verdict, write_section
+from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
+
+NOTHING: Final = "no saves"
+HOOKED: Final = "ours, save_async, hooked"
+EAGER: Final = "ours, save_async"
+SYNC: Final = "ours, save"
+DCP: Final = "DCP async_save"
+TORCH: Final = "torch.save"
+METHODS: Final = (NOTHING, HOOKED, EAGER, SYNC, DCP, TORCH)
+EVERY: Final = (1, 2, 5, 10)
+PACKAGES: Final = ("torch", "numpy", "blake3", "xxhash")
+_SHARE, _LEAST_STEPS = 0.5, 50
+_NOTES = """\
+- *Blocking* is the mean time of a step with saving minus that of a step without, of the same round:
+  the calls that save, `before_update`, and what the background takes from the training on the same
+  cores. After a turn what is unfinished is waited for: *at the end* is that wait, per turn.
+- *Hooked*: `run.hook(optimizer)`, so large tensors are copied or compared during the next forward
+  and backward pass. Without it `save_async` returns when that is done. `save` returns when the step
+  is durable; `torch.save` returns when it is in the page cache. DCP runs in one process without a
+  process group, and writes over the checkpoint before the last; what it leaves is not synced.
+- Ours keeps two steps (`keep_last=2`), compresses (`auto`), and compares every tensor in every
+  step.
+- Intervals are of the median over rounds, 95 %.
+- No GPU was used: the copies of both are from host memory to host memory.
+"""
+Times = dict[str, list[float]]
+
+
+class Training:
+    """A training whose steps can be timed in parts."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        torch.manual_seed(0)
+        self.model = ResNet18()
+        self._frozen = frozen
+        moving = [*(self.model.fc if frozen else self.model).parameters()]
+        self.model.requires_grad_(requires_grad=not frozen)
+        self.model.fc.requires_grad_(requires_grad=True)
+        self.model.train(not frozen)
+        self.optimizer = torch.optim.SGD(moving, lr=1e-3, momentum=0.9)
+        self._data = images(1, 16)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """What is saved."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The same as others take it."""
+        return {name: each.state_dict() for name, each in self.objects.items()}
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        x, classes = self._data
+        self.optimizer.zero_grad()
+        loss: Any = nn.functional.cross_entropy(self.model(x), classes)
+        loss.backward()
+        self.optimizer.step()
+
+
+@dataclass
+class Method:
+    """A way to save: what is called in each step, and after each turn."""
+
+    save: Callable[[Training, int], None]
+    settle: Callable[[], None]
+    hook: Callable[[Training], Callable[[], None]] = lambda _: lambda: None
+
+
+class Ours:
+    """A run of ours, and what its saves in the background took."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = CheckpointStore(folder, "run", keep_last=2)
+        self.pending: list[PendingSave] = []
+
+    def method(self, name: str) -> Method:
+        """One of the ways to save into it."""
+        return Method(self._sync if name == SYNC else self._begin, self._settle, self._hook(name))
+
+    def _sync(self, training: Training, step: int) -> None:
+        self.run.save(training.objects, step)
+
+    def _begin(self, training: Training, step: int) -> None:
+        self.pending.append(self.run.save_async(training.objects, step))
+
+    def _hook(self, name: str) -> Callable[[Training], Callable[[], None]]:
+        def hook(training: Training) -> Callable[[], None]:
+            return self.run.hook(training.optimizer).remove if name == HOOKED else lambda: None
+
+        return hook
+
+    def _settle(self) -> None:
+        for each in self.pending[-1:]:
+            each.wait()
+
+    def parts(self) -> dict[str, list[float]]:
+        """Seconds of each part of each save."""
+        names = ("metadata", "copy", "write")
+        return {name: [getattr(each.times, name) for each in self.pending] for name in names}
+
+
+class Dcp:
+    """PyTorch Distributed Checkpoint in one process; one save at a time, as it is used."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: Any = None
+
+    def save(self, training: Training, step: int) -> None:
+        """Begin to save; waits for the save before."""
+        self.settle()
+        path = self._folder / str(step % 2)
+        self._pending = async_save(training.state, checkpoint_id=str(path), no_dist=True)
+
+    def settle(self) -> None:
+        """Wait for what was begun."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+
+def made(name: str, folder: Path) -> tuple[Method, Ours | None]:
+    """A way to save, into a folder."""
+    folder.mkdir()
+    if name in (HOOKED, EAGER, SYNC):
+        ours = Ours(folder)
+        return ours.method(name), ours
+    if name == DCP:
+        dcp = Dcp(folder)
+        return Method(dcp.save, dcp.settle), None
+    if name == TORCH:
+        return Method(lambda t, _: torch.save(t.state, folder / "model"), lambda: None), None
+    return Method(lambda *_: None, lambda: None), None
+
+
+class Bench:
+    """One training, and every way to save it."""
+
+    def __init__(self, folder: Path, *, frozen: bool) -> None:
+        folder.mkdir()
+        self._training, self._count = Training(frozen=frozen), 0
+        both = {name: made(name, folder / str(n)) for n, name in enumerate(METHODS)}
+        self._methods = {name: method for name, (method, _) in both.items()}
+        self.ours = {name: ours for name, (_, ours) in both.items() if ours is not None}
+        for method in self._methods.values():  # first steps cost more
+            self._turn(method, 2, 1)
+        for ours in self.ours.values():
+            ours.pending.clear()
+
+    def _turn(self, method: Method, steps: int, every: int) -> tuple[float, float]:
+        """Mean seconds of a step, and those until all is saved."""
+        unhook = method.hook(self._training)
+        began = time.perf_counter()
+        for number in range(steps):
+            self._training.step()
+            if number % every == every - 1:
+                self._count += 1
+                method.save(self._training, self._count)
+        done = time.perf_counter()
+        method.settle()
+        unhook()
+        return (done - began) / steps, time.perf_counter() - done
+
+    def rounds(
+        self, names: Sequence[str], rounds: int, steps: int, every: int
+    ) -> tuple[Times, Times]:
+        """Seconds of a step, and at the end of a turn, of each method in each round."""
+        dice, taken, waits = random.Random(every), defaultdict(list), defaultdict(list)
+        for _ in range(rounds):
+            for name in dice.sample(names, len(names)):
+                each, end = self._turn(self._methods[name], steps, every)
+                taken[name].append(each)
+                waits[name].append(end)
+            for ours in self.ours.values():
+                ours.run.gc(0)
+        return taken, waits
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for ours in self.ours.values():
+            ours.run.close()
+
+
+def blocking(taken: Mapping[str, Sequence[float]], name: str) -> list[float]:
+    """Milliseconds by which a step is longer with saving, by round."""
+    pairs = zip(taken[name], taken[NOTHING], strict=True)
+    return [1e3 * (with_ - without) for with_, without in pairs]
+
+
+def ratio(taken: Mapping[str, Sequence[float]], name: str, other: str) -> Estimate:
+    """Of the blocking of two, round by round."""
+    pairs = zip(blocking(taken, name), blocking(taken, other), strict=True)
+    return estimate([one / max(two, 1e-3) for one, two in pairs])
+
+
+def _measured(title: str, bench: Bench, rounds: int, steps: int) -> Iterator[str]:
+    taken, waits = bench.rounds(METHODS, rounds, steps, 1)
+    step = estimate([1e3 * each for each in taken[NOTHING]])
+    yield f"**{title}**, {rounds} rounds of {steps} steps, every step saved."
+    yield f"A step without saving: {step.text(1, ' ms')}."
+    yield ""
+    yield "| | blocking, ms a step | at the end, ms |"
+    yield "| --- | --- | --- |"
+    for name in METHODS[1:]:
+        end = estimate([1e3 * each for each in waits[name]])
+        yield f"| {name} | {estimate(blocking(taken, name)).text(1)} | {end.median:.0f} |"
+    yield ""
+    yield from _aims(title, taken)
+    yield ""
+    yield "| ours, ms | metadata | copy | write |"
+    yield "| --- | --- | --- | --- |"
+    for name in (HOOKED, EAGER):
+        parts = bench.ours[name].parts().values()
+        cells = (estimate([1e3 * each for each in part]).text(1) for part in parts)
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _aims(title: str, taken: Times) -> Iterator[str]:
+    for name in (HOOKED, EAGER):
+        found = ratio(taken, name, DCP)
+        aim = f"; aim ≤ {_SHARE}: {verdict(found, most=_SHARE)}" if "frozen" in title else ""
+        yield f"- {name} / {DCP}: {found.text(2)}{aim}"
+    found = ratio(taken, SYNC, TORCH)
+    aim = f"; aim ≤ 1: {verdict(found, most=1.0)}" if "frozen" in title else ""
+    yield f"- {SYNC} / {TORCH}: {found.text(2)}{aim}"
+
+
+def _swept(bench: Bench, rounds: int, steps: int) -> Iterator[str]:
+    names = (NOTHING, HOOKED, DCP, TORCH)
+    yield "| saved every | " + " | ".join(f"{name}, ms a step" for name in names) + " |"
+    yield f"|{' --- |' * (len(names) + 1)}"
+    for every in EVERY if rounds > 1 else EVERY[:2]:
+        taken, _ = bench.rounds(names, rounds, max(steps, every), every)
+        cells = (estimate([1e3 * each for each in taken[name]]).text(1) for name in names)
+        yield f"| {every} | {' | '.join(cells)} |"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--rounds", default=12, show_default=True, type=click.IntRange(min=1))
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1))
+@click.option("--quick", is_flag=True, help="Two rounds of few steps.")
+@click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Where to save.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+def main(rounds: int, steps: int, quick: bool, work: Path | None, write: bool) -> None:
+    """Measure what saving takes from a training."""
+    rounds, steps = (2, 2) if quick else (rounds, steps)
+    # DCP's words on one process and on writing over what is there, each of its saves.
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+    lines = ["## Saving in the background", ""]
+    lines.append(f"By `scripts/bench/checkpoints_async.py`, {datetime.datetime.now().date()}.")
+    lines += ["", *machine(PACKAGES)]
+    folder = Path(tempfile.mkdtemp(prefix="tensor-dedup-", dir=work))
+    try:
+        for title, frozen in (("Backbone frozen, eval mode", True), ("All trained", False)):
+            bench = Bench(folder / title.split()[0], frozen=frozen)
+            parts = _measured(title, bench, rounds, steps), _swept(bench, rounds // 2, steps)
+            for part in parts:
+                found = list(part)
+                click.echo("\n".join(found), err=True)  # it takes a while
+                lines += ["", *found]
+            bench.close()
+    finally:
+        shutil.rmtree(folder)
+    if rounds * steps < _LEAST_STEPS:
+        lines += ["", f"Fewer than {_LEAST_STEPS} steps of each: for a look only."]
+    text = "\n".join([*lines, "", _NOTES])
+    if write:
+        write_section("checkpoints-async", text)
+    click.echo(text)
+
+
+if __name__ == "__main__":
+    main()
