@@ -114,13 +114,13 @@ def test_four_engines_of_a_larger_model_that_start_at_once_hold_one_copy(
     base, fine_tune = make(tmp_path, sizes)
     expected = {}
     for path in (base, fine_tune):
-        alone = engines.start(path, None)
+        alone = engines.start(path, None, kv_cache_memory_bytes=64 << 20)
         expected[path] = alone.loaded
         alone.end()
     with fleet.manager(tmp_path) as manager:
         config = {"memory_manager": str(manager.socket)}
         paths = [base, fine_tune, base, fine_tune]
-        four = {engines.start(path, config): path for path in paths}
+        four = {engines.start(path, config, kv_cache_memory_bytes=64 << 20): path for path in paths}
         assert next(iter(four)).report["total_bytes"] >= LARGE
         check_one_copy(manager, four, expected, 1024 * 2816 * 2)
 
