@@ -11,6 +11,7 @@ import torch
 
 import gpus
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda import tensors
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import Extent, opener_for
 from tensor_dedup.loader.cuda.places import PLACES
@@ -339,6 +340,15 @@ def test_a_tensor_is_of_its_dtype_and_over_the_address(dtype: torch.dtype) -> No
     assert tensor.untyped_storage().nbytes() == 8 * dtype.itemsize
     del tensor
     assert held() == 0
+
+
+def test_a_storage_that_outlives_the_interpreter_calls_nobody() -> None:
+    owner = ctypes.create_string_buffer(64)
+    tensor = tensor_at(ctypes.addressof(owner), (torch.uint8, (8,), (1,)), (CPU, 0), owner)
+    tensors._stay_silent()  # what is done at exit
+    del tensor
+    assert held() == 1
+    tensors._held.clear()
 
 
 def test_without_a_gpu_torch_sees_none() -> None:
