@@ -52,10 +52,6 @@ def fuse_and_unfuse(pipeline: Any) -> None:
     pipeline.unfuse_lora()
 
 
-def begin_with_pissa(pipeline: Any) -> None:
-    adapter(pipeline, init_lora_weights="pissa")
-
-
 def begin_with_olora(pipeline: Any) -> None:
     adapter(pipeline, init_lora_weights="olora")
 
@@ -90,7 +86,6 @@ WRITERS: dict[str, Callable[[Any], None]] = {
     for each in (
         fuse,
         fuse_and_unfuse,
-        begin_with_pissa,
         begin_with_olora,
         load_state_dict,
         step,
@@ -118,6 +113,7 @@ def bases(pipeline: Any) -> dict[str, torch.nn.Parameter]:
 def each_writer(root: str) -> tuple[dict[str, Found], dict[str, bool]]:
     from tensor_dedup import shares_memory
 
+    torch.set_num_threads(1)  # models this small gain nothing from threads
     found = {}
     with enable():
         reader = with_room(root)
@@ -152,7 +148,7 @@ def test_every_writer_is_given_memory_of_its_own(folder: Path) -> None:
     attention = {n for n in found["fuse"]["private"] if ".to_q." in n or ".to_v." in n}
     assert set(found["fuse"]["private"]) == attention  # only what was touched
     assert set(found["fuse_and_unfuse"]["private"]) == attention
-    assert found["begin_with_pissa"]["differs"]
+    assert set(found["begin_with_olora"]["private"]) == attention
     assert found["step"]["private"] == ["vae.decoder.conv_out.bias", "vae.decoder.conv_out.weight"]
     assert {n.partition(".")[0] for n in found["load_state_dict"]["private"]} == {"unet"}
     assert {n.partition(".")[0] for n in found["average"]["private"]} == {"vae"}

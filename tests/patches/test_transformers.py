@@ -85,18 +85,6 @@ def test_a_model_that_is_cast_meets_one_that_was_saved_so(tmp_path: Path) -> Non
     assert not shared(cast, kept)
 
 
-def test_a_shared_model_is_saved_and_found_again(tmp_path: Path) -> None:
-    pair = checkpoints.make("gpt2", tmp_path)
-    with enable():
-        first, second = load(pair.base), load(pair.base)
-    assert shared(first, second) == parameters(first).keys()
-    second.save_pretrained(tmp_path / "saved")
-    with enable():
-        third = load(tmp_path / "saved")
-    assert shared(first, third) == parameters(first).keys()
-    assert torch.equal(logits(first), logits(third))
-
-
 def test_with_loading_info_the_model_is_found(tmp_path: Path) -> None:
     pair = checkpoints.make("gpt2", tmp_path)
     with enable():
