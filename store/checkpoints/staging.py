@@ -6,6 +6,7 @@ that held the step before. So blocks are kept, and a training asks for the same 
 
 import os
 import threading
+from bisect import bisect_left, insort
 from typing import Final
 
 from tensor_dedup.store.memory import PAGE, allocate
@@ -32,7 +33,8 @@ class HostPool:
     def reset(self) -> None:
         """As new, in a forked child: its parent's threads hold the lock and the blocks."""
         self._lock = threading.Lock()
-        self._free: list[tuple[bool, memoryview]] = []
+        # By whether they are pinned; in order of their sizes, for a model may have thousands.
+        self._free: dict[bool, list[memoryview]] = {False: [], True: []}
         self._allocated = 0
 
     @property
@@ -42,15 +44,12 @@ class HostPool:
 
     def take(self, nbytes: int, *, pinned: bool = False) -> memoryview | None:
         """A block of at least `nbytes`, until `give`; None: there is no room now."""
+        size = -(-nbytes // PAGE) * PAGE
         with self._lock:
-            size = -(-nbytes // PAGE) * PAGE
-            fitting = [
-                (each[1].nbytes, number)
-                for number, each in enumerate(self._free)
-                if each[0] is pinned and size <= each[1].nbytes <= size + size // _SLACK
-            ]
-            if fitting:
-                return self._free.pop(min(fitting)[1])[1]
+            free = self._free[pinned]
+            at = bisect_left(free, size, key=_size)
+            if at < len(free) and _size(free[at]) <= size + size // _SLACK:
+                return free.pop(at)
             self._shrink(self.capacity - size)
             if self._allocated + size > self.capacity:
                 return None
@@ -60,18 +59,23 @@ class HostPool:
 
     def _shrink(self, most: int) -> None:
         """Let go of blocks nobody has, until there are at most so many bytes."""
-        while self._free and self._allocated > most:
-            self._allocated -= self._free.pop(0)[1].nbytes
+        for free in self._free.values():
+            while free and self._allocated > most:
+                self._allocated -= free.pop().nbytes
 
     def give(self, block: memoryview, *, pinned: bool = False) -> None:
         """Give back what `take` gave."""
         with self._lock:
-            self._free.append((pinned, block))
+            insort(self._free[pinned], block, key=_size)
 
     def clear(self) -> None:
         """Let go of all blocks nobody has."""
         with self._lock:
             self._shrink(0)
+
+
+def _size(block: memoryview) -> int:
+    return block.nbytes
 
 
 def _allocate(nbytes: int, pinned: bool) -> memoryview | None:

@@ -22,9 +22,11 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
 )
 from tensor_dedup.store.checkpoints.pinning import Context, Pinning
+from tensor_dedup.store.checkpoints.staging import HostPool
 from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
 from tensor_dedup.store.errors import LostHitError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.memory import PAGE
 from tensor_dedup.store.testing import Faults, FaultyFiles
 
 WEIGHT_BYTES = 160 * 200 * 4
@@ -468,3 +470,22 @@ def test_a_program_that_ends_ends_when_its_steps_are_there(tmp_path: Path, faili
 def test_store_errors_are_all_it_raises() -> None:
     for error in (BadLimitError, ForkedSaveError, LostHitError):
         assert issubclass(error, StoreError)
+
+
+def test_the_pool_uses_blocks_again_and_never_has_more_than_it_may() -> None:
+    pool = HostPool(10 * PAGE)
+    first, second = pool.take(4 * PAGE - 7), pool.take(5 * PAGE)
+    assert first is not None
+    assert second is not None
+    assert (first.nbytes, second.nbytes, pool.take(2 * PAGE)) == (4 * PAGE, 5 * PAGE, None)
+    first[:3] = b"abc"
+    pool.give(first)
+    again = pool.take(4 * PAGE)
+    assert again is first
+    pool.give(first)
+    pool.give(second)
+    assert pool.take(PAGE) is not None  # the others are too large for it, and may stay
+    assert pool.allocated == 10 * PAGE
+    assert pool.take(9 * PAGE) is not None  # these may not
+    assert pool.allocated == 10 * PAGE
+    assert pool.take(11 * PAGE) is None
