@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from xxhash import xxh3_128_digest
+
 from tensor_dedup.store.checkpoints.adapters.base import Series, StateProvider, register_provider
 from tensor_dedup.store.checkpoints.adapters.nested import take_apart
 from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
@@ -46,7 +48,7 @@ def _state(booster: Any) -> dict[str, object]:
     # -1: all rounds; the best ones only would be another model.
     text = booster.model_to_string(num_iteration=-1).encode()
     kept = {name: getattr(booster, name) for name in _KEPT if hasattr(booster, name)}
-    return {"kept": kept, **_cut(text)}
+    return {"kept": kept, **_cut(text), "sum": xxh3_128_digest(text)}
 
 
 def _cut(text: bytes) -> dict[str, object]:
@@ -84,8 +86,12 @@ def _restore(state: Any, original: Any) -> Any:
 
     if original is not None and not isinstance(original, lightgbm.Booster):
         raise mismatched(original, "a lightgbm.Booster")
+    data = _joined(state)
+    if xxh3_128_digest(data) != state["sum"]:
+        # LightGBM believes what it reads, and what is not a model can end the process.
+        raise DamagedStateError.at("", "its parts are not the model that was saved")
     try:
-        text = _joined(state).decode()
+        text = data.decode()
         if original is None:
             booster = lightgbm.Booster(model_str=text)
         else:

@@ -232,7 +232,7 @@ def _restore(provider: StateProvider, state: Any, original: Any, place: Place) -
     with located(place):
         try:
             return provider.restore(state, original)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             what = f"{provider.name} does not take its state: {error!r}"
             raise DamagedStateError.at("", what, provider=provider.name) from error
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from xxhash import xxh3_128_digest
+
 from tensor_dedup.store.checkpoints.adapters import ubjson
 from tensor_dedup.store.checkpoints.adapters.base import Series, StateProvider, register_provider
 from tensor_dedup.store.checkpoints.adapters.nested import take_apart
@@ -60,7 +62,7 @@ def _state(booster: Any) -> dict[str, object]:
         state[name] = Series(name, [raw[start:stop] for start, stop in pairwise(bounds)])
         done = bounds[-1]
     plan.append(raw[done:])
-    return {**state, "plan": plan}
+    return {**state, "plan": plan, "sum": xxh3_128_digest(raw)}
 
 
 def _cuts(raw: bytes) -> list[tuple[str, list[int]]]:
@@ -102,6 +104,9 @@ def _restore(state: Any, original: Any) -> Any:
     if original is not None and not isinstance(original, xgboost.Booster):
         raise mismatched(original, "an xgboost.Booster")
     raw = bytearray().join(_parts(state))
+    if xxh3_128_digest(raw) != state["sum"]:
+        # XGBoost believes what it reads, and what is not a model can end the process.
+        raise DamagedStateError.at("", "its parts are not the model that was saved")
     booster = xgboost.Booster() if original is None else original
     try:
         booster.load_model(raw)

@@ -2,10 +2,13 @@
 
 import re
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sklearn import (
     cluster,
     compose,
@@ -31,7 +34,7 @@ from sklearn import (
     tree,
 )
 from sklearn.base import BaseEstimator, TransformerMixin, clone
-from sklearn.exceptions import ConvergenceWarning
+from sklearn.exceptions import ConvergenceWarning, InconsistentVersionWarning
 
 from frozen_pieces import Stored, loaded, new_bytes, stored, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import (
@@ -46,6 +49,7 @@ from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
     ForbiddenClassError,
     MismatchedOriginalError,
+    StateError,
     UnsupportedValueError,
 )
 
@@ -406,6 +410,25 @@ def test_a_tree_that_leads_nowhere_is_damage(damage: str) -> None:
         del held[name]
     with pytest.raises(DamagedStateError):
         loaded(ADAPTER, held)
+
+
+DAMAGED = stored(
+    ADAPTER,
+    pipeline.make_pipeline(
+        preprocessing.StandardScaler(), ensemble.GradientBoostingClassifier(n_estimators=2)
+    ).fit(X, Y),
+)
+
+
+@given(st.sampled_from(["#structure", "#values"]), st.integers(0, 2000), st.binary(max_size=3))
+@settings(max_examples=200)
+def test_damage_is_an_error_of_ours(name: str, at: int, noise: bytes) -> None:
+    data = bytes(DAMAGED[name].data)
+    at %= len(data)
+    data = data[:at] + noise + data[at + max(1, len(noise)) :]
+    # A version that differs is a warning of scikit-learn's.
+    with suppress(StateError, InconsistentVersionWarning):
+        loaded(ADAPTER, {**DAMAGED, name: Piece(name, "U8", (len(data),), data)})
 
 
 def test_the_adapter_is_found() -> None:
