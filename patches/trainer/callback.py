@@ -1,0 +1,148 @@
+"""The callback, and the way back: a folder as Trainer resumes from."""
+
+import json
+import random
+import tempfile
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.checkpoints.naming import step_name
+from tensor_dedup.store.checkpoints.retention import Mode
+
+StrPath = str | PathLike[str]
+_MODEL: Final = "model"
+# What Trainer calls the files of a checkpoint, and what is in each.
+_FILES: Final = {"optimizer.pt": "optimizer", "scheduler.pt": "scheduler", "rng_state.pth": "rng"}
+
+
+class StoreCallback(TrainerCallback):
+    """Saves model, optimizer, schedule and random states, as often as it is told.
+
+    Each step is a checkpoint of the store with the files of its config and tokenizer, so
+    `store://RUN@STEP` is a model. Its metrics are the numbers that were logged last. Models of
+    which every process has all are saved by the first process; of FSDP and DeepSpeed, which cut
+    them up, they are refused (UnsupportedError): there, see `tensor_dedup.patches.dcp`.
+    """
+
+    def __init__(
+        self,
+        root: StrPath,
+        run_id: str,
+        *,
+        every: "int | Literal['epoch']" = "epoch",
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int, Mode] | None = None,
+    ) -> None:
+        """`every` is a number of steps, or "epoch". The rest as CheckpointStore."""
+        self._every = every
+        self.run = CheckpointStore(
+            root,
+            run_id,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            weights=_MODEL,
+        )
+        self._files: dict[str, str | bytes] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Take the small files that belong to the model."""
+        if args.fsdp or args.deepspeed:
+            raise UnsupportedError(
+                "StoreCallback saves whole models; with FSDP or DeepSpeed use StoreWriter of "
+                "tensor_dedup.patches.dcp"
+            )
+        self._files = _small_files(given["model"], given.get("processing_class"))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save, when it is time. StoreError: training ends, all saved steps are as they were."""
+        if self._every != "epoch" and state.global_step % self._every == 0:
+            self._save(state, given)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save, when each epoch is saved."""
+        if self._every == "epoch":
+            self._save(state, given)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Let go of what is held between saves."""
+        self.run.close()
+
+    def check_out(self, folder: StrPath, step: int | None = None) -> str:
+        """Make a folder that `Trainer.train(resume_from_checkpoint=...)` takes; its path.
+
+        The latest step by default. UnknownStepError; TargetExistsError: the folder has something
+        in it; CorruptTensorError, MissingObjectError.
+        """
+        wanted = self.run.latest() if step is None else step
+        if wanted is None:
+            what = f"the run {self.run.run_id!r} has no step"
+            raise UnknownStepError.at(self.run.store.path, what)
+        target = Path(folder)
+        self.run.store.export(step_name(self.run.run_id, wanted), target)
+        found = self.run.load(wanted)
+        for file, part in _FILES.items():
+            torch.save(found[part], target / file)
+        (target / "trainer_state.json").write_text(found["trainer"])
+        return str(target)
+
+    def _save(self, state: TrainerState, given: dict[str, Any]) -> None:
+        if not state.is_world_process_zero:
+            return
+        parts = {
+            _MODEL: given["model"].state_dict(),
+            "optimizer": given["optimizer"].state_dict(),
+            "scheduler": given["lr_scheduler"].state_dict(),
+            "rng": _random_states(),
+            "trainer": json.dumps(asdict(state)),
+        }
+        self.run.save(parts, state.global_step, _metrics(state), files=self._files)
+
+
+def _random_states() -> dict[str, Any]:
+    """As Trainer saves them."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.random.get_rng_state()
+    return states
+
+
+def _metrics(state: TrainerState) -> dict[str, float]:
+    """The last number of each name in the log."""
+    logged: dict[str, object] = {}
+    for entry in state.log_history:
+        logged |= entry
+    return {name: float(value) for name, value in logged.items() if isinstance(value, int | float)}
+
+
+def _small_files(model: Any, processor: Any) -> dict[str, str | bytes]:
+    """The files of a model's config and of its tokenizer, by name."""
+    with tempfile.TemporaryDirectory(prefix="tensor-dedup-") as folder:
+        parts = [getattr(model, "config", None), getattr(model, "generation_config", None)]
+        for part in (*parts, processor):
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        files = (path for path in Path(folder).rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,0 +1,87 @@
+"""Lightning saves into the store and resumes from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+lightning = pytest.importorskip("pytorch_lightning")
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from tensor_dedup.patches.lightning import StoreCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning_fabric"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def module() -> Any:
+    class Network(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.back = torch.nn.Linear(32, 64).requires_grad_(False)
+            self.head = torch.nn.Linear(64, 1)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            loss: torch.Tensor = self.head(self.back(batch[0])).square().mean()
+            self.losses.append(loss.item())
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.head.parameters(), 1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Network()
+
+
+def fit(folder: Path, callback: StoreCallback, start: str | None = None) -> Any:
+    rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(3))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=4)
+    trainer = lightning.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[callback],
+    )
+    network = module()
+    trainer.fit(network, data, ckpt_path=start)
+    return network
+
+
+def test_training_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    callback = StoreCallback(tmp_path / "store", "org/run", config={"config.json": "{}"})
+    expected = fit(tmp_path, callback)
+    found = callback.run.stats()
+    assert int(str(found["unique_chunks"])) < int(str(found["total_chunks"]))
+    assert callback.run.steps() == [6, 12, 18]
+    assert callback.run.best("loss") in (6, 12, 18)
+    for step in (6, 12):
+        again = StoreCallback(tmp_path / "store", "again")
+        resumed = fit(tmp_path, again, f"store://org/run@{step}")
+        assert resumed.losses == expected.losses[step:]
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(tensor, resumed.state_dict()[name])
+
+
+def test_steps_of_the_optimizer_are_models_like_any_other(tmp_path: Path) -> None:
+    callback = StoreCallback(tmp_path / "store", "run", every=5, keep_last=2)
+    network = fit(tmp_path, callback)
+    found = callback.run.stats()
+    assert int(str(found["unique_chunks"])) < int(str(found["total_chunks"]))
+    assert callback.run.steps() == [10, 15]
+    callback.run.store.export("run@15", tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == network.state_dict().keys()
+    assert torch.equal(exported["back.weight"], network.back.weight)

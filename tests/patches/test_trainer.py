@@ -1,0 +1,102 @@
+"""Transformers' Trainer saves into the store, resumes from it, and its steps are models."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from tensor_dedup.patches.trainer import StoreCallback
+from tensor_dedup.store.checkpoints.errors import UnknownStepError
+
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The same 24 rows of tokens, every time."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(64, (12,), generator=torch.Generator().manual_seed(at))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def model() -> Any:
+    torch.manual_seed(1)
+    make: Any = LlamaForCausalLM
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        attention_dropout=0.1,  # so that random states matter
+    )
+    made = make(config)
+    made.model.layers[0].requires_grad_(False)
+    made.model.embed_tokens.requires_grad_(False)
+    return made
+
+
+def trainer(folder: Path, callback: StoreCallback) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        max_steps=9,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return Trainer(model(), arguments, train_dataset=Sentences(), callbacks=[callback])
+
+
+def weights(of: Trainer) -> dict[str, torch.Tensor]:
+    assert of.model is not None
+    return of.model.state_dict()
+
+
+def losses(of: Trainer) -> list[float]:
+    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
+
+
+def test_training_resumes_to_the_same_losses_and_weights(tmp_path: Path) -> None:
+    callback = StoreCallback(tmp_path / "store", "org/run", every=3)
+    first = trainer(tmp_path / "out", callback)
+    first.train()
+    found = callback.run.stats()
+    assert int(str(found["unique_chunks"])) < int(str(found["total_chunks"]))
+    assert callback.run.steps() == [3, 6, 9]
+    expected = losses(first)
+    assert len(expected) == 9
+    for step in (3, 6):
+        resumed = trainer(tmp_path / "out", StoreCallback(tmp_path / "other", "run"))
+        folder = callback.check_out(tmp_path / f"resume-{step}", step)
+        resumed.train(resume_from_checkpoint=folder)
+        # A step is saved before its own loss is logged.
+        assert losses(resumed)[-len(expected[step:]) :] == expected[step:]
+        assert resumed.state.global_step == 9
+        for name, tensor in weights(first).items():
+            assert torch.equal(tensor, weights(resumed)[name])
+
+
+def test_a_step_is_a_model_with_its_config(tmp_path: Path) -> None:
+    callback = StoreCallback(tmp_path / "store", "run")
+    training = trainer(tmp_path / "out", callback)
+    training.train()
+    found = callback.run.stats()
+    assert int(str(found["unique_chunks"])) < int(str(found["total_chunks"]))
+    assert callback.run.steps() == [6, 9]  # epochs
+    assert callback.run.metrics()[9].keys() >= {"loss", "learning_rate", "epoch"}
+    callback.run.store.export("run@9", tmp_path / "model")
+    loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    for name, tensor in weights(training).items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    with pytest.raises(UnknownStepError):
+        StoreCallback(tmp_path / "none", "run").check_out(tmp_path / "nothing")
