@@ -1,0 +1,28 @@
+"""The benchmark of image pipelines runs, on pipelines that are too small to measure."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import house
+
+
+@pytest.mark.long
+def test_the_benchmark_of_pipelines_runs(tmp_path: Path) -> None:
+    script = str(house.ROOT / "scripts" / "bench" / "pipelines.py")
+    done = subprocess.run(
+        [sys.executable, script, "--pairs", "1", "--tiny", "--work", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(house.SOURCE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for state in ("cold, unknown", "cold, known", "cached, unknown", "cached, known"):
+        for what in ("seconds to load", "until all was read"):
+            assert f"\n| first pipeline, {state}: {what} | " in done.stdout
+            assert f"\n| second pipeline, {state}: {what} | " in done.stdout
+        assert f"\n| second pipeline, {state}: added memory | " in done.stdout
