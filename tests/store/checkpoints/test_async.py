@@ -2,14 +2,13 @@
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import fresh
+from gates import Gate, gated
 from steps import Arrays, Model, assert_same, copied, forest, handle, network, shares, train
 from stores import open_store
 from tensor_dedup.errors import StoreError
@@ -24,37 +23,10 @@ from tensor_dedup.store.checkpoints.errors import (
 from tensor_dedup.store.checkpoints.pinning import Context, Pinning
 from tensor_dedup.store.checkpoints.staging import HostPool
 from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
-from tensor_dedup.store.errors import LostHitError, NoSpaceError
-from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.memory import PAGE
-from tensor_dedup.store.testing import Faults, FaultyFiles
 
 WEIGHT_BYTES = 160 * 200 * 4
-FULL = Faults(full_from=0)
-
-
-class Gate(RealFiles):
-    """A disk that makes nothing durable while it is closed."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.waiting = threading.Event()
-
-    def fsync(self, handle: Handle) -> None:
-        self.waiting.set()
-        assert self.opened.wait(60)
-        super().fsync(handle)
-
-
-def gated(root: Path, gate: Gate, **more: Any) -> CheckpointStore:
-    """A run in a store that is there: making one is made durable too."""
-    handle(root).close()
-    return handle(root, files=gate, **more)
-
-
-def faulty(tmp_path: Path) -> FaultyFiles:
-    (tmp_path / "limbo").mkdir()
-    return FaultyFiles(tmp_path / "limbo")
 
 
 def allocated(run: CheckpointStore) -> int:
@@ -209,94 +181,6 @@ def _refs(run: CheckpointStore, steps: range) -> list[str]:
     from tensor_dedup.store.names import file_of
 
     return [file_of(f"{run.run_id}@{step}") for step in steps]
-
-
-CALLS: dict[str, Callable[[CheckpointStore, PendingSave], object]] = {
-    "save": lambda run, _: run.save(network(2), 7),
-    "save_async": lambda run, _: run.save_async(network(2), 7),
-    "before_update": lambda run, _: run.before_update(),
-    "close": lambda run, _: run.close(),
-    "wait": lambda _, pending: pending.wait(),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_full_disk_is_raised_by_the_next_call_once(tmp_path: Path, name: str) -> None:
-    files = faulty(tmp_path)
-    run, model = handle(tmp_path / "store", files=files), network(1)
-    run.save(model, 0)
-    kept = copied(model)
-    train(model, 1, "layer0.weight")
-    files._faults = FULL
-    pending = run.save_async(model, 1)
-    pending.finish()
-    with pytest.raises(NoSpaceError, match="gc"):
-        CALLS[name](run, pending)
-    files._faults = Faults()
-    assert run.steps() == [0]  # nothing else was begun either
-    for call in (run.before_update, run.close):
-        call()
-    assert allocated(run) == 0
-    saved = run.save_async(model, 1).wait()
-    assert shares(run)
-    assert saved.new_tensors == 1
-    assert_same(run.load(0), kept)
-    assert_same(run.load(1), model)
-    with pytest.raises(NoSpaceError):  # it was never saved
-        pending.wait()
-    assert run.store.verify(full=True).faults == []
-
-
-def test_a_step_after_one_that_failed_is_whole(tmp_path: Path) -> None:
-    gate = _Failing()
-    run, model = gated(tmp_path, gate, in_flight=2), network(1)
-    run.save(model, 0)
-    train(model, 1, "layer0.weight")
-    gate.fails = True
-    first = run.save_async(model, 1)
-    assert gate.waiting.wait(60)
-    train(model, 2, "layer1.bias")
-    second = run.save_async(model, 2)  # it knows the step 0, and that is all it has of most
-    gate.opened.set()
-    first.finish()
-    assert second.wait().step == 2
-    assert shares(run)
-    assert run.steps() == [0, 2]
-    assert_same(run.load(2), model)
-    with pytest.raises(NoSpaceError):
-        run.close()
-    run.close()
-
-
-class _Failing(Gate):
-    """A disk that is full at the first thing it is asked to make durable, once it is opened."""
-
-    fails = False
-
-    def fsync(self, handle: Handle) -> None:
-        if self.fails:
-            self.waiting.set()
-            assert self.opened.wait(60)
-            self.fails = False
-            raise OSError(28, "No space left on device")
-        RealFiles.fsync(self, handle)
-
-
-def test_what_raises_in_a_block_is_not_covered_by_what_failed(tmp_path: Path) -> None:
-    handle(tmp_path / "store").close()
-    files = faulty(tmp_path)
-    files._faults = FULL
-
-    def use(error: type[BaseException] | None) -> None:
-        with handle(tmp_path / "store", files=files) as run:
-            run.save_async(network(1), 0)
-            if error is not None:
-                raise error
-
-    with pytest.raises(KeyError):
-        use(KeyError)
-    with pytest.raises(NoSpaceError):
-        use(None)
 
 
 def test_wrong_use_is_found_before_anything_is_begun(tmp_path: Path) -> None:
