@@ -2,7 +2,7 @@
 
 import click
 
-from tensor_dedup.cli.manager_verbs import socket_option
+from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -10,7 +10,7 @@ from tensor_dedup.memory_manager.client.admin import Admin
 
 @click.command(name="evict")
 @click.argument("name", metavar="X")
-@socket_option
+@place_options
 @json_option
 @click.pass_context
 def command(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> None:

@@ -1,7 +1,8 @@
 """What the verbs of the memory manager have in common: which socket, how numbers look."""
 
+import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 from rich.table import Table
@@ -9,19 +10,51 @@ from rich.table import Table
 from tensor_dedup.cli.store_verbs import say
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
-from tensor_dedup.memory_manager.paths import ENVIRONMENT
+from tensor_dedup.memory_manager.paths import ENVIRONMENT, device_socket, socket_path
 
+_DEVICE: Final = "tensor_dedup.device"
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
 
 def socket_option(verb: _Verb) -> _Verb:
     """`--socket PATH`, as `socket`; None means the environment's or the user's own."""
+    return _socket_option(verb, None)
+
+
+def place_options(verb: _Verb) -> _Verb:
+    """`--socket PATH` and `--device UUID`: as `socket`, the one of that GPU's manager."""
+    device = click.option(
+        "--device",
+        metavar="UUID",
+        expose_value=False,
+        is_eager=True,  # or the socket would be looked at first
+        callback=_remember_device,
+        help="Ask the manager of this GPU's memory.",
+    )
+    return device(_socket_option(verb, _beside))
+
+
+def _socket_option(verb: _Verb, callback: Callable[..., Any] | None) -> _Verb:
     return click.option(
         "--socket",
         type=click.Path(dir_okay=False),
         metavar="PATH",
+        callback=callback,
         help=f"The manager's socket; by default ${ENVIRONMENT}, else the user's own.",
     )(verb)
+
+
+def _remember_device(
+    context: click.Context, _parameter: click.Parameter, value: str | None
+) -> None:
+    if value is not None and not re.fullmatch(r"GPU-[0-9a-f]{8}[0-9a-f-]*", value):
+        raise click.BadParameter(f"{value!r} is no UUID; `nvidia-smi -L` shows them")
+    context.meta[_DEVICE] = value
+
+
+def _beside(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    device = context.meta.get(_DEVICE)
+    return str(device_socket(socket_path(value), device)) if device else value
 
 
 def set_pin(name: str, socket: str | None, as_json: bool, *, pinned: bool) -> None:

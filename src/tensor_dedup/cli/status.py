@@ -9,7 +9,7 @@ from tensor_dedup.memory_manager.client.admin import Admin
 
 
 @click.command(name="status")
-@manager_verbs.socket_option
+@manager_verbs.place_options
 @json_option
 def command(socket: str | None, as_json: bool) -> None:
     """Show residents, bytes by checkpoint, leases and who holds them, hits, misses, budget."""

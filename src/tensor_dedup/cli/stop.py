@@ -2,13 +2,13 @@
 
 import click
 
-from tensor_dedup.cli.manager_verbs import socket_option
+from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.memory_manager.client.admin import Admin
 
 
 @click.command(name="stop")
-@socket_option
+@place_options
 @json_option
 def command(socket: str | None, as_json: bool) -> None:
     """End the memory manager. Engines keep what they have mapped; new ones load from disk."""

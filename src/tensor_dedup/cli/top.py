@@ -16,7 +16,7 @@ from tensor_dedup.memory_manager.client.admin import Admin
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS"
 )
-@manager_verbs.socket_option
+@manager_verbs.place_options
 @json_option
 def command(every: float, socket: str | None, as_json: bool) -> None:
     """Show the manager's numbers and tables until Ctrl-C. With --json: once, as `status` does."""
