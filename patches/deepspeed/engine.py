@@ -1,0 +1,95 @@
+"""DeepSpeed's checkpoint engine over the store.
+
+DeepSpeed names files, and looks for them on the disk. Each file of a rank is a run of its own here,
+and what lies under its name on the disk says which step of it is meant.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.checkpoints.naming import parse
+from tensor_dedup.store.store import Store
+
+_TITLE: Final = "tensor-dedup step"
+_LONGEST: Final = 4096
+
+
+class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
+    """Saves are durable when they return; files that DeepSpeed itself wrote are read as ever."""
+
+    def __init__(self, config_params: Any, store: str, run: str) -> None:
+        """NotAStoreError, BadNameError."""
+        super().__init__(config_params)
+        self.name = "StoreEngine"
+        self._store, self._run = Store.open(store), run
+        self._runs: dict[str, CheckpointStore] = {}
+        self._others = TorchCheckpointEngine(config_params)
+        self._tag = ""
+
+    def create(self, info: Any) -> None:
+        """A checkpoint begins."""
+        self._tag = info.tag
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Save what belongs into a file, and leave there where it is. StoreError, StateError."""
+        run = self._of(Path(path).stem)
+        saved = run.save(dict(state_dict), self._number(run))
+        target = Path(path)
+        part = target.with_name(f".{target.name}.part")
+        part.write_text(json.dumps([_TITLE, saved.name, saved.manifest]))
+        part.replace(target)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The state a file stands for, on the CPU.
+
+        UnknownStepError: the step was deleted or replaced since; CorruptTensorError.
+        """
+        found = _pointer(Path(path))
+        if found is None:
+            return self._others.load(path, map_location)
+        name, manifest = found
+        step = parse(name)
+        if step is None or self._store.objects.ref(name) != manifest:
+            raise UnknownStepError.at(path, f"{name} is not what it was when this was saved")
+        return CheckpointStore(self._store, step.run).load(step.step)
+
+    def commit(self, info: Any) -> bool:
+        """All of a rank's files are durable already."""
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """Views are saved as they are, without the rest of their storage: no copies are needed."""
+        return False
+
+    def cleanup(self) -> None:
+        """Let go of what is held between saves."""
+        for run in self._runs.values():
+            run.close()
+
+    def _of(self, file: str) -> CheckpointStore:
+        if file not in self._runs:
+            self._runs[file] = CheckpointStore(self._store, f"{self._run}/{file}")
+        return self._runs[file]
+
+    def _number(self, run: CheckpointStore) -> int:
+        """The number at the end of the tag; of a tag without one, the next."""
+        digits = re.search(r"[0-9]{1,18}$", self._tag)
+        latest = run.latest()
+        return int(digits[0]) if digits else 0 if latest is None else latest + 1
+
+
+def _pointer(path: Path) -> tuple[str, str] | None:
+    """The step that a file names, and its manifest; None: it is a file of DeepSpeed's."""
+    with path.open("rb") as file:
+        blob = file.read(_LONGEST)
+    if not blob.startswith(f'["{_TITLE}", '.encode()):
+        return None
+    _, name, manifest = json.loads(blob)
+    return name, manifest

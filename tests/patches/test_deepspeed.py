@@ -1,0 +1,73 @@
+"""DeepSpeed saves into the store when its JSON says so, and resumes from it."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import fresh
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.store import Store
+
+
+def train(root: str, stage: int, load: str | None, tags: list[str], count: int) -> list[float]:
+    """Losses of `count` steps after loading; a checkpoint before each step that has a tag."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    import deepspeed
+    import torch
+
+    import tensor_dedup.patches.deepspeed as switch
+
+    # It would be compiled here and now, for several processes on one machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    switch.enable()
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+    model[0].requires_grad_(False)
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "tensor_dedup": {"store": root, "run": "run"},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=[*model[1].parameters()], config=config
+    )
+    if load is not None:
+        engine.load_checkpoint(f"{root}-files", tag=load)
+    losses = []
+    for step in range(count):
+        if step < len(tags):
+            engine.save_checkpoint(f"{root}-files", tag=tags[step])
+        dice = torch.Generator().manual_seed(engine.global_steps)
+        loss = engine(torch.randn(8, 64, generator=dice)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_training_resumes_to_the_same_losses(tmp_path: Path, stage: int) -> None:
+    root = str(tmp_path / "store")
+    tags = ["global_step0", "global_step1", "middle"]
+    losses = fresh.call(train, root, stage, None, tags, 5)
+    names = Store.open(root).objects.names()
+    files = {name.partition("@")[0] for name in names}
+    assert len(names) == 3 * len(files)
+    found = CheckpointStore(root, "run/mp_rank_00_model_states").stats()
+    assert int(str(found["unique_chunks"])) < int(str(found["total_chunks"]))
+    written = list(Path(f"{root}-files").rglob("*.pt"))
+    assert len(written) == len(names)
+    assert all(path.stat().st_size < 500 for path in written)
+    assert fresh.call(train, root, stage, "global_step1", [], 4) == losses[1:]
+    assert fresh.call(train, root, stage, "middle", [], 3) == losses[2:]
