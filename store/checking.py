@@ -33,7 +33,8 @@ _SET_ASIDE = frozenset({"manifest", "page", "table", "container"})
 class Fault:
     """One thing that is wrong: the kind of file, the file, what it is, and who is affected.
 
-    Kinds: reference, manifest, page, table, container, list, alien, tensor, padding, index, lost.
+    Kinds: reference, manifest, page, table, container, list, alien, tensor, padding, index, lost,
+    exposed (only a file of somebody else's has it).
     """
 
     kind: str
@@ -113,6 +114,13 @@ def verify(
         )
         what = f"{nbytes} bytes of digest {digest.hex()} are {where}"
         result.faults.append(Fault("lost", str(objects.layout.root), what, _users(found, digest)))
+    for digest, nbytes in found.exposed().items():
+        what = (
+            f"of {nbytes} bytes of digest {digest.hex()} the copy here is damaged, and the one "
+            "that is right is in a file indexed in place; run `tensor-dedup repair`"
+        )
+        users = _users(found, digest)
+        result.faults.append(Fault("exposed", str(objects.layout.root), what, users))
     return result
 
 

@@ -13,6 +13,7 @@ from tensor_dedup.errors import CheckpointError, StoreError, UnsupportedError
 from tensor_dedup.store import frames, manifests, tables
 from tensor_dedup.store.checking import Level, verify
 from tensor_dedup.store.containers import ContainerWriter, New, hash_copy, kind_for
+from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Silent
 from tensor_dedup.store.index import Index
 from tensor_dedup.store.manifests import FileEntry, Piece
@@ -159,8 +160,18 @@ class Repair:
             yield container, [layout.trash / part for part in parts]
 
     def _own_leftovers(self) -> Iterator[Source]:
-        """Whole files whose table was damaged: what they hold may still be right."""
-        if not survey(self._objects).lost():
+        """Whole files whose table was damaged: what they hold may still be right.
+
+        And files indexed in place, for what else only they have.
+        """
+        found = survey(self._objects)
+        exposed = found.exposed()
+        for container, table in found.tables.items() if exposed else ():
+            if container.kind == EXTERNAL and any(r.digest in exposed for r in table.records):
+                with suppress(CheckpointError, UnsupportedError):
+                    path = self._objects.data_path(container, table)
+                    yield read_source(self._objects.files, path)
+        if not found.lost():
             return
         for name in self._objects.files.listdir(self._objects.layout.quarantine):
             if name.endswith(".raw"):
@@ -173,7 +184,7 @@ class Repair:
         if self._publish(source.files, hashed, found.absent):
             found = survey(self._objects)  # what came back leads to more
         # A delta that was lost with its base comes back with it.
-        lost = {**found.lost(), **found.lost_anchors()}
+        lost = {**found.lost(), **found.lost_anchors(), **found.exposed()}
         with ExitStack() as undo:
             writers = {kind: ContainerWriter(self._objects, self._hasher, kind) for kind in _KINDS}
             for writer in writers.values():

@@ -76,6 +76,20 @@ class Survey:
         there = {digest for held in self.readable().values() for digest in held}
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
 
+    def exposed(self) -> dict[bytes, int]:
+        """The live pieces whose own copies are bad, so that files of others alone have them."""
+        readable = self.readable()
+        own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
+        others = {d for c, held in readable.items() if c.kind == EXTERNAL for d in held}
+        damaged = {
+            record.digest: record.nbytes
+            for container, table in self.tables.items()
+            for record in table.records
+            if container.kind != EXTERNAL and record.offset in self.bad[container]
+        }
+        only_there = (damaged.keys() & self.live.keys() & others) - own
+        return {digest: damaged[digest] for digest in only_there}
+
     def bases(self, digest: bytes) -> list[bytes]:
         """What the deltas with this digest are against."""
         records = (r for container in self.tables for r in self.good(container))

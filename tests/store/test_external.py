@@ -69,6 +69,25 @@ def test_a_copy_is_never_left_to_the_file_of_somebody_else(store: Store, model: 
     assert EXTERNAL not in store.stats().containers
 
 
+def test_a_damaged_copy_is_a_fault_until_there_is_one_again(store: Store, model: Path) -> None:
+    expected = stores.content(model)
+    store.import_(model, "copied")
+    store.import_(model, "indexed", external=True)
+    (own,) = (p for p in store.path.glob("containers/*/*") if A[:64] in p.read_bytes())
+    data = bytearray(own.read_bytes())
+    data[data.index(A[:64])] ^= 1
+    own.write_bytes(data)
+    for _ in range(2):  # known damage is not forgotten because somebody else's file helps out
+        kinds = {fault.kind for fault in store.verify(full=True).faults}
+        assert "exposed" in kinds
+        assert stores.stored(store, "copied") == expected
+    assert store.repair().pieces == 1
+    assert store.verify(full=True).fine
+    store.delete("indexed")
+    shutil.rmtree(model)
+    assert stores.stored(store, "copied") == expected
+
+
 def change(path: Path, how: str) -> None:
     """Make a file another one, in one of the ways people do."""
     if how == "gone":
