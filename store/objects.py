@@ -276,12 +276,10 @@ class Objects:
         path = self.layout.refs / file_of(name)
         try:
             blob = self.read(path, _REF_BYTES)
-        except (
-            MissingObjectError
-        ) as error:  # never there, or deleted just now: the same to a reader
+        except MissingObjectError:  # never there, or deleted just now: the same to a reader
             raise UnknownNameError.at(
                 self.layout.root, f"no checkpoint {name!r}", name=name
-            ) from error
+            ) from None
         lines = frames.decode_text(blob, path)
         manifest = lines[-1].rpartition(" ")[2] if lines else ""
         if lines[:1] == [_REF_TITLE] and not _is_digest(manifest):

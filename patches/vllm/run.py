@@ -232,7 +232,7 @@ class Run:
         lender = self.assembly.supply.lender
         if lender is not None:
             return lender.failed or lender.refused
-        return None if self._config.memory_manager is None else "nobody answered"
+        return None if self._config.memory_manager is None else "no memory manager answered"
 
 
 def _dtype(source: SourceTensor) -> torch.dtype:

@@ -85,7 +85,7 @@ def _threaded(
 
 def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _active.get() is not None:
-        raise UntraceableError(f"{original.__name__} does not read safetensors")
+        raise UntraceableError(f"its weights are not in safetensors files ({original.__name__})")
     return original(*args, **kwargs)
 
 

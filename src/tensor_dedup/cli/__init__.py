@@ -6,6 +6,7 @@ when it is called, so that `--help` stays quick and no verb pays for another's l
 
 import importlib
 import keyword
+import signal
 from collections.abc import Mapping
 
 import click
@@ -34,6 +35,10 @@ VERBS: Mapping[str, str] = {
 }
 
 
+# As shells say it, and unlike 1, which is for wrong data.
+_INTERRUPTED = 128 + signal.SIGINT
+
+
 class VerbGroup(click.Group):
     """Knows its verbs by name and one line, and imports the one that is called."""
 
@@ -54,8 +59,12 @@ class VerbGroup(click.Group):
             formatter.write_dl(sorted(VERBS.items()))
 
     def invoke(self, ctx: click.Context) -> object:
-        with data_errors():
-            result: object = super().invoke(ctx)
+        try:
+            with data_errors():
+                result: object = super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(_INTERRUPTED)
         return result
 
 
@@ -68,5 +77,6 @@ class VerbGroup(click.Group):
 def main() -> None:
     """One copy of every tensor that several models have in common.
 
-    Exit status: 0 all is well, 1 something is wrong with the data, 2 wrong use.
+    Exit status: 0 all is well, 1 something is wrong with the data, 2 wrong use,
+    130 interrupted.
     """

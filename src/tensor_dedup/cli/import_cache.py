@@ -53,7 +53,9 @@ class _Work:
                     hints=StoreHints(),
                     external=True,
                 )
-        except (NameTakenError, CheckpointNotFoundError, UnsupportedError) as error:
+        except NameTakenError:
+            self.left_out[snapshot.name] = "it is in the store already"
+        except (CheckpointNotFoundError, UnsupportedError) as error:
             self.left_out[snapshot.name] = str(error)
         except TensorDedupError as error:
             self.failed[snapshot.name] = str(error)

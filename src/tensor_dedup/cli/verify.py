@@ -37,7 +37,10 @@ def command(
 
 
 def _lines(result: VerifyResult) -> list[str]:
-    lines = [f"{fault.kind}: {fault.path}: {fault.what}" for fault in result.faults]
+    lines = [
+        f"{fault.kind}: {fault.path}: {fault.what.removeprefix(fault.path + ': ')}"
+        for fault in result.faults
+    ]
     users = sorted({name for fault in result.faults for name in fault.affected})
     if users:
         lines.append(f"affected: {', '.join(users)}")

@@ -141,7 +141,8 @@ def _header_length(prefix: bytes, file_size: int, path: str) -> int:
     if length > MAX_HEADER_BYTES:
         raise HeaderTooLargeError.at(
             path,
-            f"a header of {length} bytes, the limit is {MAX_HEADER_BYTES}",
+            f"a header of {length} bytes, the limit is {MAX_HEADER_BYTES}: damaged, or no "
+            "safetensors file",
             length=length,
             limit=MAX_HEADER_BYTES,
         )
