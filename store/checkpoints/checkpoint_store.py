@@ -204,7 +204,9 @@ class CheckpointStore:
     ) -> Taken:
         step_name(self.run_id, step)
         adapter = self._adapter or adapter_for(model)
-        notes = Notes(self.run_id, step, adapter.name, checked(metrics), self._weights)
+        # An adapter of tensorcas' own interface has no name, and needs none: it is given to `load`.
+        name = getattr(adapter, "name", type(adapter).__name__)
+        notes = Notes(self.run_id, step, name, checked(metrics), self._weights)
         small = {**self._config, **self._small(files)}
         return Taken(notes, adapter.extract(model), small)
 

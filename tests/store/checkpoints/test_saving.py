@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.runs import describe_all, run_names
+from tensor_dedup.store.checkpoints.state_errors import UnknownAdapterError
 from tensor_dedup.store.errors import BadNameError
 
 
@@ -304,3 +306,24 @@ def test_the_article_s_class_is_the_same(tmp_path: Path) -> None:
     assert isinstance(other, CheckpointStore)
     assert other.best("val_loss", mode="min") == 1
     assert_same(other.load(step=1, original=model), model)
+
+
+class Bare:
+    """An adapter as tensorcas knows them: nothing but its two methods."""
+
+    def extract(self, model: list[float]) -> dict[str, Any]:
+        return {"values": np.array(model), "same": np.ones(100_000)}
+
+    def reconstruct(self, tensors: dict[str, Any], original: list[float]) -> list[float]:
+        return [*original, *tensors["values"].tolist()]
+
+
+def test_an_adapter_of_two_methods_is_one(tmp_path: Path) -> None:
+    adapter: Any = Bare()
+    with TensorCasStore(tmp_path, "run", adapter) as run:
+        run.save([1.0, 2.0], step=1)
+        run.save([3.0], step=2)
+        assert shares(run)
+        assert run.load(1, [0.0]) == [0.0, 1.0, 2.0]
+    with CheckpointStore(tmp_path, "run") as run, pytest.raises(UnknownAdapterError, match="Bare"):
+        run.load(1)
