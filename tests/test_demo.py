@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import save_file
 
-import checkpoints
+import tiny_checkpoints as checkpoints
 from tensor_dedup.analyze import analyze
 from tensor_dedup.demo import __main__ as demo
 from tensor_dedup.demo import gallery, models, pictures, run

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-import checkpoints
+import tiny_checkpoints as checkpoints
 from tensor_dedup.store import Store
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")

@@ -2,7 +2,7 @@
 
 import pytest
 
-import checkpoints
+import tiny_checkpoints as checkpoints
 
 
 @pytest.fixture(scope="session")

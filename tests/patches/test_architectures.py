@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import checkpoints
 import engines
 import pair_run
+import tiny_checkpoints as checkpoints
 from tensor_dedup.formats.safetensors import read_header
 
 pytestmark = pytest.mark.vllm

@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
-import checkpoints
 import engines
 import fresh
 import plain
 import shared
+import tiny_checkpoints as checkpoints
 from tensor_dedup import report
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.recipe import RecipeBook

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers as hf
 
-import checkpoints
 import fresh
 import plain
 import shared
+import tiny_checkpoints as checkpoints
 from tensor_dedup import report, shares_memory
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.patches import loads

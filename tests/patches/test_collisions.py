@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 from safetensors.torch import save_file
 
-import checkpoints
 import engines
 import fresh
 import plain
 import shared
+import tiny_checkpoints as checkpoints
 from tensor_dedup import report
 from tensor_dedup.loader.comparing import COLLISION
 from tensor_dedup.loader.registry import registry

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import checkpoints
 import engines
 import hinted
 import plain
+import tiny_checkpoints as checkpoints
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.formats.safetensors import read_header

@@ -17,11 +17,11 @@ import torch
 import vllm
 from torch import nn
 
-import checkpoints
 import engines
 import fresh
 import plain
 import shared
+import tiny_checkpoints as checkpoints
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader.assembly import Assembly
 from tensor_dedup.loader.deferred import DeferredParameter

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers as hf
 
-import checkpoints
 import engines
 import fresh
 import kernel
 import plain
 import shared
+import tiny_checkpoints as checkpoints
 from tensor_dedup import report
 from tensor_dedup.loader.registry import registry
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers as hf
 
-import checkpoints
 import kernel
+import tiny_checkpoints as checkpoints
 from shared import quiet
 from tensor_dedup import TensorDedupConfig, disable, enable, report, verify
 from tensor_dedup.errors import AuditError

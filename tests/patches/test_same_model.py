@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import pytest
 
-import checkpoints
 import engines
 import plain
 import reads
+import tiny_checkpoints as checkpoints
 from tensor_dedup.demo import models
 from tensor_dedup.loader import ahead, assembly, memory, residents
 from tensor_dedup.loader.memory import OutOfMemoryError

@@ -28,9 +28,9 @@ from hypothesis.stateful import (
 )
 from vllm.model_executor.model_loader.reload import layerwise
 
-import checkpoints
 import engines
 import loads
+import tiny_checkpoints as checkpoints
 from tensor_dedup import report, verify
 from tensor_dedup.loader.registry import registry
 

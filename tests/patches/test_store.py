@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-import checkpoints
 import engines
 import plain
 import reads
 import stores
+import tiny_checkpoints as checkpoints
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.hinting import StoreHints
 from tensor_dedup.loader.report import ModelReport

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoints
 import engines
 import plain
+import tiny_checkpoints as checkpoints
 from tensor_dedup.store.checkpoints import CheckpointStore
 
 pytestmark = pytest.mark.vllm

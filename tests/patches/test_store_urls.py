@@ -12,11 +12,11 @@ import safetensors
 from vllm import LLM
 from vllm.engine import arg_utils
 
-import checkpoints
 import engines
 import plain
 import reads
 import stores
+import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader import checkout

@@ -12,8 +12,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-import checkpoints
 import kernel
+import tiny_checkpoints as checkpoints
 from tensor_dedup import disable, enable, report, shares_memory, sweep, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.registry import registry

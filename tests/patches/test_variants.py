@@ -14,9 +14,9 @@ import pytest
 import safetensors.torch
 import torch
 
-import checkpoints
 import engines
 import plain
+import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.report import ModelReport
 
 pytestmark = pytest.mark.vllm

@@ -15,11 +15,11 @@ import pytest
 import torch
 from vllm.model_executor.model_loader import get_model_loader
 
-import checkpoints
 import engines as quick_engines
 import fresh
 import plain
 import shared
+import tiny_checkpoints as checkpoints
 from tensor_dedup import report, unshare, verify
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError

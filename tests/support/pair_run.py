@@ -19,10 +19,10 @@ from unittest.mock import patch
 
 import msgspec
 
-import checkpoints
 import engines
 import plain
 import reads
+import tiny_checkpoints as checkpoints
 from tensor_dedup.loader import ahead, assembly
 from tensor_dedup.loader.hints import ENVIRONMENT
 from tensor_dedup.loader.registry import registry

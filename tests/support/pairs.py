@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 from PIL import Image
 
-import checkpoints
+import tiny_checkpoints as checkpoints
 import tiny_pipelines
 
 _D: Any = diffusers
@@ -234,7 +234,13 @@ def _clip() -> Any:
     return kind(config).eval()
 
 
-def _encoder(build: Callable[[], Any]) -> Case:
+def _states(model: Any) -> bytes:
+    with torch.no_grad():
+        found = model(torch.arange(20)[None]).last_hidden_state
+    return bytes(found.numpy().tobytes())
+
+
+def _encoder(build: Callable[[], Any], output: Callable[[Any], bytes] = _states) -> Case:
     def make(root: Path) -> tuple[Path, Path]:
         model = build()
         model.save_pretrained(root / "base")
@@ -246,18 +252,38 @@ def _encoder(build: Callable[[], Any]) -> Case:
     def load(path: Path) -> Any:
         return type(build()).from_pretrained(path)
 
-    def output(model: Any) -> bytes:
-        with torch.no_grad():
-            found = model(torch.arange(20)[None]).last_hidden_state
-        return bytes(found.numpy().tobytes())
-
     return Case(make, load, output)
+
+
+def _checker() -> Any:
+    """DeepFloyd IF's, which neither 5.19 nor 5.23 of Transformers loads without this attribute."""
+    module: Any = importlib.import_module("diffusers.pipelines.deepfloyd_if.safety_checker")
+    kind = module.IFSafetyChecker
+    kind.all_tied_weights_keys = {}
+    torch.manual_seed(13)
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 30,
+        "patch_size": 6,
+    }
+    config: Any = hf.CLIPConfig(projection_dim=32, vision_config=vision)
+    return kind(config).eval()
+
+
+def _check(model: Any) -> bytes:
+    with torch.no_grad():
+        found = model.p_head(model.vision_model(torch.ones(1, 3, 30, 30))[0])
+    return bytes(found.numpy().tobytes())
 
 
 CASES = {
     "SDXL base and refiner": Case(_sdxl, tiny_pipelines.load, _draw_xl),
     "SD 1.5 and a fine-tune": Case(_sd, tiny_pipelines.load, tiny_pipelines.image),
     "IF stage I and II": Case(_deepfloyd, tiny_pipelines.load, _draw_if),
+    "IF safety checker": _encoder(_checker, _check),
     "Flux in GGUF": Case(_flux, _load_flux, _run_flux, casts=False, saves=False),
     "Mixtral": _language("mixtral"),
     "tied GPT-2": _language("gpt2"),
