@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -25,7 +25,7 @@ class _Buffer:
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self.bytes = memoryview(self.tensor.numpy())
+        self.bytes = self.tensor.numpy().data
         self.hashed: Future[list[bytes]] | None = None
         self.copied: torch.cuda.Event | None = None
 
@@ -50,7 +50,8 @@ class Uploader:
         self._device = (kind, ordinal)
         self._nbytes = nbytes
         pinned = kind != CPU
-        self._stream = torch.cuda.Stream(ordinal) if pinned else None
+        make: Any = torch.cuda.Stream  # which has no types
+        self._stream = make(ordinal) if pinned else None
         self._free = [_Buffer(nbytes, pinned=pinned) for _ in range(buffers)]
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tensor-dedup-upload")
 

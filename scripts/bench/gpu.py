@@ -268,7 +268,8 @@ def forward(bench: Bench) -> list[str]:
                 for each in weights:
                     torch.nn.functional.linear(x, each)
 
-        run(shared), run(made)
+        run(shared)
+        run(made)
         ratios, seconds = [], []
         for turn in range(3 if bench.rehearsal else 15):
             both = {}

@@ -86,4 +86,5 @@ def test_casts_of_casts_are_followed_so_far_and_no_further() -> None:
         assert found is not None
         names.add(found.digest)
     assert len(names) == 3
+    assert found is not None
     assert cast_key(found, torch.bfloat16) is None

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of many architectures, each with a fine-tune, and variants of them.
 
-Import it from any test as `import tiny_checkpoints` (this folder is on the path of pytest and mypy).
+Import it from any test as `import tiny_checkpoints` (this folder is on pytest's and mypy's path).
 Every checkpoint is bfloat16 unless its function says otherwise, seeded, 1 to 6 MB, written by
 transformers as a user would write it. A folder that exists is reused, so a root shared by a whole
 session builds each checkpoint once. Nothing here imports vllm.
