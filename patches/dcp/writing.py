@@ -30,7 +30,8 @@ class StoreWriter(StorageWriter):
     Ranks may be processes on one machine or on several that have one file system with locks. A
     tensor that any step of any run, or any rank, has stored already is not stored again. A step has
     its name when the coordinator has finished it; until then nobody sees it, and what ranks that
-    died have left is forgotten when the next step is finished. Pickled, it opens the store anew.
+    died have left is forgotten when the next step is finished. One save at a time: wait for the
+    future of an `async_save` before the next. Pickled, it opens the store anew.
     """
 
     def __init__(

@@ -63,8 +63,9 @@ def _rounds(rounds: int) -> tuple[Any, Callable[[], object]]:
     return booster.model, lambda: booster.grow(10)
 
 
-def _distributed(folder: Path) -> list[Method]:
+def _more(folder: Path) -> list[Method]:
     return [
+        Ours(folder / "raw", raw=True),
         Files("torch.save", folder / "synced", TORCH, synced=True),
         Distributed(folder / "dcp", behind=False),
         Distributed(folder / "dcp-async", behind=True),
@@ -72,16 +73,16 @@ def _distributed(folder: Path) -> list[Method]:
 
 
 CASES: Final = (
-    Case("ResNet-18, all changes", TORCH, lambda: _network("full"), "36.0", _distributed),
+    Case("ResNet-18, all changes", TORCH, lambda: _network("full"), "36.0", _more),
     Case(
         "ResNet-18, frozen",
         TORCH,
         lambda: _network("frozen"),
         "14.0",
-        _distributed,
+        _more,
         faster="torch.save",
     ),
-    Case("ResNet-18, LoRA-like", TORCH, lambda: _network("LoRA-like"), "14.9", _distributed),
+    Case("ResNet-18, LoRA-like", TORCH, lambda: _network("LoRA-like"), "14.9", _more),
     Case("ResNet-18, nothing changes", TORCH, lambda: _network(None), ""),
     Case("500 trees, 10 new", SKLEARN, lambda: _forest(500), "63.5"),
     Case("1,000 trees, 10 new", SKLEARN, lambda: _forest(1000), "70.5"),

@@ -19,6 +19,7 @@ import tensorcas_method as tensorcas
 from tensor_dedup.store.checkpoints import CheckpointStore
 
 OURS: Final = "tensor-dedup"
+RAW: Final = "tensor-dedup, compress=None"
 TENSORCAS: Final = "TensorCAS's method"
 DVC: Final = "DVC"
 DVC_FILES: Final = "DVC, whole files by MD5"
@@ -66,9 +67,9 @@ class Method:
 class Ours(Method):
     """A store of ours: durable when `save` returns, every byte verified by `load`."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(OURS, folder)
-        self.store = CheckpointStore(folder, "run")
+    def __init__(self, folder: Path, *, raw: bool = False) -> None:
+        super().__init__(RAW if raw else OURS, folder)
+        self.store = CheckpointStore(folder, "run", compress=None if raw else "auto")
 
     def save(self, model: Any, step: int) -> None:
         self.store.save(model, step)
