@@ -100,8 +100,7 @@ class Pinning:
             self._settled.set()
 
     def _taken(self, values: "Mapping[str, Value]") -> list[Piece]:
-        begun = ((name, self._stage(value)) for name, value in values.items())
-        staged = {name: copied for name, copied in begun if copied is not None}
+        staged = self._staged(values)
         rest = iter(pieces({name: held for name, held in values.items() if name not in staged}))
         found: list[Piece] = []
         for place, (name, value) in enumerate(values.items()):
@@ -110,26 +109,43 @@ class Pinning:
                 continue
             host, copy = staged[name]
             copy.places.append(place)
-            self._written.append((name, _writes_of(value)))
+            if copy.nbytes >= PACK_BELOW:
+                self._written.append((name, _writes_of(value)))
             found += pieces({name: host})
         return found
 
+    def _staged(self, values: "Mapping[str, Value]") -> dict[str, tuple[Any, _Copy]]:
+        """Begin to copy what is on devices, as far as there is room.
+
+        What is small comes first, and the device waits for it at once: forward passes change it.
+        """
+        found = [(name, value) for name, value in values.items() if self._device(value)]
+        small = [(name, value) for name, value in found if value.nbytes < PACK_BELOW]
+        begun = [(name, self._stage(value)) for name, value in small]
+        for copies in self._streams.values():
+            copies.hold()
+        large = ((name, value) for name, value in found if value.nbytes >= PACK_BELOW)
+        begun += [(name, self._stage(value)) for name, value in large]
+        return {name: copied for name, copied in begun if copied is not None}
+
+    def _device(self, value: Any) -> Device | None:
+        """Where a tensor that has bytes is, if it is on a device."""
+        if not is_tensor(value):
+            return None
+        device = next((each for each in self._context.devices if each.takes(value)), None)
+        return None if device is None or tensor_fault(value) or not value.numel() else device
+
     def _stage(self, tensor: Any) -> tuple[Any, _Copy] | None:
-        """Begin to copy a tensor from its device; None: it is on none, or there is no room."""
-        if not is_tensor(tensor):
-            return None
-        device = next((each for each in self._context.devices if each.takes(tensor)), None)
-        if device is None or tensor_fault(tensor) or not tensor.numel():
-            return None
-        nbytes = tensor.numel() * tensor.element_size()
-        block = self._context.pool.take(nbytes, pinned=True)
-        if block is None:
+        """Begin to copy a tensor from its device; None: there is no room."""
+        device = self._device(tensor)
+        block = self._context.pool.take(tensor.nbytes, pinned=True)
+        if block is None or device is None:
             return None
         if tensor.device not in self._streams:
             self._streams[tensor.device] = device.begin(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()
         host = self._streams[tensor.device].copy(plain, block)
-        self._copied.append(_Copy(block, nbytes, True, []))
+        self._copied.append(_Copy(block, tensor.nbytes, True, []))
         return host, self._copied[-1]
 
     def _own(self, values: "Mapping[str, Value]") -> list[_Large]:
