@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.patches.dcp.merging import forget_parts, merge, part_run
+from tensor_dedup.patches.dcp.merging import PART_ADAPTER, check_free, forget_parts, merge, part_run
 from tensor_dedup.patches.dcp.metadata import METADATA, bytes_name, tensor_name, to_json
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadStepError
@@ -21,6 +21,7 @@ from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.state import Piece
 
 _META = "meta"
+_ADAPTER = "dcp"
 StrPath = str | PathLike[str]
 
 
@@ -85,7 +86,10 @@ class StoreWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store this rank's part; durable when it returns. StoreError, UnsupportedArrayError."""
+        """Store this rank's part; durable when it returns. StoreError, UnsupportedArrayError.
+
+        TakenPartError: a run RUN/part-RANK that is no part of this one has this step.
+        """
         held: dict[str, torch.Tensor | Piece] = {}
         results = []
         for item in plan.items:
@@ -93,19 +97,18 @@ class StoreWriter(StorageWriter):
             held[name] = value
             shard = item.type is WriteItemType.SHARD
             results.append(WriteResult(item.index, value.nbytes, storage_data=shard))
-        self._part(self._rank).save(held, self._number())
+        self._save(self._rank, held)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Give the step its name. The coordinator's. NamedTwiceError, StoreError."""
+        """Give the step its name. The coordinator's. NamedTwiceError, PinnedStepError."""
         step = self._number()
         shards = {each.index.fqn: each.storage_data for held in results for each in held}
         blob = to_json(metadata, shards)
-        meta = self._part(_META)
-        meta.save({METADATA: Piece(METADATA, "U8", (len(blob),), blob)}, step)
-        notes = Notes(self.run_id, step, _AsIs.name, part=self._weights)
+        meta = self._save(_META, {METADATA: Piece(METADATA, "U8", (len(blob),), blob)})
+        notes = Notes(self.run_id, step, _ADAPTER, part=self._weights)
         # The part with the small files is the first: their pieces come first in a manifest.
         merge(meta.store, notes, [_META, *range(len(results))])
         forget_parts(meta.store, self.run_id)
@@ -114,6 +117,12 @@ class StoreWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether it is a step."""
         return str(checkpoint_id).isdecimal()
+
+    def _save(self, rank: int | str, held: Mapping[str, torch.Tensor | Piece]) -> CheckpointStore:
+        part = self._part(rank)
+        check_free(part.store, part.run_id, self._number())
+        part.save(held, self._number())
+        return part
 
     def _part(self, rank: int | str) -> CheckpointStore:
         """What a rank saves into. Kept, as it knows what it saved last."""
@@ -134,7 +143,7 @@ class StoreWriter(StorageWriter):
 class _AsIs:
     """Values that have their names already."""
 
-    name = "dcp"
+    name = PART_ADAPTER
 
     def extract(self, model: Any) -> Any:
         return model

@@ -19,6 +19,7 @@ import fresh
 from tensor_dedup.patches.dcp import StoreReader, StoreWriter
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadStepError
+from tensor_dedup.store.errors import NameTakenError
 
 # DCP says so whenever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -146,6 +147,43 @@ def test_a_crash_before_the_end_leaves_no_step_and_the_next_clears_up(
     saver.save(training.state(), checkpoint_id=2, storage_writer=writer)
     assert run.store.objects.names() == ["run@0", "run@2"]
     assert shared(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["run/part-2", "run/part-meta", "run/part-two"])
+def test_runs_that_are_called_like_parts_stay(tmp_path: Path, name: str) -> None:
+    whose = CheckpointStore(tmp_path, name)
+    whose.save({"w": torch.ones(3)}, 7)
+    whose.pin(7)
+    whose.save({"w": torch.zeros(3)}, 8)
+    nested = StoreWriter(tmp_path, f"{name}/part-0")
+    saver.save({"w": torch.ones(2)}, checkpoint_id=1, storage_writer=nested)
+    saver.save(Training().state(), checkpoint_id=0, storage_writer=StoreWriter(tmp_path, "run"))
+    saver.save({"w": torch.ones(2)}, checkpoint_id=2, storage_writer=StoreWriter(tmp_path, name))
+    assert whose.steps() == [2, 7, 8]
+    assert whose.pinned() == {7}
+    assert torch.equal(whose.load(7)["w"], torch.ones(3))
+    assert CheckpointStore(tmp_path, f"{name}/part-0").steps() == [1]
+
+
+@pytest.mark.parametrize("part", ["run/part-0", "run/part-meta"])
+def test_a_step_that_is_called_like_a_part_is_not_replaced(tmp_path: Path, part: str) -> None:
+    whose = CheckpointStore(tmp_path, part)
+    whose.save({"w": torch.ones(3)}, 0)
+    writer = StoreWriter(tmp_path, "run")
+    with pytest.raises((CheckpointException, NameTakenError), match=f"{part}@0"):
+        saver.save({"w": torch.zeros(3)}, checkpoint_id=0, storage_writer=writer)
+    assert torch.equal(whose.load(0)["w"], torch.ones(3))
+    assert CheckpointStore(tmp_path, "run").steps() == []
+
+
+def test_a_pinned_step_is_not_replaced(tmp_path: Path) -> None:
+    writer, run = StoreWriter(tmp_path, "run"), CheckpointStore(tmp_path, "run")
+    saver.save({"w": torch.ones(3)}, checkpoint_id=0, storage_writer=writer)
+    before = run.store.objects.ref("run@0")
+    run.pin(0)
+    with pytest.raises(CheckpointException, match="pinned"):
+        saver.save({"w": torch.zeros(3)}, checkpoint_id=0, storage_writer=writer)
+    assert run.store.objects.ref("run@0") == before
 
 
 @pytest.mark.parametrize("wrong", ["-1", "later", "checkpoints/3", "1.5"])
