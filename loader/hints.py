@@ -163,7 +163,8 @@ class HintIndex:
                     _say_once(f"no hints from {self.path}: {error}")
                     return None
                 except sqlite3.DatabaseError as error:
-                    broken, inode = error, self.path.stat().st_ino
+                    # Its text: the error itself would hold this frame, and the frame the error.
+                    broken, inode = str(error), self.path.stat().st_ino
             with INSIDE, self._door(fcntl.LOCK_EX):
                 # Unless another process has just done so: its new index is not the broken one.
                 if self.path.stat().st_ino == inode:
@@ -207,7 +208,7 @@ class HintIndex:
             raise
         return db
 
-    def _set_aside(self, error: sqlite3.DatabaseError) -> None:
+    def _set_aside(self, error: str) -> None:
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{self.path}{suffix}").replace(f"{self.path}.broken{suffix}")

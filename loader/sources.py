@@ -227,12 +227,14 @@ class SourceReader:
             future.exception()
         settled = [self._pending.popleft() for _ in range(count)]
         self._settled += count
-        errors = [error for _, future in settled if (error := future.exception()) is not None]
         self.counters.read_seconds += time.perf_counter() - began
-        if errors:
-            raise errors[0]
+        failed = next((each for _, future in settled if (each := future.exception())), None)
+        # What arrived has arrived, whatever became of another: a load may go on without that one.
         for source, future in settled:
-            _enter(source, future.result())
+            if future.exception() is None:
+                _enter(source, future.result())
+        if failed is not None:
+            raise failed
 
     def digest(self, data: Buffer) -> str:
         """The digest of bytes that were computed here."""

@@ -94,3 +94,18 @@ def test_a_transaction_that_fails_leaves_nothing_and_holds_nothing(tmp_path: Pat
     other.join(20)
     assert not other.is_alive()
     assert write(path) == 3
+
+
+def test_a_cursor_that_dies_waits_for_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    write(path, 3)
+    with closing(connect(path, timeout_s=30.0)) as db:
+        cursors = [db.execute("SELECT x FROM t")]
+        cursors[0].fetchone()
+        other = threading.Thread(target=cursors.clear)
+        with transaction(db):
+            other.start()
+            other.join(20)
+            assert not other.is_alive()
+        # Closed by whoever came next: nothing is open that would keep the file's log from going.
+        assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0

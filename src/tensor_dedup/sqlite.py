@@ -1,5 +1,6 @@
 """What our SQLite files have in common: whole transactions, and forks that hang nobody."""
 
+import collections
 import contextlib
 import os
 import sqlite3
@@ -20,36 +21,56 @@ class _Cursor(sqlite3.Cursor):
     """Holds INSIDE during each call: another thread may fork between two of them."""
 
     def execute(self, *arguments: Any) -> "_Cursor":
-        with INSIDE:
+        with _inside():
             super().execute(*arguments)
         return self
 
     def executemany(self, *arguments: Any) -> "_Cursor":
-        with INSIDE:
+        with _inside():
             super().executemany(*arguments)
         return self
 
     def executescript(self, script: str) -> "_Cursor":
-        with INSIDE:
+        with _inside():
             super().executescript(script)
         return self
 
     def fetchone(self) -> Any:
-        with INSIDE:
+        with _inside():
             return super().fetchone()
 
     def fetchall(self) -> list[Any]:
-        with INSIDE:
+        with _inside():
             return super().fetchall()
 
     def __next__(self) -> Any:
-        with INSIDE:
+        with INSIDE:  # once a row
             return super().__next__()
 
     def __del__(self) -> None:
-        # Resetting a statement frees memory, under a mutex that the whole process has in common.
-        with INSIDE, contextlib.suppress(sqlite3.Error):
-            self.close()
+        # Resetting a statement frees memory, under a mutex that the whole process has in common. A
+        # collection may bring any thread here, with any lock held: it never waits.
+        if INSIDE.acquire(blocking=False):
+            try:
+                with contextlib.suppress(sqlite3.Error):
+                    self.close()
+            finally:
+                INSIDE.release()
+        else:
+            _left.append(self)
+
+
+# Cursors that died while another thread was inside; whoever is next inside closes them.
+_left: collections.deque["_Cursor"] = collections.deque()
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    with INSIDE:
+        while _left:
+            with contextlib.suppress(sqlite3.Error, IndexError):
+                _left.popleft().close()
+        yield
 
 
 class _Connection(sqlite3.Connection):
@@ -67,7 +88,7 @@ class _Connection(sqlite3.Connection):
         return self.cursor().executescript(*arguments)
 
     def close(self) -> None:
-        with INSIDE:
+        with _inside():
             super().close()
 
 
@@ -76,7 +97,7 @@ def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3
 
     `timeout_s`: how long another process's write is waited for, and how long a fork may take then.
     """
-    with INSIDE:
+    with _inside():
         # Who keeps a connection uses it from one thread at a time, not always from the same one.
         return sqlite3.connect(
             path,
@@ -92,7 +113,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """All of the block's changes, or none. For connections of `connect`."""
     # From the first statement to the last: a thread that waited for this transaction's end would
     # hold what its next statement needs.
-    with INSIDE:
+    with _inside():
         # IMMEDIATE: a reader that turns writer may find the file changed, and fail at once.
         db.execute("BEGIN IMMEDIATE")
         try:

@@ -69,6 +69,21 @@ def test_a_file_truncated_while_open_is_an_error_with_the_numbers(
         read(last)
 
 
+def test_what_arrived_counts_whatever_became_of_another(file: SourceFile) -> None:
+    def refuse(piece: memoryview, offset: int) -> None:
+        raise OSError("there is no room for it")
+
+    reader, source = SourceReader("blake3"), file.tensors["v"]
+    memory = torch.empty(source.spec.nbytes, dtype=torch.uint8)
+    reader.fill(source, memory, hashed=True)
+    with pytest.raises(OSError, match="no room"):
+        reader.pour(file.tensors["w"], refuse)
+    assert source.digest == digest(memory.numpy().data)
+    assert file.tensors["w"].digest is None
+    # And the reader goes on.
+    assert reader.pour(file.tensors["w"], lambda piece, offset: None)
+
+
 def test_a_file_changed_while_open_is_noticed(path: Path, file: SourceFile) -> None:
     file.check_unchanged()
     with path.open("r+b") as opened:
