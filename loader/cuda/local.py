@@ -32,9 +32,7 @@ class LocalDevice:
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
         """The resident with these bytes, in this geometry; held by the caller from now on."""
         found = self._residents.get(key.digest)
-        if found is None or found.key == key:
-            return found
-        return DeviceResident(key, found.slabs, found.offset, found)  # which holds the first
+        return None if found is None else _as(key, found)
 
     def put(self, wanted: Sequence[DeviceWanted]) -> list[DeviceResident]:
         """A resident for each, in order: written now into one slab, or there already."""
@@ -64,5 +62,12 @@ class LocalDevice:
         made = [
             DeviceResident(key, [slab], offset) for key, offset in zip(keys, offsets, strict=True)
         ]
-        # Equal bytes of one slab: the first that has them is what others find.
-        return [self._residents.setdefault(each.key.digest, each) for each in made]
+        # Equal bytes of one slab: the first that has them is what others find, in their geometry.
+        return [_as(each.key, self._residents.setdefault(each.key.digest, each)) for each in made]
+
+
+def _as(key: ResidentKey, found: DeviceResident) -> DeviceResident:
+    """The same bytes in this geometry."""
+    if found.key == key:
+        return found
+    return DeviceResident(key, found.slabs, found.offset, found)  # which holds the first

@@ -75,6 +75,19 @@ def test_equal_bytes_of_one_model_and_other_geometries_are_one_memory(process: P
     assert process.local.by_content(key_of(weights(2))) is None
 
 
+def test_equal_bytes_put_together_keep_their_own_geometries(process: Process) -> None:
+    zeros = (torch.zeros(64, 64), torch.zeros(4096), torch.zeros(4096, dtype=torch.int32))
+    found = process.model(*zeros)
+    for seen, right in zip(found, zeros, strict=True):
+        assert (seen.dtype, seen.shape, seen.stride()) == (right.dtype, right.shape, right.stride())
+        assert torch.equal(seen, right)
+    assert len({seen.data_ptr() for seen in found}) == 1
+    del seen
+    again = process.model(*reversed(zeros))  # now there already
+    assert [each.dtype for each in again] == [each.dtype for each in reversed(found)]
+    assert all(shares_memory(again[0], each.view(torch.int32).view(-1)) for each in found)
+
+
 def test_a_digest_may_become_known_while_writing(process: Process) -> None:
     each = process.wanted(weights(1))
 
