@@ -169,7 +169,9 @@ class _Walk:
         if self._inline and tensor.dim() == 0 and tensor.device.type == "cpu":
             return self._inlined(tensor)
         memory = ("torch", tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        name, same = self._leaf(place, tensor, (*memory, tensor.data_ptr()), tensor.numel())
+        # Conjugates and negatives are other values in the same memory.
+        seen = (tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+        name, same = self._leaf(place, tensor, memory + seen, tensor.numel())
         order = None
         if not tensor.is_contiguous():
             order = arrays.order_of(tensor.shape, tensor.stride(), 1)

@@ -53,6 +53,8 @@ class _Rebuild:
         self._wires = iter(wires)
         self._objects: dict[int, Any] = {}
         self._leaves: dict[str, Any] = {}
+        # Of one memory there may be a parameter and a tensor beside it: each stays one object.
+        self._faces: dict[tuple[str, bool, bool], Any] = {}
 
     def piece(self, name: str) -> "Value":
         """The value of this name."""
@@ -139,9 +141,10 @@ class _Rebuild:
 
     def _tensor(self, node: nodes.TensorLeaf, original: Any) -> Any:
         if node.same is not None:
-            return self._leaf(node.same)
+            return self._face(node, node.same)
         made = _parameter(node, _ordered_tensor(as_tensor(self.piece(node.name)), node.order))
         self._leaves[node.name] = kept = _kept_tensor(made, original)
+        self._faces[node.name, node.parameter, node.grad] = kept
         return kept
 
     def _array(self, node: nodes.ArrayLeaf, original: Any) -> Any:
@@ -154,6 +157,15 @@ class _Rebuild:
             made = arrays.ordered(made, node.order)
         self._leaves[node.name] = kept = _kept_array(made, original)
         return kept
+
+    def _face(self, node: nodes.TensorLeaf, name: str) -> Any:
+        """The memory of a piece before it, as what stood at this place."""
+        leaf, key = self._leaf(name), (name, node.parameter, node.grad)
+        if key not in self._faces:
+            if not is_tensor(leaf):
+                raise DamagedStateError.at(name, "no tensor, but the same as one")
+            self._faces[key] = _parameter(node, leaf.detach())
+        return self._faces[key]
 
     def _leaf(self, name: str) -> Any:
         try:
@@ -294,6 +306,8 @@ def _ordered_tensor(tensor: Any, order: list[int] | None) -> Any:
 def _parameter(node: nodes.TensorLeaf, tensor: Any) -> Any:
     import torch
 
+    if node.grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise DamagedStateError.at(node.name, f"a gradient of {tensor.dtype}")
     if node.parameter:
         return torch.nn.Parameter(tensor, requires_grad=node.grad)
     return tensor.requires_grad_() if node.grad else tensor
