@@ -1,7 +1,7 @@
 """Saving in the background: the thread that trains is stopped while a step is pinned down, if then.
 
-    save_async     waits for its turn, takes the model apart, copies what is small, begins with the
-                   rest; waits for that too, unless an optimizer is hooked
+    save_async     waits for its turn, takes the model apart, copies what is small or could change
+                   unnoticed, begins with the rest; waits for that too, unless an optimizer is hooked
     before_update  waits until all is pinned down that is not yet
     a thread       pins what is left, hashes, encodes, writes and commits; it ends with its save
 
@@ -231,14 +231,15 @@ class Saves:
             pinning = Pinning(taken.values, context)
             pending = PendingSave(taken, pinning, self._commit, self._last())
             pending.times.metadata = time.perf_counter() - began
-            self._help(pinning)
             eager = not (bool(self._hooked) if lazy is None else lazy)
+            safe = eager or pinning.guard()
+            self._help(pinning)
             if eager:
                 pending.pin()
             with self._lock:
                 self._pending.append(pending)
             thread.work = pending.run
-        if eager:
+        if eager or not safe:
             pending.hold()
         return pending
 

@@ -154,9 +154,11 @@ class CheckpointStore:
         """Begin to save a step as it is now; `wait()` of what comes back says what was saved.
 
         When this returns, the model may be changed: what the store does not have was copied. When
-        `lazy`, only small tensors and plain values were, and `before_update` waits for the rest:
-        until then large tensors must stay as they are (ChangedModelError where that is noticed).
-        By default it is lazy when an optimizer was hooked. Waits while `in_flight` saves are
+        `lazy`, only small tensors, plain values and what is no tensor of torch's were (arrays of
+        numpy, and tensors made in inference mode), and `before_update` waits for the rest: until
+        then large tensors must stay as they are. ChangedModelError where torch counts the change;
+        it counts none through `.data`, nor through an array that shares a tensor's memory. By
+        default it is lazy when an optimizer was hooked. Waits while `in_flight` saves are
         unfinished; what does not fit into the pool is waited for until it is written.
 
         What a save in the background fails with is raised by the next call, once: this one, `save`,

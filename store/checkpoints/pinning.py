@@ -1,6 +1,7 @@
 """Pinning a step down: what may change before it is saved is copied, unless the store has it.
 
     pinning = Pinning(values, context)     in the thread that trains: small pieces are copied here
+    pinning.guard()                        and large ones of which nobody counts the writes
     pinning.work()                         large ones, one by one, in any threads together
     pinning.hold()                         returns when the model may change
     pinning.snapshot(...)                  in the background
@@ -57,6 +58,11 @@ class _Large:
     written: Callable[[], bool]
     places: list[int]
 
+    @property
+    def counted(self) -> bool:
+        """Whether a write to it will be noticed."""
+        return self.written is not _never
+
 
 @dataclass(slots=True)
 class _Copy:
@@ -92,8 +98,9 @@ class Pinning:
             raise
         large = self._own(values)
         self.large_bytes = sum(each.view.nbytes for each in large)
-        # The largest first, so that threads end together.
-        self._waiting = deque(sorted(large, key=lambda each: -each.view.nbytes))
+        # What must not wait comes first; then the largest, so that threads end together.
+        order = sorted(large, key=lambda each: (each.counted, -each.view.nbytes))
+        self._waiting = deque(order)
         self._left = len(large)
         self._settled = threading.Event()
         if not large:
@@ -117,15 +124,15 @@ class Pinning:
     def _staged(self, values: "Mapping[str, Value]") -> dict[str, tuple[Any, _Copy]]:
         """Begin to copy what is on devices, as far as there is room.
 
-        What is small comes first, and the device waits for it at once: forward passes change it.
+        What is small comes first, and the device waits for it at once: forward passes change it;
+        and so does what is large when nobody would notice a write to it.
         """
         found = [(name, value) for name, value in values.items() if self._device(value)]
-        small = [(name, value) for name, value in found if value.nbytes < PACK_BELOW]
-        begun = [(name, self._stage(value)) for name, value in small]
+        first = {name for name, value in found if _must_not_wait(value)}
+        begun = [(name, self._stage(value)) for name, value in found if name in first]
         for copies in self._streams.values():
             copies.hold()
-        large = ((name, value) for name, value in found if value.nbytes >= PACK_BELOW)
-        begun += [(name, self._stage(value)) for name, value in large]
+        begun += [(name, self._stage(value)) for name, value in found if name not in first]
         return {name: copied for name, copied in begun if copied is not None}
 
     def _device(self, value: Any) -> Device | None:
@@ -169,11 +176,20 @@ class Pinning:
         self._settled.wait()
         return bool(self._late)
 
+    def guard(self) -> bool:
+        """Pin down what nobody counts the writes to, alone; False: there was no room for all."""
+        self._work(lambda large: not large.counted)
+        with self._lock:
+            return all(large.counted for large in self._late)
+
     def work(self) -> None:
         """Pin down what is waiting, until nothing is. Several threads may."""
+        self._work(lambda _: True)
+
+    def _work(self, wanted: Callable[[_Large], bool]) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
+                if not self._waiting or not wanted(self._waiting[0]):
                     return
                 large = self._waiting.popleft()
             pinned = False
@@ -303,6 +319,12 @@ def _writes_of(value: Any) -> Callable[[], bool]:
         return _never
     version = value._version
     return lambda: value._version != version
+
+
+def _must_not_wait(tensor: Any) -> bool:
+    """Whether the device waits at once: it is small, or nobody would notice a write to it."""
+    small: bool = tensor.nbytes < PACK_BELOW
+    return small or _writes_of(tensor) is _never
 
 
 def _never() -> bool:

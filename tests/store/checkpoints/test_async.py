@@ -3,9 +3,11 @@
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import fresh
 from gates import Gate, gated
@@ -100,6 +102,25 @@ def test_before_update_keeps_small_tensors_as_they_were(tmp_path: Path) -> None:
     assert_same(run.load(1), model)
 
 
+@pytest.mark.parametrize("pool_bytes", [None, WEIGHT_BYTES, 0])
+def test_what_could_change_unnoticed_is_copied_at_once(
+    tmp_path: Path, pool_bytes: int | None
+) -> None:
+    run, kept = handle(tmp_path, pool_bytes=pool_bytes), {}
+    with torch.inference_mode():
+        model: dict[str, Any] = {**network(1), "inference": torch.ones(200, 200)}
+    view = model["inference"].numpy()
+    for step in range(3):
+        kept[step] = copied({**model, "inference": view})
+        pending = run.save_async(model, step, lazy=True)
+        train(model, step, "layer0.weight", "layer1.weight")  # and nobody has waited
+        view += 1
+        pending.wait()
+    assert shares(run)
+    for step, expected in kept.items():
+        assert_same(run.load(step), expected)
+
+
 def test_tensors_of_one_memory_are_copied_once(tmp_path: Path) -> None:
     run, model = handle(tmp_path), network(1, layers=1)
     model["tied"] = model["layer0.weight"]
@@ -120,7 +141,9 @@ def test_a_full_pool_makes_the_model_wait_for_the_disk(tmp_path: Path) -> None:
     assert run.save_async(model, 0).done()
     train(model, 0, "layer0.weight")
     gate.opened.clear()
-    pending = run.save_async(model, 1, lazy=True)
+    # Of tensors torch counts the writes: only before_update has to wait for them.
+    tensors = {name: torch.from_numpy(array) for name, array in model.items()}
+    pending = run.save_async(tensors, 1, lazy=True)
     thread = threading.Thread(target=run.before_update)
     thread.start()
     thread.join(0.2)
@@ -152,18 +175,20 @@ def test_several_saves_are_committed_in_order_and_the_pool_bounds_them(tmp_path:
     gate = Gate()
     room = 4 * WEIGHT_BYTES
     run = gated(tmp_path, gate, in_flight=9, pool_bytes=room, compress=None)
-    model, kept, order = network(1), {}, list[int]()
+    model, kept, order, first = network(1), {}, list[int](), threading.Event()
 
     def all_of_them() -> None:
         for step in range(5):
             kept[step] = copied(model)
             run.save_async(model, step)
             order.append(step)
+            first.set()
             train(model, step, *model)
 
     thread = threading.Thread(target=all_of_them)
     thread.start()
     assert gate.waiting.wait(60)
+    assert first.wait(60)
     thread.join(0.2)
     assert thread.is_alive()
     assert order == [0]  # three tensors are in the pool, and three more do not fit

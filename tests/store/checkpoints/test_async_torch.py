@@ -191,6 +191,15 @@ def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
     assert held(pinning.snapshot(NOTES, {})) == expected
 
 
+def test_a_device_waits_at_once_for_what_could_change_unnoticed() -> None:
+    with torch.inference_mode():
+        values = {"a": torch.randn(200, 200)}
+    expected = data_of(*values.values())
+    pinning, _ = staged(values)
+    values["a"].numpy().fill(0)  # before anybody has called hold
+    assert held(pinning.snapshot(NOTES, {})) == expected
+
+
 def test_a_write_on_a_device_before_the_update_is_found() -> None:
     for held_back in (True, False):
         weight = torch.randn(200, 200)
