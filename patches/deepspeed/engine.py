@@ -1,11 +1,12 @@
 """DeepSpeed's checkpoint engine over the store.
 
-DeepSpeed names files, and looks for them on the disk. Each file of a rank is a run of its own here,
-and what lies under its name on the disk says which step of it is meant.
+DeepSpeed names files, and looks for them on the disk. All that is saved under one file name, in
+whatever folder, is a run here. Its steps are counted as they are saved, whatever their tags say:
+tags of one number, and folders, do not get in each other's way. What lies under the file's name on
+the disk says which step is meant.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,11 @@ _LONGEST: Final = 4096
 
 
 class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
-    """Saves are durable when they return; files that DeepSpeed itself wrote are read as ever."""
+    """Saves are durable when they return; files that DeepSpeed itself wrote are read as ever.
+
+    No save replaces a step: of a file that is saved again, the step it stood for stays in the
+    store. Processes that save at the same time need runs, or file names, of their own.
+    """
 
     def __init__(self, config_params: Any, store: str, run: str) -> None:
         """NotAStoreError, BadNameError."""
@@ -31,16 +36,14 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         self._store, self._run = Store.open(store), run
         self._runs: dict[str, CheckpointStore] = {}
         self._others = TorchCheckpointEngine(config_params)
-        self._tag = ""
 
     def create(self, info: Any) -> None:
         """A checkpoint begins."""
-        self._tag = info.tag
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save what belongs into a file, and leave there where it is. StoreError, StateError."""
         run = self._of(Path(path).stem)
-        saved = run.save(dict(state_dict), self._number(run))
+        saved = run.save(dict(state_dict), self._next(run.run_id))
         target = Path(path)
         part = target.with_name(f".{target.name}.part")
         part.write_text(json.dumps([_TITLE, saved.name, saved.manifest]))
@@ -78,11 +81,11 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
             self._runs[file] = CheckpointStore(self._store, f"{self._run}/{file}")
         return self._runs[file]
 
-    def _number(self, run: CheckpointStore) -> int:
-        """The number at the end of the tag; of a tag without one, the next."""
-        digits = re.search(r"[0-9]{1,18}$", self._tag)
-        latest = run.latest()
-        return int(digits[0]) if digits else 0 if latest is None else latest + 1
+    def _next(self, run: str) -> int:
+        """The step after all that are there, imported ones too."""
+        with self._store.locked():
+            found = [parse(name) for name in self._store.objects.names()]
+        return max((each.step for each in found if each and each.run == run), default=-1) + 1
 
 
 def _pointer(path: Path) -> tuple[str, str] | None:

@@ -71,3 +71,39 @@ def test_training_resumes_to_the_same_losses(tmp_path: Path, stage: int) -> None
     assert all(path.stat().st_size < 500 for path in written)
     assert fresh.call(train, root, stage, "global_step1", [], 4) == losses[1:]
     assert fresh.call(train, root, stage, "middle", [], 3) == losses[2:]
+
+
+def save_and_load(root: str, saves: list[tuple[str, str]]) -> list[int]:
+    """What each of the files holds in the end, when each save has put its number there."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+
+    from tensor_dedup.patches.deepspeed.engine import StoreEngine
+
+    paths = []
+    for number, (folder, tag) in enumerate(saves):
+        engine = StoreEngine(None, root, "run")
+        engine.create(CheckpointCommitInfo(tag, folder, True))
+        paths.append(f"{root}-{folder}/{tag}/mp_rank_00_model_states.pt")
+        engine.makedirs(os.path.dirname(paths[-1]), exist_ok=True)
+        engine.save({"number": number}, paths[-1])
+        engine.commit(CheckpointCommitInfo(tag, folder, True))
+        engine.cleanup()
+    return [StoreEngine(None, root, "run").load(path)["number"] for path in paths]
+
+
+def test_no_checkpoint_replaces_another(tmp_path: Path) -> None:
+    root = str(tmp_path / "store")
+    tags = ["global_step100", "best", "global_step101", "epoch-100", "v2.100", "best-of-7"]
+    saves = [(folder, tag) for folder in ("one", "two") for tag in tags]
+    assert fresh.call(save_and_load, root, saves) == list(range(12))
+    run = CheckpointStore(root, "run/mp_rank_00_model_states")
+    assert run.steps() == list(range(12))
+
+
+def test_a_file_that_is_saved_again_stands_for_the_later_save(tmp_path: Path) -> None:
+    root = str(tmp_path / "store")
+    saves = [("one", "best"), ("one", "global_step9"), ("one", "best")]
+    assert fresh.call(save_and_load, root, saves) == [2, 1, 2]
+    run = CheckpointStore(root, "run/mp_rank_00_model_states")
+    assert [run.load(step)["number"] for step in run.steps()] == [0, 1, 2]
