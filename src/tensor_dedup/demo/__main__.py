@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -117,9 +118,19 @@ def _busy() -> bool:
     return os.getloadavg()[0] > len(os.sched_getaffinity(0)) / 2
 
 
+class _Said(Progress):
+    """A bar; where nobody watches, a line for each thing that is begun."""
+
+    def update(self, task_id: TaskID, *args: Any, **kwargs: Any) -> None:
+        super().update(task_id, *args, **kwargs)
+        what = kwargs.get("description")
+        if what is not None and not self.console.is_terminal:
+            self.console.print(f"demo: {what}", highlight=False)
+
+
 @contextmanager
 def _bar(console: Console) -> Iterator[Progress]:
-    bar = Progress(
+    bar = _Said(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
