@@ -164,7 +164,9 @@ class Gpu:
                 return 0
             with self.entered():
                 self._mark()
-                self._marked = [each for each in self._marked if not self._buried(each, wait)]
+                for event, graves in list(self._marked):
+                    if self._passed(event, wait):
+                        self._bury(event, graves)
             return self.waiting
 
     def _mark(self) -> None:
@@ -179,18 +181,29 @@ class Gpu:
             self.aside.extend(graves)
             raise
 
-    def _buried(self, marked: tuple[int, list[_Grave]], wait: bool) -> bool:
-        event, graves = marked
+    def _passed(self, event: int, wait: bool) -> bool:
         if wait:
             self.driver.wait(event)
-        elif not self.driver.done(event):
-            return False
-        for grave in graves:
-            try:
-                grave.opener.close(grave.address, grave.extents)
-            except BackendError as error:
-                # Its memory stays in use, so its lease is kept, too.
-                self.stuck.append(grave)
-                _log.warning("%d bytes stay mapped: %s", total(grave.extents), error)
-        self.driver.forget(event)
-        return True
+            return True
+        return self.driver.done(event)
+
+    def _bury(self, event: int, graves: list[_Grave]) -> None:
+        # Each is struck off before it is touched: whatever fails, none is ever unmapped twice,
+        # because its addresses may be another mapping's by then.
+        while graves:
+            self._unmap(graves.pop())
+        self._marked.remove((event, graves))
+        try:
+            self.driver.forget(event)
+        except BackendError as error:
+            _log.warning("an event is lost: %s", error)
+
+    def _unmap(self, grave: _Grave) -> None:
+        try:
+            grave.opener.close(grave.address, grave.extents)
+        except BaseException as error:
+            # Its memory stays in use, so its lease is kept, too.
+            self.stuck.append(grave)
+            if not isinstance(error, BackendError):
+                raise
+            _log.warning("%d bytes stay mapped: %s", total(grave.extents), error)
