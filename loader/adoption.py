@@ -18,12 +18,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from tensor_dedup.digest import digest, submit
-from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.digest import submit
 from tensor_dedup.loader import families
 from tensor_dedup.loader.aliases import Formers
 from tensor_dedup.loader.assembly import SHARED_STORAGE
-from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
+from tensor_dedup.loader.comparing import COLLISION, raise_audit, require_as_hashed, same_bytes
 from tensor_dedup.loader.copies import Copies, Share, came_up
 from tensor_dedup.loader.guarding import map_shared
 from tensor_dedup.loader.ledger import Ledger
@@ -286,10 +285,12 @@ class Adoption:
         try:
             wanted = [(resident_key(each.data, each.digest), each) for each in firsts]
             made = self._terms.supply.make(
-                [Wanted(f"content:{key}", each.data, each.digest) for key, each in wanted]
+                [Wanted(f"content:{key}", each.data, each.digest) for key, each in wanted],
+                self._check_copied,
             )
             items = [(each.data, each.digest) for each in twins]
             packed = pack(items, as_aligned=True) if items else []
+            self._check_copied(zip((each.data for each in twins), packed, strict=True))
         except SharedMemoryError as error:
             self._reasons.update((id(each.candidate.parameter), str(error)) for each in missing)
             return
@@ -298,25 +299,14 @@ class Adoption:
             made.append((first, first is resident))
         for each, (resident, new) in zip([*firsts, *twins], made, strict=True):
             if new:
-                self._check_copied(each.candidate.place, resident)
                 self._terms.own.add(resident)
                 came_up(resident, each.candidate.name)
             self._take(each.candidate.parameter, resident, each.copy, made=new)
 
-    def _check_copied(self, place: Place | None, resident: Resident) -> None:
-        """A file was hashed, then copied: were the same bytes there both times?
-
-        Its times tell at the end of the load, unless it had changed just before. ChangedFileError.
-        """
-        if place is None or place.file.quiet:
-            return
-        name = resident.key.digest
-        copied = tensor_bytes(resident.map(writable=False))
-        if digest(copied, self._terms.config.hash_algorithm) != name:
-            raise ChangedFileError(
-                f"{place.file.path} changed while it was being loaded; load it again",
-                path=place.file.path,
-            )
+    def _check_copied(self, made: Iterable[tuple[torch.Tensor, Resident]]) -> None:
+        files = self._files
+        assert files is not None  # the candidates were looked for in them
+        require_as_hashed(made, files, self._terms.config.hash_algorithm)
 
     def _take(self, parameter: nn.Parameter, resident: Resident, copy: int, *, made: bool) -> None:
         if not made and not self._equal(resident, parameter):

@@ -1,11 +1,20 @@
 """Comparing a resident with what it stands for, and saying so when they differ."""
 
-from typing import NoReturn
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from tensor_dedup.errors import AuditError
+from tensor_dedup.digest import submit
+from tensor_dedup.errors import AuditError, ChangedFileError
 from tensor_dedup.loader.residents import tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tensor_dedup.loader.placing import Mappings
+    from tensor_dedup.loader.residents import Resident
 
 COLLISION = "another tensor has the same digest"
 
@@ -24,6 +33,24 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.nbytes != b.nbytes:
         return False
     return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
+
+
+def require_as_hashed(
+    made: Iterable[tuple[torch.Tensor, Resident]], files: Mappings, algorithm: str
+) -> None:
+    """Are copies out of mapped files the bytes that were hashed there before? ChangedFileError.
+
+    Anybody may have written to a file in between, and its times need not tell. Asked before
+    anybody else can get the copies.
+    """
+    copied = [(file, each) for tensor, each in made if (file := files.find(tensor)) is not None]
+    views = [tensor_bytes(resident.map(writable=False)) for _, resident in copied]
+    hashes = [submit(view, algorithm) for view in views]
+    for (file, resident), found in zip(copied, hashes, strict=True):
+        if found.result() != resident.key.digest:
+            raise ChangedFileError(
+                f"{file.path} changed while it was being loaded; load it again", path=file.path
+            )
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,15 @@ from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
 
     from tensor_dedup.loader.lender import Lender, Wanted
     from tensor_dedup.types import ResidentKey
+
+    # Raises when a resident is not of the bytes that the tensor had when it was hashed.
+    Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
 
 
 @dataclass(slots=True)
@@ -53,15 +58,22 @@ class Supply:
             self.lender.remember(recipe, first)
         return first
 
-    def make(self, wanted: Sequence[Wanted]) -> list[tuple[Resident, bool]]:
+    def make(
+        self, wanted: Sequence[Wanted], check: Check | None = None
+    ) -> list[tuple[Resident, bool]]:
         """A resident for each, and whether it was made just now, by this call.
 
-        SharedMemoryError when there is no shared memory, here or in the manager.
+        `check` hears of what was made in this process before anybody else can have it; a manager
+        hashes what it gets. What it raises; SharedMemoryError when there is no shared memory, here
+        or in the manager.
         """
         lent = self.lender.put(wanted) if self.lender is not None else [None] * len(wanted)
         rest = [each for each, found in zip(wanted, lent, strict=True) if found is None]
         items = [(each.tensor, each.digest) for each in rest]
-        packed = iter(pack(items, as_aligned=self.as_aligned) if items else ())
+        local = pack(items, as_aligned=self.as_aligned) if items else []
+        if check is not None:
+            check(zip((each.tensor for each in rest), local, strict=True))
+        packed = iter(local)
         made = []
         for each, found in zip(wanted, lent, strict=True):
             resident, new = found or (next(packed), True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import kernel
-from tensor_dedup import TensorDedupConfig, shares_memory
+from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.adoption import Adoption, Terms
 from tensor_dedup.loader.assembly import SHARED_STORAGE
@@ -161,32 +161,38 @@ class Meddling(Supply):
 
     path: Path = Path()
 
-    def make(self, wanted: Sequence[Wanted]) -> list[tuple[Resident, bool]]:
+    def make(self, wanted: Sequence[Wanted], check: Any = None) -> list[tuple[Resident, bool]]:
         with self.path.open("r+b") as file:
             file.write(as_file(2.0))
-        return Supply.make(self, wanted)
+        return Supply.make(self, wanted, check)
 
 
-@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize(
+    ("quiet", "hints", "twins"),
+    [(False, True, False), (True, True, True), (False, False, True), (True, False, False)],
+)
 def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
-    tmp_path: Path, quiet: bool
+    tmp_path: Path, quiet: bool, hints: bool, twins: bool
 ) -> None:
+    """Whether its times tell or not, and whether its path leads to it or not."""
     path = tmp_path / "weights"
     path.write_bytes(as_file(1.0))
     if quiet:
         time.sleep(2.1)
     model = mapped(path)
+    if twins:
+        model.register_parameter("twin", mapped(path).weight)
     origins = Origins("blake3", trust=True)
-    terms = Terms(TensorDedupConfig(), Meddling(as_aligned=True, path=path), origins)
-
-    def load() -> None:
-        Adoption(model, terms).settle()
-        origins.finish()
-
+    supply = Meddling(as_aligned=True, path=path)
+    terms = Terms(TensorDedupConfig(), supply, origins if hints else None)
     with pytest.raises(ChangedFileError, match="changed while it was being loaded"):
-        load()
+        Adoption(model, terms).settle()
     origins.close()
     assert not any(str(path) in each for each in kernel.descriptors())
+    other = model_of(weight=torch.ones(COUNT))
+    shared(other)
+    assert (other.weight == 1).all()
+    assert verify().ok
 
 
 def test_a_range_that_was_written_in_memory_is_not_the_files(tmp_path: Path) -> None:
