@@ -1,7 +1,8 @@
 """Saving in the background: the thread that trains is stopped while a step is pinned down, if then.
 
     save_async     waits for its turn, takes the model apart, copies what is small or could change
-                   unnoticed, begins with the rest; waits for that too, unless an optimizer is hooked
+                   unnoticed, begins with the rest; waits for that too, unless an optimizer is
+                   hooked
     before_update  waits until all is pinned down that is not yet
     a thread       pins what is left, hashes, encodes, writes and commits; it ends with its save
 

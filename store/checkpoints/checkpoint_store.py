@@ -18,6 +18,7 @@ from tensor_dedup.store.checkpoints.errors import (
 from tensor_dedup.store.checkpoints.loading import load_values
 from tensor_dedup.store.checkpoints.naming import check_run, step_name
 from tensor_dedup.store.checkpoints.notes import Notes, checked
+from tensor_dedup.store.checkpoints.order import Steps
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
     describe_all,
@@ -96,6 +97,7 @@ class CheckpointStore:
         self._adapter = adapter
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._config, self._weights = self._small(config), weights
+        self._steps = Steps(self.store.objects, self.run_id)
         self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
         self._saves = Saves(
             self.commit,
@@ -246,9 +248,9 @@ class CheckpointStore:
         return adapter.reconstruct(values, original)
 
     def steps(self) -> list[int]:
-        """The steps that are there, in order. Each is complete."""
+        """The steps that are there, in order. Each is complete; what was imported is none."""
         with self.store.locked():
-            return step_numbers(self.store.objects, self.run_id)
+            return list(self._steps.saved())
 
     def latest(self) -> int | None:
         """The greatest step; None: nothing was saved yet."""
@@ -329,7 +331,7 @@ class CheckpointStore:
         if not self._retention.any:
             return []
         if self._retention.best is None:
-            metrics: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
+            metrics: dict[int, dict[str, float]] = dict.fromkeys(self.steps(), {})
         else:
             metrics = self.metrics()
         return self._retention.dropped(metrics, self.pinned(), saved)

@@ -97,7 +97,7 @@ class Difference:
 
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
-    """The steps of a run, in order; none when there is no such run."""
+    """The numbers of what is called as the steps of a run are, in order; imports with them."""
     found = (parse(name) for name in objects.names())
     return sorted(each.step for each in found if each and each.run == run and not each.pin)
 
@@ -172,7 +172,7 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
 
 def latest_digests(objects: Objects, run: str) -> dict[str, bytes]:
     """The digests of a run's latest step by the tensors' names; none of what cannot be read."""
-    for step in step_numbers(objects, run)[-1:]:
+    for step in reversed(step_numbers(objects, run)):
         with suppress(StoreError):
             pieces = tensors_of(objects, manifest_of(objects, run, step)[1], {})
             return {piece.name: piece.digest for piece in pieces if piece.name is not None}
