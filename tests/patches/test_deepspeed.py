@@ -85,7 +85,7 @@ def save_and_load(root: str, saves: list[tuple[str, str]]) -> list[int]:
         engine = StoreEngine(None, root, "run")
         engine.create(CheckpointCommitInfo(tag, folder, True))
         paths.append(f"{root}-{folder}/{tag}/mp_rank_00_model_states.pt")
-        engine.makedirs(os.path.dirname(paths[-1]), exist_ok=True)
+        engine.makedirs(Path(paths[-1]).parent, exist_ok=True)
         engine.save({"number": number}, paths[-1])
         engine.commit(CheckpointCommitInfo(tag, folder, True))
         engine.cleanup()
