@@ -3,8 +3,10 @@
 It allocates, hands handles out, frees, and ends when the manager has hung up.
 """
 
+import errno
 import importlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -88,7 +90,8 @@ class Helper:
                 start_new_session=True,  # a Ctrl-C is the manager's, which then ends it
             )
         weakref.finalize(self, _end, self._socket, self._process).atexit = True
-        self._socket.settimeout(_PATIENCE_S)
+        # Not a timeout: with one, a send waits for room even where it is told not to.
+        self._socket.setblocking(False)
         first = self._hear()
         if not isinstance(first, Ready):
             raise _gone("it did not say which GPU it has")
@@ -103,9 +106,10 @@ class Helper:
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
         """Memory: its number here, and the handle that others open it by."""
         with self._lock:
-            self._send_what_waits()
             try:
-                self._socket.send(msgspec.msgpack.encode(Allocate(nbytes)))
+                while not self._send_what_waits():  # first: the memory may be needed
+                    self._wait(select.POLLOUT)
+                self._send(Allocate(nbytes))
             except OSError as error:
                 raise _gone(str(error.strerror)) from error
             answer = self._hear()
@@ -115,6 +119,7 @@ class Helper:
 
     def _hear(self) -> _Answer:
         try:
+            self._wait(select.POLLIN)
             data = self._socket.recv(_MAX_MESSAGE)
             answer = _answers.decode(data)
         except (OSError, msgspec.MsgspecError) as error:
@@ -123,21 +128,42 @@ class Helper:
             raise (NoMemoryError if answer.full else DeviceError)(answer.text)
         return answer
 
+    def _wait(self, event: int) -> None:
+        poller = select.poll()
+        poller.register(self._socket, event)
+        if not poller.poll(_PATIENCE_S * 1000):
+            raise TimeoutError(errno.ETIMEDOUT, f"it is silent for {_PATIENCE_S:.0f} s")
+
+    def _send(self, order: Allocate) -> None:
+        while True:
+            try:
+                self._socket.send(msgspec.msgpack.encode(order))
+            except BlockingIOError:  # frees of other threads have taken the room
+                self._wait(select.POLLOUT)
+            else:
+                return
+
     def free(self, number: int) -> None:
         """Free an allocation, now or with the next one. For finalizers: it is never an error."""
         self._unsent.append(number)
-        self._send_what_waits()
+        with suppress(OSError):
+            self._send_what_waits()
 
-    def _send_what_waits(self) -> None:
-        with suppress(OSError, IndexError):
-            while True:
+    def _send_what_waits(self) -> bool:
+        """Send the frees for which there is room; are those all? OSError: none of them is lost."""
+        while self._unsent:
+            try:
                 number = self._unsent.popleft()
-                try:
-                    order = msgspec.msgpack.encode(Free(number))
-                    self._socket.send(order, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    self._unsent.append(number)
-                    return
+            except IndexError:  # another thread has just taken it
+                return True
+            try:
+                self._socket.send(msgspec.msgpack.encode(Free(number)))
+            except BaseException as error:
+                self._unsent.appendleft(number)
+                if isinstance(error, BlockingIOError):
+                    return False
+                raise
+        return True
 
 
 def _gone(why: str) -> DeviceError:

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,36 @@ def test_a_helper_that_dies_is_an_error_and_not_a_hang() -> None:
     os.kill(backend._helper.pid, signal.SIGKILL)
     with pytest.raises(DeviceError, match="helper"):
         backend.reserve(2 * MIB)
+
+
+def test_a_helper_that_is_slow_is_not_waited_for_and_no_free_is_lost() -> None:
+    made = Helper("0", FAKE)
+    files = Path(f"/proc/{made.pid}/fd")
+    numbers = [made.allocate(2 * MIB)[0]]
+    begun = len(list(files.iterdir()))
+    numbers += [made.allocate(2 * MIB)[0] for _ in range(31)]
+    made._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few words
+    os.kill(made.pid, signal.SIGSTOP)
+    try:
+        for number in numbers:
+            made.free(number)
+        assert made._unsent, "the socket takes all of it: a test of nothing"
+    finally:
+        os.kill(made.pid, signal.SIGCONT)
+    made.allocate(2 * MIB)  # after all of them: orders are done in order
+    assert not made._unsent
+    assert len(list(files.iterdir())) == begun
+
+
+def test_frees_that_the_helper_does_not_hear_are_kept_and_no_error() -> None:
+    made = Helper("0", FAKE)
+    number, _ = made.allocate(2 * MIB)
+    os.kill(made.pid, signal.SIGKILL)
+    made._process.wait()
+    made.free(number)
+    assert list(made._unsent) == [number]
+    with pytest.raises(DeviceError, match="helper"):
+        made.allocate(2 * MIB)
 
 
 def test_what_the_helper_cannot_do_it_says() -> None:
