@@ -1,6 +1,7 @@
 """Puts together what nested.py took apart, into an object that is there or into new ones."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tensor_dedup.store.checkpoints.adapters import arrays, nodes, plain
@@ -11,6 +12,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     located,
     providers,
 )
+from tensor_dedup.store.checkpoints.adapters.originals import Originals
 from tensor_dedup.store.checkpoints.state import (
     Piece,
     dtype_names,
@@ -36,7 +38,8 @@ def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any
     Where `original` has something at the same place, that is filled and stays: modules, optimizers
     and whatever else has a provider, dicts, lists, tensors and arrays of equal shape and dtype.
     Without, modules and optimizers come back as their state dicts. Values become the result's own.
-    StateError; then some of `original` may have been filled.
+    Parts of `original` that share memory, or are one object, are refused when what was saved there
+    differs (MismatchedOriginalError). StateError; then some of `original` may have been filled.
     """
     rebuild = _Rebuild(tensors)
     root = nodes.decode_structure(raw(rebuild.piece(nodes.STRUCTURE)))
@@ -55,6 +58,7 @@ class _Rebuild:
         self._leaves: dict[str, Any] = {}
         # Of one memory there may be a parameter and a tensor beside it: each stays one object.
         self._faces: dict[tuple[str, bool, bool], Any] = {}
+        self._originals = Originals()
 
     def piece(self, name: str) -> "Value":
         """The value of this name."""
@@ -64,9 +68,10 @@ class _Rebuild:
             raise DamagedStateError.at(name, "the piece is not there") from error
 
     def finish(self) -> None:
-        """DamagedStateError when plain values are left over."""
+        """DamagedStateError when plain values are left over; MismatchedOriginalError."""
         if next(self._wires, None) is not None:
             raise DamagedStateError.at(nodes.VALUES, f"more values than places, {self._count}")
+        self._originals.check()
 
     def node(self, node: nodes.Node, place: Place, original: object) -> Any:
         """What stands at one place."""
@@ -74,9 +79,9 @@ class _Rebuild:
             case None:
                 return plain.decode(self._wire())
             case nodes.TensorLeaf():
-                return self._tensor(node, original)
+                return self._tensor(node, place, original)
             case nodes.ArrayLeaf():
-                return self._array(node, original)
+                return self._array(node, place, original)
             case nodes.Container():
                 return self._container(node, place, original)
             case nodes.ObjectNode():
@@ -111,12 +116,16 @@ class _Rebuild:
         keys = [plain.decode(key) for key in node.keys]
         if len(keys) != (len(node.items) if node.kind in plain.MAPPINGS else 0):
             raise DamagedStateError.at(str(place), "keys and items differ in number")
+        original = self._originals.unused(original)
         items = []
         for number, item in enumerate(node.items):
             key = keys[number] if keys else number
             at = place.key(key) if keys else place.item(number)
             items.append(self.node(item, at, _at(original, key)))
-        return _filled(_built(node, keys, items), original)
+        filled = _filled(_built(node, keys, items), original)
+        if filled is original and hasattr(original, "load_state_dict"):
+            self._originals.restored(original, place)
+        return filled
 
     def _object(self, node: nodes.ObjectNode, place: Place, original: Any) -> Any:
         provider = providers.named(node.provider)
@@ -131,6 +140,8 @@ class _Rebuild:
         if node.number in self._objects:
             raise DamagedStateError.at(str(place), "two objects of one number")
         self._objects[node.number] = restored = _restore(provider, state, original, place)
+        if original is not None and restored is original:
+            self._originals.restored(original, place)
         return restored
 
     def _known(self, node: nodes.RefNode) -> Any:
@@ -139,24 +150,34 @@ class _Rebuild:
         except KeyError as error:
             raise DamagedStateError.at(nodes.STRUCTURE, "a reference to nothing") from error
 
-    def _tensor(self, node: nodes.TensorLeaf, original: Any) -> Any:
-        if node.same is not None:
-            return self._face(node, node.same)
-        made = _parameter(node, _ordered_tensor(as_tensor(self.piece(node.name)), node.order))
-        self._leaves[node.name] = kept = _kept_tensor(made, original)
-        self._faces[node.name, node.parameter, node.grad] = kept
+    def _tensor(self, node: nodes.TensorLeaf, place: Place, original: Any) -> Any:
+        make = partial(self._made_tensor, node)
+        if is_tensor(original) and self._originals.fill(original, place, make):
+            kept = original
+        else:
+            kept = make() if node.same is None else self._face(node, node.same)
+        if node.same is None:
+            self._leaves[node.name] = self._faces[node.name, node.parameter, node.grad] = kept
         return kept
 
-    def _array(self, node: nodes.ArrayLeaf, original: Any) -> Any:
-        if node.same is not None:
-            return self._leaf(node.same)
+    def _made_tensor(self, node: nodes.TensorLeaf) -> Any:
+        return _parameter(node, _ordered_tensor(as_tensor(self.piece(node.name)), node.order))
+
+    def _array(self, node: nodes.ArrayLeaf, place: Place, original: Any) -> Any:
+        make = partial(self._made_array, node)
+        if is_array(original) and self._originals.fill(original, place, make):
+            kept = original
+        else:
+            kept = make() if node.same is None else self._leaf(node.same)
+        if node.same is None:
+            self._leaves[node.name] = kept
+        return kept
+
+    def _made_array(self, node: nodes.ArrayLeaf) -> Any:
         made = as_array(node.name, self.piece(node.name))
         if node.dtype is not None:
             made = arrays.restored(made, node.dtype)
-        if node.order is not None:
-            made = arrays.ordered(made, node.order)
-        self._leaves[node.name] = kept = _kept_array(made, original)
-        return kept
+        return made if node.order is None else arrays.ordered(made, node.order)
 
     def _face(self, node: nodes.TensorLeaf, name: str) -> Any:
         """The memory of a piece before it, as what stood at this place."""
@@ -311,31 +332,6 @@ def _parameter(node: nodes.TensorLeaf, tensor: Any) -> Any:
     if node.parameter:
         return torch.nn.Parameter(tensor, requires_grad=node.grad)
     return tensor.requires_grad_() if node.grad else tensor
-
-
-def _kept_tensor(made: Any, original: Any) -> Any:
-    import torch
-
-    if not is_tensor(original) or original is made:
-        return made
-    if (original.shape, original.dtype) != (made.shape, made.dtype) or original.is_meta:
-        return made
-    if any(
-        size > 1 and not step for size, step in zip(original.shape, original.stride(), strict=True)
-    ):
-        return made  # expanded: several elements are one place in memory
-    with torch.no_grad():
-        original.copy_(made)
-    return original
-
-
-def _kept_array(made: Any, original: Any) -> Any:
-    if not is_array(original) or not original.flags.writeable:
-        return made
-    if (original.shape, original.dtype) != (made.shape, made.dtype):
-        return made
-    original[...] = made
-    return original
 
 
 def mismatched(original: object, kind: str) -> MismatchedOriginalError:
