@@ -155,7 +155,7 @@ def test_a_hub_cache_is_indexed_in_place(shell: Shell, monkeypatch: pytest.Monke
     (bad / "model.safetensors").unlink()
     again = shell.document("import", "--hub-cache")
     assert again["imported"] == []
-    assert "is there already" in again["left_out"]["org/name@abc"]
+    assert "it is in the store already" in again["left_out"]["org/name@abc"]
     shell.run("export", "org/name@def", shell.root / "out")
     assert content(shell.root / "out")["config.json"] == b"def"
     assert content(shell.root / "out")["model.safetensors"] == (blob / "f00").read_bytes()

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -131,7 +131,13 @@ def test_a_reply_that_nobody_waited_for_answers_nothing_else(
         os.kill(manager.pid, signal.SIGCONT)
     with pytest.raises(ManagerGoneError):
         mine.client.lease([ones.digest])
-    mine.client.reconnect()
+
+    def back() -> bool:
+        with suppress(ManagerGoneError):  # it was stopped, and may take its time
+            mine.client.reconnect()
+        return mine.client.connected
+
+    managers.until(back)
     found = mine.by_content(resident_key(ones.tensor, ones.digest))
     assert found is not None
     assert torch.equal(found.map(), ones.tensor)
