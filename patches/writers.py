@@ -109,9 +109,13 @@ def _copied_into(
     return () if assign else module.parameters()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    groups = (group["params"] for group in optimizer.param_groups)
-    make_private(each for each in chain.from_iterable(groups) if each.grad is not None)
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    # `args` begins with the optimizer. A closure computes the gradients within the step.
+    if any(each is not None for each in (*args[1:], *kwargs.values())):
+        make_private(each for each in every if each.requires_grad)
+    else:
+        make_private(each for each in every if each.grad is not None)
 
 
 def _tables(

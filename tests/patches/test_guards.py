@@ -68,6 +68,19 @@ def step(pipeline: Any) -> None:
     optimizer.step()
 
 
+def step_with_closure(pipeline: Any) -> None:
+    """The gradients come within the step."""
+    decoder = pipeline.vae.decoder.conv_out
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=0.1)
+
+    def closure() -> float:
+        loss = decoder(torch.ones(1, 32, 8, 8)).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)
+
+
 def average(pipeline: Any) -> None:
     from diffusers.training_utils import EMAModel
 
@@ -89,6 +102,7 @@ WRITERS: dict[str, Callable[[Any], None]] = {
         begin_with_olora,
         load_state_dict,
         step,
+        step_with_closure,
         average,
         invert,
     )
@@ -150,6 +164,7 @@ def test_every_writer_is_given_memory_of_its_own(folder: Path) -> None:
     assert set(found["fuse_and_unfuse"]["private"]) == attention
     assert set(found["begin_with_olora"]["private"]) == attention
     assert found["step"]["private"] == ["vae.decoder.conv_out.bias", "vae.decoder.conv_out.weight"]
+    assert found["step_with_closure"]["private"] == found["step"]["private"]
     assert {n.partition(".")[0] for n in found["load_state_dict"]["private"]} == {"unet"}
     assert {n.partition(".")[0] for n in found["average"]["private"]} == {"vae"}
     [table] = found["invert"]["private"]
