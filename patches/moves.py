@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final
@@ -59,6 +59,7 @@ _CONVERSIONS: Final = frozenset(
 _TRIED: Final = 16
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+_Form = tuple[torch.device, torch.dtype]
 Guard = Callable[[], AbstractContextManager[bool]]
 
 
@@ -151,15 +152,16 @@ class Move:
     already; the others go through the function.
     """
 
-    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], fn: Function) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], fn: Function) -> None:
         self._model = model
         self._fn = fn
         # Forgotten when it is not offloaded any more.
         before = _kept.pop(model, set())
         self._comes_back = before if hasattr(model, "_hf_hook") else None
         self._known = known_of(each for each in parameters if type(each) is nn.Parameter)
-        self._targets: dict[torch.dtype, tuple[torch.device, torch.dtype]] = {}
-        self._made: set[torch.device] = set()
+        self._targets: dict[_Form, _Form] = {}
+        # Whose queues what is made here may still be in.
+        self._busy = {each.device for each in parameters}
         # Twins of one model stay apart, wherever they are.
         whole = list(families.whole_of(model).parameters())
         self._in_use = {_storage(each) for each in whole if COPIES.holds(data_of(each))}
@@ -188,12 +190,13 @@ class Move:
             self._comes_back.update(() if resident is None else (resident,))
         return self._there(tensor, wanted, device)
 
-    def _target(self, tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    def _target(self, tensor: torch.Tensor) -> _Form:
         """Where the function puts such a tensor, asked with one that has no elements."""
-        found = self._targets.get(tensor.dtype)
+        form = tensor.device, tensor.dtype  # a model may be on several devices
+        found = self._targets.get(form)
         if found is None:
             probe = self._fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            found = self._targets[tensor.dtype] = probe.device, probe.dtype
+            found = self._targets[form] = probe.device, probe.dtype
         return found
 
     def _here(self, tensor: torch.Tensor, known: Known) -> torch.Tensor:
@@ -220,17 +223,17 @@ class Move:
         made = self._fn(tensor)
         if COPIES.publish(known, made.detach()):
             self._in_use.add(_storage(made))
-            self._made.add(made.device)
+            self._busy.add(made.device)
             writers.install()
         return made
 
     def finish(self) -> None:
         """Wait until what was copied is there: the next model may use it on another stream.
 
-        And note what an offloaded model comes back to.
+        What came to host memory is hashed next. And note what an offloaded model comes back to.
         """
-        for device in self._made:
-            if device.type != "meta":
+        for device in self._busy:
+            if device.type not in ("cpu", "meta"):
                 torch.accelerator.synchronize(device)
         if self._comes_back:
             _kept[self._model] = self._comes_back

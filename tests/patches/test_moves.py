@@ -228,6 +228,22 @@ def test_a_cast_on_another_device_is_followed_and_so_is_the_way_back() -> None:
     assert storages(second) == storages(kept)
 
 
+@pytest.mark.parametrize("cast_first", [False, True])
+def test_a_model_on_two_devices_stays_there_when_it_is_cast(cast_first: bool) -> None:
+    """Another model has been cast, and is on one of the devices as a whole."""
+    first, second = pair()
+    if cast_first:
+        second.float()
+    second.to("meta")
+    second.float()
+    first[0].to("meta")
+    before = [each.device.type for each in first.parameters()]
+    assert set(before) == {"meta", "cpu"}
+    first.float()
+    assert [each.device.type for each in first.parameters()] == before
+    assert {each.dtype for each in first.parameters()} == {torch.float32}
+
+
 def test_memory_of_another_device_can_be_made_private() -> None:
     first, second = pair()
     for model in (first, second):
@@ -269,6 +285,18 @@ def test_a_module_that_was_never_shared_is_when_it_moves() -> None:
     move(first, "meta")
     move(second, "meta")
     assert storages(first) == storages(second)
+
+
+@pytest.mark.gpu
+def test_what_comes_from_a_gpu_is_there_before_it_is_hashed() -> None:
+    first, second = pair()
+    first.to("cuda")
+    sleep: Any = torch.cuda._sleep
+    sleep(1 << 30)
+    first.to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+    assert shared(first, second) == equal(first, second) == parameters(first).keys()
+    assert verify().ok
 
 
 @pytest.mark.gpu
