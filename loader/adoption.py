@@ -146,6 +146,8 @@ class Adoption:
         """Share what is left, order the copies, and do the accounts. The model is complete."""
         self._waiting.clear()
         self._forget_replaced()
+        for buffer in self.model.buffers():
+            self._part_again(buffer)
         for batch in _batches(self._left()):
             self._adopt(batch)
         self._copies.order(self.model.named_parameters(), self._shares)
@@ -220,13 +222,18 @@ class Adoption:
     def _candidates(self, items: Sequence[Named]) -> list[_Candidate]:
         """Those to share. Of the others the reasons are kept, or the residents that they are."""
         together = overlapping(chain(self.model.parameters(), self.model.buffers()))
+        for number in together & self._shares.keys():
+            self._set_apart(number)
         files, common = files_and_common()
         self._files = files
         resident = residents_behind([parameter for _, parameter in items])
         chosen = []
         for name, parameter in items:
             found = resident.get(id(parameter))
-            reason = self._reason(parameter, together) if found is None else None
+            tied = id(parameter) in together
+            if found is not None and tied:  # nobody else here gets what it is
+                self._copies.claim(*found[0])
+            reason = self._reason(parameter, together) if found is None or tied else None
             if reason is None and found is None and common.hold(parameter):
                 reason = "other processes can write to its memory"
             if reason is not None:
@@ -258,16 +265,22 @@ class Adoption:
             return "it is below min_tensor_bytes"
         return None
 
-    def _part_again(self, parameter: nn.Parameter) -> bool:
+    def _part_again(self, tensor: torch.Tensor) -> bool:
         """Had one that is shared the memory that this one has? Then neither is shared."""
-        formers = self._formers.overlapping(parameter)
+        formers = self._formers.overlapping(tensor)
         for former in formers:
-            share = self._shares.pop(id(former.parameter), None)
+            share = self._set_apart(id(former.parameter))
             if share is not None:
                 self._copies.release(share.resident.key, share.copy)
-                former.restore(data_of(parameter).untyped_storage())
-                self._reasons[id(former.parameter)] = SHARED_STORAGE
+                former.restore(data_of(tensor).untyped_storage())
         return bool(formers)
+
+    def _set_apart(self, number: int) -> Share | None:
+        """Leave one that was shared as it is now: another one of the model has its memory."""
+        share = self._shares.pop(number, None)
+        if share is not None:
+            self._reasons[number] = SHARED_STORAGE
+        return share
 
     def _digests(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         began = time.perf_counter()

@@ -16,6 +16,7 @@ import torch
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.placing import data_of, replace
+from tensor_dedup.loader.weak_storage import WeakStorage, number_of
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.residents import Resident
@@ -46,11 +47,36 @@ def is_guarded(tensor: torch.Tensor) -> bool:
 def make_private(tensors: Iterable[torch.Tensor]) -> int:
     """Give each of them that is guarded memory of its own, in place; bytes copied.
 
-    Objects, values and geometry stay. Nobody may use them meanwhile in another thread.
+    Objects, values and geometry stay, and so does what several of them have in common. Nobody may
+    use them meanwhile in another thread.
     """
-    copied = 0
+    own = Own()
     for tensor in tensors:
         if is_guarded(tensor):
-            replace(tensor, data_of(tensor).clone(memory_format=torch.preserve_format))
-            copied += tensor.nbytes
-    return copied
+            own.give(tensor)
+    return own.nbytes
+
+
+class Own:
+    """Copies of the storages that some tensors are in, one of each. One thread."""
+
+    def __init__(self) -> None:
+        # The first keeps its number from being given to another storage, and no memory.
+        self._copies: dict[int, tuple[WeakStorage, torch.UntypedStorage]] = {}
+        self.nbytes = 0
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Make it the same part of the copy of its storage; its object stays."""
+        data = data_of(tensor)
+        empty = torch.empty(0, dtype=data.dtype, device=data.device)
+        storage = self._copy(data.untyped_storage())
+        replace(tensor, empty.set_(storage, data.storage_offset(), data.shape, data.stride()))
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        found = self._copies.get(number_of(storage))
+        if found is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            found = WeakStorage(storage), whole.clone().untyped_storage()
+            self._copies[number_of(storage)] = found
+            self.nbytes += storage.nbytes()
+        return found[1]

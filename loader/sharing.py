@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.device_copies import COPIES, is_of_bytes
-from tensor_dedup.loader.placing import data_of, replace
+from tensor_dedup.loader.guarding import Own
+from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.records import LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import tensor_bytes
@@ -82,24 +84,18 @@ def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
 
 
 def unshare(target: object) -> int:
-    """Give a model memory of its own for every parameter that others may share; bytes copied.
+    """Give a model memory of its own for all of its that others may share; bytes copied.
 
     `target`: an engine that runs in this process (`LLM`), a module, or an object with a `modules()`
     or `components` of modules. Addresses change, so not under captured graphs. A packed copy is
     never written by anybody and stays shared. Raises UnsupportedError for anything else.
     """
-    copied = 0
-    seen: set[int] = set()
+    own = Own()
     for module in _modules(target):
-        for parameter in module.parameters():
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if is_mapped(parameter) or COPIES.holds(data_of(parameter)):
-                own = data_of(parameter).clone(memory_format=torch.preserve_format)
-                replace(parameter, own)
-                copied += parameter.nbytes
-    return copied
+        for tensor in chain(module.parameters(), module.buffers()):
+            if is_mapped(tensor) or COPIES.holds(data_of(tensor)):
+                own.give(tensor)
+    return own.nbytes
 
 
 def _modules(target: object) -> Iterator[nn.Module]:

@@ -106,7 +106,7 @@ def _guarded_average(original: Method) -> Method:
 def _copied_into(
     module: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
 ) -> Iterable[torch.Tensor]:
-    return () if assign else module.parameters()
+    return () if assign else chain(module.parameters(), module.buffers())
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import kernel
-from tensor_dedup import TensorDedupConfig, shares_memory, verify
+from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.adoption import Adoption, Terms
 from tensor_dedup.loader.assembly import SHARED_STORAGE
@@ -94,6 +94,61 @@ def test_a_buffer_that_is_a_view_of_a_parameter_stays_one() -> None:
     with torch.no_grad():
         model.weight[0] = 7.0
     assert (model.view[0] == 7.0).all()
+
+
+def test_a_buffer_that_is_a_view_of_what_was_shared_before_becomes_one_again() -> None:
+    storage = torch.arange(LARGE, dtype=torch.float32)
+    model = model_of(weight=storage)
+    found = adoption(model)
+    found.note("weight")
+    model.register_buffer("view", storage[:8])
+    found.note("view")
+    found.settle()
+    assert found.ledger.skipped == {"weight": SHARED_STORAGE}
+    with torch.no_grad():
+        model.weight[0] = 7.0
+    assert model.view[0] == 7.0
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("loading", [False, True])
+def test_names_that_are_tied_after_one_was_shared_stay_tied(loading: bool, written: bool) -> None:
+    model = model_of(first=torch.zeros(LARGE), second=torch.ones(64))
+    found = adoption(model)
+    found.note("first")
+    if not loading:
+        found.settle()
+        found = adoption(model)
+    model.second = nn.Parameter(model.first.detach())
+    if written:
+        with torch.no_grad():
+            model.first[1] = 5.0
+    found.note("second")
+    found.settle()
+    assert found.ledger.skipped == dict.fromkeys(("first", "second"), SHARED_STORAGE)
+    with torch.no_grad():
+        model.first[0] = 7.0
+    assert model.second[0] == 7.0
+    other = model_of(first=torch.zeros(LARGE))
+    shared(other)
+    assert (other.first == 0).all()
+
+
+def test_names_and_views_in_one_memory_are_in_one_after_they_are_unshared() -> None:
+    model = model_of(first=torch.arange(4096.0).view(64, 64))
+    other = model_of(first=torch.arange(4096.0).view(64, 64))
+    shared(model)
+    shared(other)
+    model.second = nn.Parameter(model.first.detach())
+    model.register_buffer("view", model.first.detach()[:, ::2])
+    objects = [id(each) for each in (model.first, model.second, model.view)]
+    assert unshare(model) == model.first.nbytes
+    assert [id(each) for each in (model.first, model.second, model.view)] == objects
+    assert torch.equal(model.view, other.first[:, ::2])
+    with torch.no_grad():
+        model.first[0, 0] = 7.0
+    assert model.second[0, 0] == model.view[0, 0] == 7.0
+    assert other.first[0, 0] == 0.0
 
 
 def test_a_parameter_that_a_loader_sets_twice_is_what_it_was_set_to_last() -> None:

@@ -254,6 +254,20 @@ def test_memory_of_another_device_can_be_made_private() -> None:
     assert make_private(first.parameters()) == 0
 
 
+def test_what_is_one_memory_on_another_device_is_one_after_it_is_made_private() -> None:
+    first, second = pair()
+    for model in (first, second):
+        model.to("meta")
+    second.append(nn.Linear(64, 64, bias=False))
+    second[4].weight = nn.Parameter(second[0].weight.detach())
+    second.register_buffer("view", second[0].weight.detach()[:8])
+    size = second[0].weight.nbytes
+    tied = second[0].weight, second[4].weight, second.view
+    assert make_private(tied) == size
+    assert len({each.untyped_storage()._cdata for each in tied}) == 1
+    assert first[0].weight.untyped_storage()._cdata != tied[0].untyped_storage()._cdata
+
+
 def test_what_is_offloaded_after_each_use_keeps_its_place_in_host_memory() -> None:
     first, second = pair()
     first._hf_hook = object()  # as accelerate marks it
