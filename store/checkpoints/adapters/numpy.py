@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
 
 _BIT_GENERATORS: Final = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
+# Where they stand in numbers they have made: numpy reads there without looking.
+_LARGEST_POSITION: Final = {"MT19937": 624, "Philox": 4}
 
 
 class NumpyAdapter:
@@ -57,7 +59,20 @@ def _load_bits(state: Any, original: Any) -> Any:
     return _with_state(bits, state["state"])
 
 
+def _check_position(state: Any) -> None:
+    """DamagedStateError for a state that reads beside the numbers it has."""
+    if not isinstance(state, dict):
+        raise DamagedStateError.at("", "no state of a generator")
+    kind = state["bit_generator"]
+    if (largest := _LARGEST_POSITION.get(kind)) is None:
+        return
+    position = state["state"]["pos"] if kind == "MT19937" else state["buffer_pos"]
+    if type(position) is not int or not 0 <= position <= largest:
+        raise DamagedStateError.at("", f"a {kind} at position {position!r} of {largest}")
+
+
 def _with_state(bits: Any, state: Any) -> Any:
+    _check_position(state)
     try:
         bits.state = state
     except (TypeError, ValueError, KeyError) as error:
@@ -89,6 +104,7 @@ def _load_random_state(state: Any, original: Any) -> Any:
         raise mismatched(original, "a numpy.random.RandomState")
     if state["bit_generator"] not in _BIT_GENERATORS:
         raise DamagedStateError.at("", f"a bit generator {state['bit_generator']!r}")
+    _check_position(state)
     source = original
     if source is None:
         source = generators.RandomState(getattr(generators, state["bit_generator"])())

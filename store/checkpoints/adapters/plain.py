@@ -199,7 +199,7 @@ def _of_numpy(numpy: Any, value: object) -> Wire | None:
         return None if value.hasobject else [_DTYPE, dtype_wire(value)]
     if isinstance(value, numpy.ufunc):
         name = str(value.__name__)
-        return [_UFUNC, name] if getattr(numpy, name, None) is value else None
+        return [_UFUNC, name] if vars(numpy).get(name) is value else None
     if isinstance(value, type) and issubclass(value, numpy.generic):
         return [_SCALAR_TYPE, value.__name__] if _type_of(value.__name__) is value else None
     return None
@@ -217,7 +217,7 @@ def _of_numpy_scalar(numpy: Any, value: Any) -> Wire | None:
 def _type_of(name: str) -> Any:
     import numpy as np
 
-    found = getattr(np, name, None)
+    found = vars(np).get(name)  # getattr would import packages of this name
     return found if isinstance(found, type) and issubclass(found, np.generic) else None
 
 
@@ -260,7 +260,7 @@ def _scalar_type(name: str) -> Any:
 def _ufunc(name: str) -> Any:
     import numpy as np
 
-    found = getattr(np, name, None)
+    found = vars(np).get(name)
     if not isinstance(found, np.ufunc):
         raise DamagedStateError.at("#values", f"numpy has no function {name}")
     return found
@@ -279,7 +279,7 @@ def _of_torch(torch: Any, value: object) -> Wire | None:
 def _torch_dtype(name: str) -> Any:
     import torch
 
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
         raise DamagedStateError.at("#values", f"torch has no dtype {name}")
     return found

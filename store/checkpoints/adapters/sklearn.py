@@ -21,6 +21,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
 )
 from tensor_dedup.store.checkpoints.adapters.nested import take_apart
 from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
+from tensor_dedup.store.checkpoints.adapters.sklearn_checks import PREDICTOR, check_object
 from tensor_dedup.store.checkpoints.state import is_array
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
@@ -130,6 +131,7 @@ def _restore(state: Any, original: Any) -> Any:
         held.clear()
         held.update(state.get("items", {}))
     _set_state(held, state["state"], original)
+    check_object(held)
     return held
 
 
@@ -189,9 +191,7 @@ def _restore_trees(state: Any, original: Any) -> Any:
 
 
 def _restore_predictors(state: Any, original: Any) -> Any:
-    return trees.restore_predictors(
-        state, _class("sklearn.ensemble._hist_gradient_boosting.predictor.TreePredictor")
-    )
+    return trees.restore_predictors(state, _class(PREDICTOR))
 
 
 def _sparse_state(matrix: Any) -> dict[str, object]:

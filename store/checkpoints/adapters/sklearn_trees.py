@@ -17,6 +17,11 @@ import msgspec
 from tensor_dedup.store.checkpoints.adapters import plain
 from tensor_dedup.store.checkpoints.adapters.arrays import blank_gaps
 from tensor_dedup.store.checkpoints.adapters.base import Series, full_name
+from tensor_dedup.store.checkpoints.adapters.sklearn_checks import (
+    PREDICTOR,
+    check_links,
+    check_object,
+)
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
 
 _CHUNK: Final = 256
@@ -38,7 +43,6 @@ _SCORES: Final = frozenset(
 # Numbers in a piece of such an array.
 _GROWING: Final = 1024
 _HOME: Final = "sklearn.tree._classes"
-_PREDICTOR: Final = "sklearn.ensemble._hist_gradient_boosting.predictor.TreePredictor"
 _PREDICTOR_FIELDS: Final = ["nodes", "binned_left_cat_bitsets", "raw_left_cat_bitsets"]
 _BITSET: Final = (8, "<u4")
 
@@ -97,7 +101,7 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
     if not width or len(trees) != width * len(rounds):
         return None
     alike = all(
-        full_name(type(tree)) == _PREDICTOR
+        full_name(type(tree)) == PREDICTOR
         and list(vars(tree)) == _PREDICTOR_FIELDS
         and tree.nodes.dtype == trees[0].nodes.dtype
         and tree.binned_left_cat_bitsets.shape == tree.raw_left_cat_bitsets.shape
@@ -263,6 +267,7 @@ def restore_trees(state: Any, kind: Any) -> Any:
         given = {**state["common"], **{key: plain.decode(wire) for key, wire in other.items()}}
         given[_TREE] = _tree_of(item, state["dtype"], arguments, depth)
         estimator.__setstate__({**given, "_sklearn_version": _version()})
+        check_object(estimator)
         estimators.append(estimator)
     if state["shape"] is None:
         return estimators
@@ -299,21 +304,12 @@ def made_tree(
     inner = nodes["left_child"] != _LEAF
     if (nodes["feature"][inner] < 0).any() or (nodes["feature"][inner] >= features).any():
         raise DamagedStateError.at("", "a node of a tree asks for a feature that is not there")
+    if len(classes) != outputs:
+        raise DamagedStateError.at("", f"a tree of {outputs} outputs and {len(classes)} classes")
     tree = Tree(features, classes, outputs)
     state = {"max_depth": depth, "node_count": len(nodes), "nodes": nodes, "values": values}
     tree.__setstate__(state)
     return tree
-
-
-def check_links(left: Any, right: Any, leaves: Any) -> None:
-    """DamagedStateError unless every node leads to later ones, or nowhere."""
-    import numpy as np
-
-    numbers, count = np.arange(len(left)), len(left)
-    for child in (left, right):
-        wrong = ~leaves & ((child <= numbers) | (child >= count))
-        if wrong.any() or not count:
-            raise DamagedStateError.at("", "a node of a tree leads out of it")
 
 
 def predictors_state(predictors: Predictors) -> dict[str, object]:
@@ -339,6 +335,8 @@ def restore_predictors(state: Any, kind: type) -> list[list[Any]]:
         kind(*_predictor_parts(item, state["dtype"], *size))
         for item, size in zip(items, sizes, strict=True)
     ]
+    for tree in trees:
+        check_object(tree)
     return [trees[at : at + width] for at in range(0, len(trees), width)]
 
 
@@ -350,10 +348,7 @@ def _predictor_parts(item: Any, dtype: Any, nodes: int, sets: int) -> Iterator[A
     held = np.frombuffer(item, np.uint8).copy()
     if len(held) != first + 2 * each:
         raise DamagedStateError.at("", f"{len(held)} bytes of a tree, not {first + 2 * each}")
-    records = held[:first].view(dtype)
-    numbers = {side: records[side].astype(np.int64) for side in ("left", "right")}
-    check_links(numbers["left"], numbers["right"], records["is_leaf"] != 0)
-    yield records
+    yield held[:first].view(dtype)
     for at in (first, first + each):
         yield held[at : at + each].view(code).reshape(sets, columns)
 
