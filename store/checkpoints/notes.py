@@ -8,11 +8,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.errors import BadMetricError
 from tensor_dedup.store.generated import PART
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
+# What JSON has no number for.
+_TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,9 @@ class Notes:
             _RUN: self.run,
             _STEP: str(self.step),
             _ADAPTER: self.adapter,
-            _METRICS: json.dumps(dict(self.metrics)),
+            _METRICS: json.dumps(
+                {name: _wire(value) for name, value in self.metrics.items()}, allow_nan=False
+            ),
         }
         return found | ({PART: self.part} if self.part else {})
 
@@ -41,23 +46,37 @@ class Notes:
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
         """Of a manifest's notes; None: no run made it, or a later version of this program."""
         try:
-            metrics = {str(k): float(v) for k, v in json.loads(texts[_METRICS]).items()}
+            metrics = {k: _number(v) for k, v in json.loads(texts[_METRICS]).items()}
             part = texts.get(PART, "")
             return cls(texts[_RUN], int(texts[_STEP]), texts[_ADAPTER], metrics, part)
-        except (KeyError, ValueError, TypeError, AttributeError):
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
+
+
+def _wire(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _number(wire: Any) -> float:
+    # Earlier versions wrote what is not finite without quotes: Python reads that as a float.
+    return _TEXTS[wire] if isinstance(wire, str) else float(wire)
 
 
 def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
     """Metrics as plain numbers, sorted by name; numpy's and torch's of one element are taken.
 
-    BadMetricError: one is no number.
+    BadMetricError: one is no number, or larger than a float can be.
     """
     found = {}
     for name, value in sorted((metrics or {}).items()):
         try:
             found[str(name)] = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
+        except OverflowError as error:  # the number itself may have too many digits to be shown
+            what = f"the metric {name!r} is a number too large for a float"
+            raise BadMetricError.at("metrics", what, metric=str(name)) from error
+        except (TypeError, ValueError, RuntimeError) as error:
             what = f"the metric {name!r} is {value!r}"
             raise BadMetricError.at("metrics", what, metric=str(name)) from error
     return found
