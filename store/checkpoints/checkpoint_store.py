@@ -21,11 +21,11 @@ from tensor_dedup.store.checkpoints.notes import Notes, checked
 from tensor_dedup.store.checkpoints.order import Steps
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
+    check_not_pinned,
     describe_all,
     manifest_of,
     pinned_steps,
     stats,
-    step_numbers,
 )
 from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
 from tensor_dedup.store.checkpoints.staging import HostPool, default_bytes
@@ -168,8 +168,7 @@ class CheckpointStore:
         """
 
         step_name(self.run_id, step)
-        if self._holds_pin(step):
-            raise self._is_pinned(step)
+        self._check_not_pinned(step)
         return self._saves.start(lambda: self._taken(model, step, metrics, files), lazy=lazy)
 
     def before_update(self) -> None:
@@ -217,8 +216,7 @@ class CheckpointStore:
     def commit(self, snapshot: Snapshot) -> Saved:
         """Store a snapshot, then let go of the steps that no rule keeps. Any thread. As `save`."""
         step = snapshot.notes.step
-        if self._holds_pin(step):
-            raise self._is_pinned(step)
+        self._check_not_pinned(step)  # before the work; it is looked at again after it
         saved = self._saver.commit(snapshot)
         for old in self._dropped(step):
             with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
@@ -277,8 +275,7 @@ class CheckpointStore:
         objects, name = self.store.objects, step_name(self.run_id, step)
         with self.store.locked(), objects.naming():
             # Under the lock of names: whoever pins it meanwhile comes before or after.
-            if self._holds_pin(step):
-                raise self._is_pinned(step)
+            check_not_pinned(objects, self.run_id, step)
             with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
                 manifest_of(objects, self.run_id, step)
             try:
@@ -293,13 +290,17 @@ class CheckpointStore:
 
         UnknownStepError.
         """
-        objects = self.store.objects
+        objects, pin = self.store.objects, step_name(self.run_id, step, pin=True)
         with self.store.locked():
             manifest, _, _ = manifest_of(objects, self.run_id, step)
-            objects.set_ref(step_name(self.run_id, step, pin=True), manifest, replace=True)
-            if step not in step_numbers(objects, self.run_id):  # deleted just before
-                objects.drop_ref(step_name(self.run_id, step, pin=True))
-                manifest_of(objects, self.run_id, step)
+            objects.set_ref(pin, manifest, replace=True)
+            try:
+                found, _, _ = manifest_of(objects, self.run_id, step)
+            except UnknownStepError:  # deleted just before
+                objects.drop_ref(pin)
+                raise
+            if found != manifest:  # replaced just before; from now on it is not
+                objects.set_ref(pin, found, replace=True)
 
     def unpin(self, step: int) -> None:
         """Let a step go again when the rules say so. Nothing happens when it is not pinned."""
@@ -331,19 +332,14 @@ class CheckpointStore:
         if not self._retention.any:
             return []
         if self._retention.best is None:
-            metrics: dict[int, dict[str, float]] = dict.fromkeys(self.steps(), {})
+            metrics: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
         else:
             metrics = self.metrics()
         return self._retention.dropped(metrics, self.pinned(), saved)
 
-    def _is_pinned(self, step: int) -> PinnedStepError:
-        what = f"the step {step} of {self.run_id!r} is pinned"
-        return PinnedStepError.at(self.store.path, what, run=self.run_id, step=step)
-
-    def _holds_pin(self, step: int) -> bool:
-        objects, name = self.store.objects, step_name(self.run_id, step, pin=True)
+    def _check_not_pinned(self, step: int) -> None:
         with self.store.translated():
-            return objects.files.status(objects.layout.refs / file_of(name)) is not None
+            check_not_pinned(self.store.objects, self.run_id, step)
 
     def _small(self, config: "StrPath | Mapping[str, str | bytes] | None") -> dict[str, bytes]:
         if config is None:

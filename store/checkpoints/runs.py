@@ -6,7 +6,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
+from tensor_dedup.store.checkpoints.errors import (
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
 from tensor_dedup.store.checkpoints.naming import parse, step_name
 from tensor_dedup.store.checkpoints.notes import Notes, shown
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
@@ -106,6 +110,14 @@ def pinned_steps(objects: Objects, run: str) -> set[int]:
     """The steps of a run that are pinned."""
     found = (parse(name) for name in objects.names())
     return {each.step for each in found if each and each.run == run and each.pin}
+
+
+def check_not_pinned(objects: Objects, run: str, step: int) -> None:
+    """PinnedStepError: this step is not to be replaced, nor deleted. Sure under `naming`."""
+    path = objects.layout.refs / file_of(step_name(run, step, pin=True))
+    if objects.files.status(path) is not None:
+        what = f"the step {step} of {run!r} is pinned"
+        raise PinnedStepError.at(objects.layout.root, what, run=run, step=step)
 
 
 def run_names(objects: Objects) -> list[str]:

@@ -30,7 +30,7 @@ from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, c
 from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.publishing import Batch, Settled
-from tensor_dedup.store.checkpoints.runs import latest_digests
+from tensor_dedup.store.checkpoints.runs import check_not_pinned, latest_digests
 from tensor_dedup.store.checkpoints.state import Piece
 from tensor_dedup.store.checkpoints.storing import Stocker
 from tensor_dedup.store.checkpoints.writing import Want, Wanted
@@ -135,6 +135,7 @@ class Saver:
 
         NoSpaceError, StoreIOError and all else that StoreError is: what was saved before is as it
         was, and the name may be there or not only when the disk failed in the very end.
+        PinnedStepError: the step was pinned, perhaps while this was written.
         """
         began = time.monotonic()
         snapshot.check()
@@ -306,6 +307,8 @@ class _Commit:
         self._stocker.index()
         self._check_hits()
         with objects.naming():
+            # Here nobody can pin it any more before it is replaced.
+            check_not_pinned(objects, snapshot.notes.run, snapshot.notes.step)
             objects.files.rename(reference, objects.layout.refs / file_of(snapshot.name))
             objects.files.sync_folder(objects.layout.refs)
         return manifest

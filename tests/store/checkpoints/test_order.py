@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
-from steps import handle, network, shares
+import pytest
+
+from gates import Gate, gated
+from steps import assert_same, handle, network, shares
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.names import file_of
 
 
@@ -42,3 +46,20 @@ def test_a_new_handle_encodes_against_the_last_step_not_against_an_import(tmp_pa
         took.append(handle(tmp_path / f"store{imported}").save(model, 3).stored_bytes)
         assert shares(run)
     assert took[0] == took[1]
+
+
+def test_a_step_that_is_pinned_while_it_is_saved_again_is_not_replaced(tmp_path: Path) -> None:
+    handle(tmp_path).save(network(1), 1)
+    gate = Gate()
+    run = gated(tmp_path, gate)
+    pending = run.save_async(network(2), 1)
+    assert gate.waiting.wait(60)
+    handle(tmp_path).pin(1)
+    gate.opened.set()
+    with pytest.raises(PinnedStepError, match="unpin"):
+        pending.wait()
+    assert_same(run.load(1), network(1))
+    assert list((tmp_path / "tmp").iterdir()) == []
+    run.unpin(1)
+    assert run.save(network(2), 1).step == 1
+    assert_same(run.load(1), network(2))
