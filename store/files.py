@@ -9,10 +9,12 @@ import fcntl
 import os
 import sqlite3
 import stat
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -62,7 +64,7 @@ class Status:
 class Handle:
     """One open file. Its owner closes it once; any thread may read and write through it."""
 
-    __slots__ = ("_fd", "path")
+    __slots__ = ("__weakref__", "_fd", "path")
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd = fd
@@ -189,10 +191,52 @@ class Files(ABC):
         """Seconds since 1970."""
 
 
+# A forked child has its parent's descriptors, and a file stays locked until all of them are closed:
+# the locks of its parent are not the child's to hold. Nobody forks between opening and noting.
+_LOCKS: "weakref.WeakSet[Handle]" = weakref.WeakSet()
+_opening = threading.RLock()
+
+
+def _before_fork() -> None:
+    _opening.acquire()
+
+
+def _in_parent() -> None:
+    _opening.release()
+
+
+def _in_child() -> None:
+    """Close what locks were taken through, which does not unlock what the parent has locked.
+
+    A handle has no descriptor then: closing it later cannot close another file of this number.
+    """
+    global _opening
+    _opening = threading.RLock()
+    for handle in list(_LOCKS):
+        fd = handle.take()
+        if fd >= 0:
+            os.close(fd)
+    _LOCKS.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
 class RealFiles(Files):
-    """The disk, as Linux gives it. Holds nothing: one serves any number of stores."""
+    """The disk, as Linux gives it. Holds nothing: one serves any number of stores.
+
+    Files opened to `lock` on are closed in forked children: a lock is its process' own.
+    """
 
     def open(self, path: Path, mode: Mode) -> Handle:
+        if mode != "lock":
+            return self._open(path, mode)
+        with _opening:
+            handle = self._open(path, mode)
+            _LOCKS.add(handle)
+            return handle
+
+    def _open(self, path: Path, mode: Mode) -> Handle:
         flags = _FLAGS[mode] | os.O_CLOEXEC
         try:
             return Handle(os.open(path, flags, 0o644), path)
@@ -203,9 +247,11 @@ class RealFiles(Files):
             raise
 
     def close(self, handle: Handle) -> None:
-        fd = handle.take()
-        if fd >= 0:
-            os.close(fd)
+        # A fork between the two would leave a child the lock, and nobody to close it.
+        with _opening if handle in _LOCKS else nullcontext():
+            fd = handle.take()
+            if fd >= 0:
+                os.close(fd)
 
     def status(self, path: Path) -> Status | None:
         try:

@@ -1,10 +1,12 @@
 """The contract of a way to the disk, kept by the disk and by the one that fails on purpose."""
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
+import fresh
 from tensor_dedup.store.files import PAGE, Files, RealFiles
 from tensor_dedup.store.testing import Crash, Faults, FaultyFiles, FilesTests
 
@@ -129,3 +131,39 @@ def test_what_was_just_written_is_cached(tmp_path: Path) -> None:
     assert files.cached_bytes(handle, 0, 10 * PAGE) in (None, 10 * PAGE)
     assert files.cached_bytes(handle, 20 * PAGE, PAGE) in (None, 0)
     files.close(handle)
+
+
+def forking(folder: str) -> list[bool]:
+    """A child is forked while a file is locked, and outlives the lock."""
+    files, path = RealFiles(), Path(folder, "lock")
+    held, other = files.open(path, "lock"), files.open(path, "lock")
+    assert files.flock(held, exclusive=True, wait_s=0)
+    (born, say_born), (ended, say_ended) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            own = files.open(path, "lock")
+            refused = not files.flock(own, exclusive=True, wait_s=0)
+            files.close(own)
+            os.write(say_born, b"x")
+            os.read(ended, 1)
+            taken = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)  # the locks' numbers
+            files.close(held)
+            files.close(other)
+            for fd in taken:
+                os.fstat(fd)
+            code = 0 if refused else 2
+        finally:
+            os._exit(code)
+    os.read(born, 1)
+    found = [files.flock(other, exclusive=True, wait_s=0)]  # the parent's lock is the parent's
+    files.close(held)
+    found.append(files.flock(other, exclusive=True, wait_s=0))  # and the child has no part in it
+    os.write(say_ended, b"x")
+    _, status = os.waitpid(child, 0)
+    return [*found, os.waitstatus_to_exitcode(status) == 0]
+
+
+def test_a_forked_child_does_not_hold_its_parent_s_locks(tmp_path: Path) -> None:
+    assert fresh.call(forking, str(tmp_path)) == [False, True, True]
