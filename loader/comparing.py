@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from tensor_dedup.config import FORGEABLE
 from tensor_dedup.digest import submit
 from tensor_dedup.errors import AuditError, ChangedFileError
 from tensor_dedup.loader.residents import tensor_bytes
@@ -33,6 +34,11 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.nbytes != b.nbytes:
         return False
     return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
+
+
+def is_forgeable(digest: str) -> bool:
+    """Can bytes be made that have this digest, or what was cast from it? Equal ones may differ."""
+    return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 
 
 def require_as_hashed(

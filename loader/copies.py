@@ -13,6 +13,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
+from tensor_dedup.loader.comparing import is_forgeable, same_bytes
 from tensor_dedup.loader.guarding import map_shared
 from tensor_dedup.loader.placing import replace
 from tensor_dedup.loader.registry import registry
@@ -85,8 +86,15 @@ class Copies:
             share = shares.get(id(parameter))
             if share is not None and len(self._used[share.resident.key]) > 1:
                 twins[share.resident.key].append((name, share))
-        for group in twins.values():
-            _deal(group)
+        for key, group in twins.items():
+            if not is_forgeable(key.digest) or _equal(group):
+                _deal(group)
+
+
+def _equal(group: Sequence[tuple[str, Share]]) -> bool:
+    """Each was compared with its own tensor, and not with the others."""
+    first, *rest = (share.resident.map(writable=False) for _, share in group)
+    return all(same_bytes(first, each) for each in rest)
 
 
 def _deal(group: Sequence[tuple[str, Share]]) -> None:

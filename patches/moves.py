@@ -22,6 +22,7 @@ from torch import nn
 
 from tensor_dedup.loader import families
 from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.comparing import is_forgeable
 from tensor_dedup.loader.device_copies import COPIES, Known, cast_key
 from tensor_dedup.loader.guarding import map_shared, read_only
 from tensor_dedup.loader.lender import lender_for
@@ -158,7 +159,7 @@ class Move:
         # Forgotten when it is not offloaded any more.
         before = _kept.pop(model, set())
         self._comes_back = before if hasattr(model, "_hf_hook") else None
-        self._known = known_of(each for each in parameters if type(each) is nn.Parameter)
+        self._known = _followed(each for each in parameters if type(each) is nn.Parameter)
         self._targets: dict[_Form, _Form] = {}
         # Whose queues what is made here may still be in.
         self._busy = {each.device for each in parameters}
@@ -243,6 +244,18 @@ class Move:
         cast = (each for each in parameters if id(each) in self._casts)
         for number, (_, resident) in residents_behind(cast).items():
             _casts[self._casts[number]] = resident
+
+
+def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, Known]:
+    """What each of them is, where that alone says what it becomes.
+
+    Where hits are to be compared it does not: what is made of another resident by the same name
+    may be of other bytes. Then casts are hashed, and copies on devices private.
+    """
+    if _watch.config is not None and _watch.config.verifies_bytes:
+        return {}
+    known = known_of(parameters)
+    return {number: each for number, each in known.items() if not is_forgeable(each.key.digest)}
 
 
 def _use_on_this_stream(tensor: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ Verify = Literal["hint", "always"]
 
 HASH_ALGORITHMS: tuple[str, ...] = get_args(HashAlgorithm)
 # Without a cryptographic hash somebody can make two tensors of one digest; equal bytes cannot lie.
-_FORGEABLE = frozenset({"xxh3_128", "xxhash64"})
+FORGEABLE = frozenset({"xxh3_128", "xxhash64"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class TensorDedupConfig:
     def verifies_bytes(self) -> bool:
         """Whether a hit is compared byte by byte before it is mapped."""
         if self.verify_bytes is None:
-            return self.hash_algorithm in _FORGEABLE
+            return self.hash_algorithm in FORGEABLE
         return self.verify_bytes
 
     @property

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,28 @@ def test_names_and_views_in_one_memory_are_in_one_after_they_are_unshared() -> N
         model.first[0, 0] = 7.0
     assert model.second[0, 0] == model.view[0, 0] == 7.0
     assert other.first[0, 0] == 0.0
+
+
+def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def submit(_: object, algorithm: str) -> "Future[str]":
+        found: Future[str] = Future()
+        found.set_result(f"{algorithm}:" + "0" * 16)
+        return found
+
+    monkeypatch.setattr("tensor_dedup.loader.adoption.submit", submit)
+    terms = Terms(TensorDedupConfig(hash_algorithm="xxhash64"), Supply(as_aligned=True))
+    one = model_of(p=torch.full((LARGE,), 1.0), q=torch.full((LARGE,), 2.0))
+    Adoption(one, terms).settle()
+    two = model_of(x=torch.full((LARGE,), 2.0), y=torch.full((LARGE,), 1.0))
+    found = Adoption(two, terms)
+    found.note("y")
+    found.note("x")
+    found.settle()
+    assert shares_memory(two.y, one.p)
+    assert (two.x == 2).all()
+    assert (two.y == 1).all()
 
 
 def test_a_parameter_that_a_loader_sets_twice_is_what_it_was_set_to_last() -> None:

@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import kernel
-from tensor_dedup import move, shares_memory, sweep, unshare, verify
+from tensor_dedup import TensorDedupConfig, move, shares_memory, sweep, unshare, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.guarding import make_private
@@ -242,6 +243,43 @@ def test_a_model_on_two_devices_stays_there_when_it_is_cast(cast_first: bool) ->
     first.float()
     assert [each.device.type for each in first.parameters()] == before
     assert {each.dtype for each in first.parameters()} == {torch.float32}
+
+
+def one_digest(_: object, algorithm: str) -> "Future[str]":
+    """As somebody arranges it who can."""
+    found: Future[str] = Future()
+    found.set_result(f"{algorithm}:" + "0" * 16)
+    return found
+
+
+WEAK = TensorDedupConfig(hash_algorithm="xxhash64")
+
+
+@pytest.mark.parametrize("last", [WEAK, TensorDedupConfig()])
+def test_what_only_has_the_same_forgeable_digest_is_not_what_another_becomes(
+    monkeypatch: pytest.MonkeyPatch, last: TensorDedupConfig
+) -> None:
+    models = [nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2)]
+    nn.init.ones_(models[0][0].weight)
+    nn.init.constant_(models[1][0].weight, 2.0)
+    twin = nn.Sequential(nn.Linear(64, 64, bias=False))
+    nn.init.ones_(twin[0].weight)
+    with monkeypatch.context() as patched:
+        patched.setattr("tensor_dedup.loader.adoption.submit", one_digest)
+        sweep(models[0], WEAK)
+        sweep(twin, WEAK)
+        assert shared(models[0], twin) == {"0.weight"}
+        models[0].half()  # its first resident goes, what it became stays
+        twin.half()
+        gc.collect()
+        sweep(models[1], WEAK)
+        sweep(nn.Linear(2, 2), last)
+        models[1].half()
+        assert (models[1][0].weight == 2.0).all()
+        assert (models[0][0].weight == 1.0).all()
+    for model in models:
+        model.to("meta")
+    assert storages(models[0]) != storages(models[1])
 
 
 def test_memory_of_another_device_can_be_made_private() -> None:
