@@ -1,4 +1,4 @@
-"""The one lock under which weights are loaded in this process, whichever framework loads."""
+"""The locks under which weights are loaded, and converted, in this process."""
 
 import os
 import threading
@@ -13,6 +13,7 @@ class LoadLock:
     """
 
     def __init__(self) -> None:
+        self._mine = _Taken()
         self._renew()
         os.register_at_fork(after_in_child=self._renew)
 
@@ -21,10 +22,20 @@ class LoadLock:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        lock = self._lock
+        lock.acquire()
+        self._mine.locks.append(lock)
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        # In a child that was forked since, another one than there is now.
+        self._mine.locks.pop().release()
+
+
+class _Taken(threading.local):
+    """What a thread has taken, in order."""
+
+    def __init__(self) -> None:
+        self.locks: list[threading.RLock] = []
 
 
 LOAD_LOCK: Final = LoadLock()

@@ -39,3 +39,15 @@ def test_a_forked_child_does_not_wait_for_a_thread_it_does_not_have() -> None:
     assert not take()
     done.set()
     thread.join()
+
+
+def test_a_child_that_was_forked_within_a_load_leaves_it_and_loads_itself() -> None:
+    def leave() -> bool:
+        LOAD_LOCK.__exit__()
+        with LOAD_LOCK:
+            pass
+        return take()
+
+    with LOAD_LOCK:
+        assert kernel.forked(leave)
+    assert take()
