@@ -10,6 +10,10 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tensor_dedup.errors import UnsupportedError
@@ -20,17 +24,26 @@ from tensor_dedup.store.checkpoints.retention import Mode
 
 StrPath = str | PathLike[str]
 _MODEL: Final = "model"
-# What Trainer calls the files of a checkpoint, and what is in each.
-_FILES: Final = {"optimizer.pt": "optimizer", "scheduler.pt": "scheduler", "rng_state.pth": "rng"}
+# What Trainer calls the files of a checkpoint, and what is in each. Not every training has all.
+_FILES: Final = {
+    "optimizer.pt": "optimizer",
+    "scheduler.pt": "scheduler",
+    "rng_state.pth": "rng",
+    "scaler.pt": "scaler",
+}
+_CUTTING: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class StoreCallback(TrainerCallback):
-    """Saves model, optimizer, schedule and random states, as often as it is told.
+    """Saves model, optimizer, schedule, gradient scaler and random states, as often as it is told.
 
     Each step is a checkpoint of the store with the files of its config and tokenizer, so
     `store://RUN@STEP` is a model. Its metrics are the numbers that were logged last. Models of
     which every process has all are saved by the first process; of FSDP and DeepSpeed, which cut
     them up, they are refused (UnsupportedError): there, see `tensor_dedup.patches.dcp`.
+
+    Not resumed: the states of other callbacks are those that they began with, and of the random
+    states of several processes none is put back, as Trainer says when it resumes.
     """
 
     def __init__(
@@ -55,15 +68,17 @@ class StoreCallback(TrainerCallback):
         )
         self._files: dict[str, str | bytes] = {}
 
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Refuse what is not saved before there is anything to lose. UnsupportedError."""
+        _check_whole(args, given["model"])
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Take the small files that belong to the model."""
-        if args.fsdp or args.deepspeed:
-            raise UnsupportedError(
-                "StoreCallback saves whole models; with FSDP or DeepSpeed use StoreWriter of "
-                "tensor_dedup.patches.dcp"
-            )
+        """Take the small files that belong to the model. UnsupportedError: it is in parts."""
+        _check_whole(args, given["model"])
         self._files = _small_files(given["model"], given.get("processing_class"))
 
     def on_step_end(
@@ -100,7 +115,8 @@ class StoreCallback(TrainerCallback):
         self.run.store.export(step_name(self.run.run_id, wanted), target)
         found = self.run.load(wanted)
         for file, part in _FILES.items():
-            torch.save(found[part], target / file)
+            if part in found:
+                torch.save(found[part], target / file)
         (target / "trainer_state.json").write_text(found["trainer"])
         return str(target)
 
@@ -114,7 +130,28 @@ class StoreCallback(TrainerCallback):
             "rng": _random_states(),
             "trainer": json.dumps(asdict(state)),
         }
+        if (scaler := getattr(given["optimizer"], "scaler", None)) is not None:
+            parts["scaler"] = scaler.state_dict()
         self.run.save(parts, state.global_step, _metrics(state), files=self._files)
+
+
+def _check_whole(args: TrainingArguments, model: Any) -> None:
+    """Whether every process has all of the model, whoever might have cut it up. UnsupportedError.
+
+    Trainer's arguments know nothing of what a launcher has switched on; Accelerate does.
+    """
+    launched = AcceleratorState._shared_state.get("distributed_type")
+    if (
+        args.fsdp
+        or args.deepspeed
+        or launched in _CUTTING
+        or any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+        or any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters())
+    ):
+        raise UnsupportedError(
+            "StoreCallback saves whole models; with FSDP, DeepSpeed or tensor parallelism use "
+            "StoreWriter of tensor_dedup.patches.dcp"
+        )
 
 
 def _random_states() -> dict[str, Any]:

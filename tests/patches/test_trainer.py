@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import fresh
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.patches.trainer import StoreCallback
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 
@@ -84,6 +88,57 @@ def test_training_resumes_to_the_same_losses_and_weights(tmp_path: Path) -> None
         assert resumed.state.global_step == 9
         for name, tensor in weights(first).items():
             assert torch.equal(tensor, weights(resumed)[name])
+
+
+def test_the_scale_of_gradients_is_resumed(tmp_path: Path) -> None:
+    def scaled(folder: Path, callback: StoreCallback) -> Trainer:
+        made = trainer(folder, callback)
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8, growth_interval=2)
+        return made
+
+    callback = StoreCallback(tmp_path / "store", "run", every=3)
+    first = scaled(tmp_path / "out", callback)
+    first.train()
+    assert first.accelerator.scaler.get_scale() == 8 * 2**4
+    resumed = scaled(tmp_path / "out", StoreCallback(tmp_path / "other", "run"))
+    folder = callback.check_out(tmp_path / "resume", 3)
+    resumed.train(resume_from_checkpoint=folder)
+    assert resumed.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
+    assert losses(resumed)[-6:] == losses(first)[3:]
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_what_a_launcher_shards_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    training = trainer(tmp_path / "out", StoreCallback(tmp_path / "store", "run"))
+    assert not training.args.fsdp
+    # Accelerate itself switches it on only where there are accelerators.
+    monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", DistributedType[kind])
+    events = training.callback_handler
+    for event in (events.on_init_end, events.on_train_begin):
+        with pytest.raises(UnsupportedError, match=r"patches\.dcp"):
+            event(training.args, training.state, training.control)
+
+
+def start_wrapped(root: str) -> str:
+    """What the callback says of a model that is in parts already."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    store = torch.distributed.FileStore(f"{root}/group", 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    callback = StoreCallback(Path(root, "store"), "run")
+    training = trainer(Path(root, "out"), callback)
+    cut = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(UnsupportedError) as refused:
+        callback.on_train_begin(training.args, training.state, training.control, model=cut)
+    torch.distributed.destroy_process_group()
+    return str(refused.value)
+
+
+def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
+    assert "patches.dcp" in fresh.call(start_wrapped, str(tmp_path))
 
 
 def test_a_step_is_a_model_with_its_config(tmp_path: Path) -> None:
