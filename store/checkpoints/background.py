@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.devices import CudaDevice, Device
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
+from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.pinning import Context, Pinning
 from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
@@ -73,6 +74,7 @@ class PendingSave:
         previous: "PendingSave | None",
     ) -> None:
         self.step = taken.notes.step
+        self.name = step_name(taken.notes.run, taken.notes.step)
         self.times = Times()
         self.reported = False
         self._taken, self._pinning = taken, pinning
@@ -91,7 +93,7 @@ class PendingSave:
         self.finish()
         if self._saved is None:
             self.reported = True
-            raise self._error or BrokenSaveError.at(str(self.step), "it ended")
+            raise self._error or BrokenSaveError.at(self.name, "it ended")
         return self._saved
 
     @property
@@ -102,7 +104,7 @@ class PendingSave:
     def finish(self) -> None:
         """Return when it has ended. ForkedSaveError."""
         if self._owner != os.getpid():
-            raise ForkedSaveError.at(str(self.step), "this save goes on in the parent process")
+            raise ForkedSaveError.at(self.name, "this save goes on in the parent process")
         self._done.wait()
 
     def hold(self) -> None:
@@ -147,12 +149,11 @@ class PendingSave:
         if self._saved is None:
             if self._error is None:
                 what = "it ended with an error that is none of the store's"
-                self._error = BrokenSaveError.at(f"step {self.step}", what)
-            self._error.add_note(f"while step {self.step} was saved in the background")
-            if not threading.main_thread().is_alive():  # nobody is there to be told otherwise
-                _LOG.error("step %d was not saved: %s", self.step, self._error)
+                self._error = BrokenSaveError.at(self.name, what)
+            self._error.add_note(f"while {self.name} was saved in the background")
         self._pinning.release()
-        del self._taken, self._previous  # the model is not kept, nor all saves before
+        del self._taken, self._previous  # the model is not kept, nor all saves before,
+        del self._commit  # nor the handle, which tells of what failed when it goes
         self._done.set()
 
 
@@ -207,12 +208,15 @@ class Saves:
         self._devices: list[Device] = [CudaDevice()]
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._moving: set[str] = set()
+        self._pending: list[PendingSave] = []
         self._begin()
         _ALL.add(self)
+        # When the handle goes, or the program ends, which waits for its saves first.
+        weakref.finalize(self, _tell, self._pending)
 
     def _begin(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
-        self._pending: list[PendingSave] = []
+        self._pending.clear()
 
     def forked(self) -> None:
         """As new, in a forked child: the parent's saves are the parent's, and so are its threads,
@@ -263,20 +267,31 @@ class Saves:
             running[0].finish()
 
     def _raise_one(self) -> None:
-        """Raise what a save failed with, if nobody was told yet; forget those that have ended."""
-        failed = [each for each in self._pending if each.failed and not each.reported]
-        self._pending = [each for each in self._pending if not each.done() or each in failed]
-        if failed and (error := failed[0].failed) is not None:
-            failed[0].reported = True
-            raise error
+        """Raise what saves failed with, if nobody was told yet; forget those that have ended.
+
+        The first is raised, the others are notes on it.
+        """
+        ended = [each for each in self._pending if each.done()]
+        self._pending[:] = [each for each in self._pending if each not in ended]
+        failed = [each for each in ended if not each.reported]
+        errors = [each.failed for each in failed if each.failed is not None]
+        for each in failed:
+            each.reported = True
+        for error in errors[1:]:
+            errors[0].add_note(f"and another step was not saved: {told(error)}")
+        if errors:
+            raise errors[0]
 
     def before_update(self) -> None:
-        """Return when the model may be changed. Raises what a save failed with."""
+        """Return when the model may be changed. Raises what a save failed with, after that: whoever
+        handles the error may change the model.
+        """
         with self._lock:
-            self._raise_one()
-            running = list(self._pending)
+            running = [each for each in self._pending if not each.done()]
         for each in running:
             each.hold()
+        with self._lock:
+            self._raise_one()
 
     def settle(self) -> None:
         """Return when all that was begun has ended. Raises what a save failed with."""
@@ -299,6 +314,18 @@ class Saves:
         handle = optimizer.register_step_pre_hook(lambda *_: self.before_update())
         self._hooked.add(optimizer)
         return Hook(handle, lambda: self._hooked.discard(optimizer))
+
+
+def told(error: StoreError) -> str:
+    """An error with its notes, in one line."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def _tell(pending: list[PendingSave]) -> None:
+    """Nobody asked, and nobody can any more: log what failed."""
+    for each in pending:
+        if each.failed is not None and not each.reported:
+            _LOG.error("%s was not saved: %s", each.name, each.failed)
 
 
 _ALL: "weakref.WeakSet[Saves]" = weakref.WeakSet()

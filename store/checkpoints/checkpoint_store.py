@@ -1,5 +1,6 @@
 """One run's checkpoints in a store: saved, found again, kept and let go."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
-from tensor_dedup.store.checkpoints.background import Hook, PendingSave, Saves, Taken
+from tensor_dedup.store.checkpoints.background import Hook, PendingSave, Saves, Taken, told
 from tensor_dedup.store.checkpoints.errors import (
     BadLimitError,
     NotATrainingError,
@@ -23,6 +24,7 @@ from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
     check_not_pinned,
     describe_all,
+    in_order,
     manifest_of,
     pinned_steps,
     stats,
@@ -39,6 +41,7 @@ from tensor_dedup.store.store import Store
 if TYPE_CHECKING:
     import torch
 
+_LOG = logging.getLogger("tensor_dedup")
 StrPath = str | PathLike[str]
 _READERS = 8  # the disk wants several requests even where there are fewer cores
 
@@ -56,7 +59,9 @@ class CheckpointStore:
             run.save_async({"model": model, "optimizer": optimizer}, step=step)
 
     A step costs what no step of any run in the store has yet. Every tensor is compared by content,
-    in each save: one that was changed in place is saved, whatever its name or address. Methods may
+    in each save: one that was changed in place is saved, whatever its name or address. A training
+    that goes back to a step and saves on from there makes greater steps of its first attempt stale:
+    `latest` and `keep_last` go by the time of saving, of equal times by number. Methods may
     be called from any thread; saves take turns. They raise StoreError and nothing else about the
     store and its disk; StateError (one of them) about a model that cannot be taken apart.
     """
@@ -79,19 +84,18 @@ class CheckpointStore:
         """Open, or make, the store in the folder `root` for the run `run_id`.
 
         `adapter` takes models apart and puts them together; by default the one for their type.
-        After each save the steps go that no rule keeps: the last `keep_last`, the multiples of
-        `keep_every`, the `keep_best` ones by a metric; pinned ones and the one just saved stay, and
-        without a rule all do. `config` (a folder, or texts by path) is kept with each step, so that
-        engines can load `store://RUN@STEP`; when the model is only one part of what is saved, as in
-        `{"model": ..., "optimizer": ...}`, `weights="model"` says which. With `compress` what is
+        After each save the steps go that no rule keeps: the `keep_last` ones that were saved last,
+        the multiples of `keep_every`, the `keep_best` ones by a metric; pinned ones and the one
+        just saved stay, and without a rule all do. `config` (a folder, or texts by path) is kept
+        with each step, so that engines can load `store://RUN@STEP`; when the model is only one part
+        of what is saved, as in `{"model": ..., "optimizer": ...}`, `weights="model"` says which.
+        With `compress` what is
         new is stored encoded where that saves a tenth. `pool_bytes` is how much memory the copies
         of `save_async` may take, by default a quarter of the machine's; `in_flight` how many of its
         saves may be unfinished at once. BadNameError, BadRetentionError, BadLimitError,
         NotAStoreError.
         """
-        if in_flight < 1 or (pool_bytes or 0) < 0:
-            what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
-            raise BadLimitError.at(f"run {run_id!r}", what)
+        _check_limits(run_id, in_flight, pool_bytes)
         self.run_id = check_run(run_id)
         self.store = root if isinstance(root, Store) else Store.open(root)
         self._adapter = adapter
@@ -99,23 +103,20 @@ class CheckpointStore:
         self._config, self._weights = self._small(config), weights
         self._steps = Steps(self.store.objects, self.run_id)
         self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
-        self._saves = Saves(
-            self.commit,
-            self._saver,
-            HostPool(default_bytes() if pool_bytes is None else pool_bytes),
-            in_flight=in_flight,
-            threads=self.store.worker_count,
-        )
+        pool = HostPool(default_bytes() if pool_bytes is None else pool_bytes)
+        threads = self.store.worker_count
+        self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, raised: BaseException | None, *_: object) -> None:
+        try:
             self.close()
-        else:  # what is being raised comes first
-            with suppress(StoreError):
-                self.close()
+        except StoreError as error:
+            if raised is None:
+                raise
+            raised.add_note(f"and a step was not saved: {told(error)}")  # that comes first
 
     def close(self) -> None:
         """Wait for saves in the background, and let go of what is held between saves.
@@ -218,9 +219,10 @@ class CheckpointStore:
         step = snapshot.notes.step
         self._check_not_pinned(step)  # before the work; it is looked at again after it
         saved = self._saver.commit(snapshot)
-        for old in self._dropped(step):
-            with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
-                self.delete(old)
+        try:
+            self._let_go(step)
+        except StoreError as error:  # the step is there: a save that did its work does not fail
+            _LOG.warning("saved %s; no older step was let go of: %s", saved.name, error)
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
@@ -251,8 +253,14 @@ class CheckpointStore:
             return list(self._steps.saved())
 
     def latest(self) -> int | None:
-        """The greatest step; None: nothing was saved yet."""
-        return max(self.steps(), default=None)
+        """The step that was saved last; None: nothing was saved yet.
+
+        The greatest one, unless a training went back: saving step 6 when 10 is there makes 6 the
+        latest. Time is that of the reference's file; of equal times the greater step is the later.
+        """
+        with self.store.locked():
+            order = in_order(self._steps.saved())
+        return order[-1] if order else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """The metrics of each step, in order."""
@@ -328,14 +336,16 @@ class CheckpointStore:
         with self.store.locked():
             return stats(self.store.objects, [self.run_id], self.run_id).to_dict()
 
-    def _dropped(self, saved: int) -> list[int]:
+    def _let_go(self, saved: int) -> None:
+        """Delete the steps that no rule keeps; never one whose manifest cannot be read."""
         if not self._retention.any:
-            return []
-        if self._retention.best is None:
-            metrics: dict[int, dict[str, float]] = {step: {} for step in self.steps()}
-        else:
-            metrics = self.metrics()
-        return self._retention.dropped(metrics, self.pinned(), saved)
+            return
+        with self.store.locked():
+            order = in_order(self._steps.saved(readable=True))
+        metrics = {step: {} for step in order} if self._retention.best is None else self.metrics()
+        for old in self._retention.dropped(metrics, self.pinned(), saved, order):
+            with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+                self.delete(old)
 
     def _check_not_pinned(self, step: int) -> None:
         with self.store.translated():
@@ -351,6 +361,12 @@ class CheckpointStore:
             }
         with self.store.translated():
             return small_files(self.store.objects.files, Path(config))
+
+
+def _check_limits(run: str, in_flight: int, pool_bytes: int | None) -> None:
+    if in_flight < 1 or (pool_bytes or 0) < 0:
+        what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
+        raise BadLimitError.at(f"run {run!r}", what)
 
 
 class TensorCasStore(CheckpointStore):

@@ -2,10 +2,9 @@
 
 Time orders steps, not their numbers: a training that went back to step 5 and saved 6 again goes on
 from there, and 8 to 10 of its first attempt are older than that. Of steps whose references have one
-time (some file systems keep whole seconds) the greater one counts as the later.
+time (clocks of file systems tick every few milliseconds, some every second) the greater one counts
+as the later.
 """
-
-from collections.abc import Mapping
 
 from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
 from tensor_dedup.store.checkpoints.naming import step_name
@@ -54,8 +53,3 @@ class Steps:
             return False
         self._known[step] = (status, True)
         return True
-
-
-def in_order(saved: Mapping[int, int]) -> list[int]:
-    """Steps in the order in which they were saved; ties by number."""
-    return sorted(saved, key=lambda step: (saved[step], step))

@@ -1,7 +1,7 @@
 """Which steps of a run may go. No I/O."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -34,14 +34,19 @@ class Retention:
         """Whether there is a rule."""
         return self.last is not None or self.every is not None or self.best is not None
 
-    def dropped(self, metrics: Metrics, pinned: Collection[int], saved: int) -> list[int]:
-        """The steps that go, when `saved` has just been saved, which stays."""
+    def dropped(
+        self, metrics: Metrics, pinned: Collection[int], saved: int, order: Iterable[int]
+    ) -> list[int]:
+        """The steps that go, when `saved` has just been saved, which stays.
+
+        `order` is that of saving: what `last` keeps are the last ones of it that have metrics.
+        """
         if not self.any:
             return []
         steps = sorted(metrics)
         kept = {saved, *pinned}
         if self.last is not None:
-            kept.update(steps[-self.last :])
+            kept.update([step for step in order if step in metrics][-self.last :])
         if self.every is not None:
             kept.update(step for step in steps if step % self.every == 0)
         if self.best is not None:

@@ -1,7 +1,8 @@
 """What a store knows of runs: their steps, metrics, sizes and differences. Writes nothing."""
 
+import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -13,10 +14,12 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.naming import parse, step_name
 from tensor_dedup.store.checkpoints.notes import Notes, shown
-from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
+from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, UnknownNameError
 from tensor_dedup.store.manifests import Manifest, Piece
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import Objects
+
+_LOG = logging.getLogger("tensor_dedup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +153,22 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
     return manifest, content, notes
 
 
+def saved_ns(objects: Objects, run: str, step: int) -> int:
+    """When a step was saved, in ns since 1970; 0 when it is gone."""
+    status = objects.files.status(objects.layout.refs / file_of(step_name(run, step)))
+    return status.mtime_ns if status is not None else 0
+
+
+def in_order(saved: Mapping[int, int]) -> list[int]:
+    """Steps in the order in which they were saved; ties by number."""
+    return sorted(saved, key=lambda step: (saved[step], step))
+
+
 def describe(objects: Objects, run: str, step: int, pinned: Iterable[int]) -> Step:
     """What there is to know of a step without reading its tensors. Errors of manifest_of."""
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
-    status = objects.files.status(objects.layout.refs / file_of(name))
-    saved_at = status.mtime_ns // 10**9 if status is not None else 0
+    saved_at = saved_ns(objects, run, step) // 10**9
     metrics = dict(notes.metrics)
     return Step(
         run, step, name, manifest, notes.adapter, metrics, content.nbytes, step in pinned, saved_at
@@ -163,12 +176,19 @@ def describe(objects: Objects, run: str, step: int, pinned: Iterable[int]) -> St
 
 
 def describe_all(objects: Objects, run: str) -> list[Step]:
-    """All steps of a run, in order, without what was imported or is gone."""
+    """All steps of a run, in order, without what was imported, is gone, or cannot be read.
+
+    What cannot be read is logged: the other steps are of use without it.
+    """
     pinned = pinned_steps(objects, run)
     found = []
     for step in step_numbers(objects, run):
-        with suppress(UnknownStepError, NotATrainingError):
+        try:
             found.append(describe(objects, run, step, pinned))
+        except (DamagedFileError, MissingObjectError) as error:
+            _LOG.warning("left out step %d of run %r: %s", step, run, error)
+        except (UnknownStepError, NotATrainingError):
+            pass
     return found
 
 
@@ -184,7 +204,8 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
 
 def latest_digests(objects: Objects, run: str) -> dict[str, bytes]:
     """The digests of a run's latest step by the tensors' names; none of what cannot be read."""
-    for step in reversed(step_numbers(objects, run)):
+    times = {step: saved_ns(objects, run, step) for step in step_numbers(objects, run)}
+    for step in reversed(in_order(times)):
         with suppress(StoreError):
             pieces = tensors_of(objects, manifest_of(objects, run, step)[1], {})
             return {piece.name: piece.digest for piece in pieces if piece.name is not None}

@@ -103,15 +103,16 @@ class Saver:
 
     def __init__(self, objects: Objects, workers: int, *, compress: Literal["auto"] | None) -> None:
         self._objects = objects
-        self._deltas = Deltas() if compress is not None else None
+        self._compress = compress
         self._keeper = Keeper(objects, workers)
         self._lock = threading.Lock()
         self._settled = Settled()
         self.reset()
 
     def reset(self) -> None:
-        """As new, in a forked child: what held the lock is not there any more."""
+        """As new, in a forked child: what held any lock is not there any more."""
         self._lock = threading.Lock()
+        self._deltas = Deltas() if self._compress is not None else None
         self._last = self._shown = Last()
 
     def close(self) -> None:

@@ -1,13 +1,19 @@
 """A save in the background that fails is told of once, and loses nothing saved before."""
 
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from gates import Gate, gated
 from steps import assert_same, copied, handle, network, shares, train
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
@@ -142,3 +148,102 @@ def test_a_disk_that_is_full_at_any_operation_loses_nothing(tmp_path: Path) -> N
         assert run.save_async(second, 1).wait().step == 1
         assert_same(run.load(1), second)
         assert run.store.verify(full=True).faults == []
+
+
+def failing(root: str) -> None:
+    """Ends without a word to a handle whose save has failed."""
+    files = faulty(Path(root))
+    run = handle(Path(root, "store"), files=files)
+    files._faults = FULL
+    run.save_async(network(1), 1).finish()
+
+
+def told_at_exit(root: str) -> str:
+    script = "import sys; from test_async_failures import failing; failing(sys.argv[1])"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", script, root],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([paths, str(Path(__file__).parent)])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stderr
+
+
+def test_what_nobody_was_told_of_is_said_at_the_end(tmp_path: Path) -> None:
+    said = told_at_exit(str(tmp_path))
+    assert said.count("run@1 was not saved") == 1
+    assert "no space" in said.lower()
+
+
+def test_what_failed_in_a_block_is_a_note_on_what_it_raises(tmp_path: Path) -> None:
+    handle(tmp_path / "store").close()
+    files = faulty(tmp_path)
+    files._faults = FULL
+
+    def use() -> None:
+        with handle(tmp_path / "store", files=files) as run:
+            run.save_async(network(1), 4)
+            raise KeyError
+
+    with pytest.raises(KeyError) as raised:
+        use()
+    assert any("run@4" in note for note in raised.value.__notes__)
+
+
+def test_all_that_failed_is_told_of_together(tmp_path: Path) -> None:
+    handle(tmp_path / "store").close()
+    files = faulty(tmp_path)
+    run = handle(tmp_path / "store", files=files, in_flight=3)
+    files._faults = FULL
+    begun = [run.save_async(network(step), step) for step in range(3)]
+    for pending in begun:
+        pending.finish()
+    with pytest.raises(NoSpaceError) as raised:
+        run.close()
+    assert [any(f"run@{step}" in note for note in raised.value.__notes__) for step in range(3)] == [
+        True
+    ] * 3
+    run.close()
+
+
+class _FailingFirst(Gate):
+    """A disk that is full the first time, and then waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.failed = threading.Event(), False
+
+    def fsync(self, handle: Handle) -> None:
+        if not self.failed:
+            assert self.begun.wait(60)
+            self.failed = True
+            raise OSError(28, "No space left on device")
+        super().fsync(handle)
+
+
+def test_the_model_may_be_changed_when_an_error_is_raised(tmp_path: Path) -> None:
+    gate = _FailingFirst()
+    run, model = gated(tmp_path, gate, in_flight=2, pool_bytes=0), {"w": torch.ones(200, 200)}
+    first = run.save_async(model, 0, lazy=True)
+    second = run.save_async(model, 1, lazy=True)  # without room, it is written from the model
+    gate.begun.set()
+    first.finish()
+    raised: list[StoreError] = []
+
+    def update() -> None:
+        try:
+            run.before_update()
+        except StoreError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    gate.opened.set()
+    thread.join()
+    assert (second.done(), [type(error) for error in raised]) == (True, [NoSpaceError])
+    run.close()
+    assert run.steps() == [1]

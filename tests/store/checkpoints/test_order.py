@@ -1,14 +1,21 @@
 """Which step is the last: what was imported is none, and who goes back to a step goes on there."""
 
+import logging
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gates import Gate, gated
-from steps import assert_same, handle, network, shares
+from steps import assert_same, handle, network, shares, train
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.names import file_of
+
+TICK_S = 0.02  # files are dated by a clock of a few milliseconds
 
 
 def reference(run: CheckpointStore, step: int) -> Path:
@@ -63,3 +70,51 @@ def test_a_step_that_is_pinned_while_it_is_saved_again_is_not_replaced(tmp_path:
     run.unpin(1)
     assert run.save(network(2), 1).step == 1
     assert_same(run.load(1), network(2))
+
+
+def test_a_training_that_goes_back_keeps_what_it_saves_from_there(tmp_path: Path) -> None:
+    run, model = handle(tmp_path, keep_last=3), network(1)
+    for step in range(11):
+        run.save(model, step)
+    assert (run.steps(), run.latest()) == ([8, 9, 10], 10)
+    time.sleep(TICK_S)
+    run.save(model, 6)
+    assert (run.steps(), run.latest()) == ([6, 9, 10], 6)
+    run.save(model, 7)
+    run.save(model, 8)
+    assert (run.steps(), run.latest()) == ([6, 7, 8], 8)
+    assert handle(tmp_path).latest() == 8
+    assert shares(run)
+
+
+def test_steps_of_one_time_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    run, model = handle(tmp_path), network(1)
+    for step in (3, 10, 9):
+        time.sleep(TICK_S)
+        run.save(model, step)
+    assert run.latest() == 9
+    for step in run.steps():
+        os.utime(reference(run, step), (1000, 1000))
+    assert run.latest() == 10
+    assert shares(run)
+
+
+@pytest.mark.parametrize("rules", [{"keep_best": ("loss", 1, "min")}, {"keep_last": 1}])
+def test_a_damaged_step_fails_no_later_save(
+    tmp_path: Path, rules: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, model = handle(tmp_path, **rules), network(1)
+    damaged = run.save(model, 1, {"loss": 0.5}).manifest
+    run.store.objects.layout.manifest(damaged).write_bytes(b"damaged")
+    run = handle(tmp_path, **rules)
+    with caplog.at_level(logging.WARNING):
+        for step in (2, 3):
+            train(model, step, "layer0.bias")
+            assert run.save(model, step, {"loss": 1.0 / step}).step == step
+    assert run.steps() == [1, 3]  # it is not let go of: somebody may repair it
+    assert run.metrics() == {3: {"loss": 1.0 / 3}}
+    assert "step 1" in caplog.text
+    with pytest.raises(StoreError):
+        run.load(1)
+    run.delete(1)
+    assert run.steps() == [3]
