@@ -126,8 +126,8 @@ def start_wrapped(root: str) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    store = torch.distributed.FileStore(f"{root}/group", 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = f"file://{root}/group"
+    torch.distributed.init_process_group("gloo", group, rank=0, world_size=1)
     callback = StoreCallback(Path(root, "store"), "run")
     training = trainer(Path(root, "out"), callback)
     cut = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
