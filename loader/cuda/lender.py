@@ -18,7 +18,9 @@ from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.opening import Extent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
 from tensor_dedup.loader.cuda.wanted import DeviceWanted
+from tensor_dedup.loader.memory import SlabUsageError
 from tensor_dedup.memory_manager.client import Client, Lease, Put
+from tensor_dedup.memory_manager.errors import BackendError
 from tensor_dedup.memory_manager.limits import MAX_KEYS
 from tensor_dedup.types import ResidentKey
 
@@ -141,7 +143,13 @@ class DeviceLender:
         if slab is None:
             slab = DeviceSlab(self.gpu, self._opener, lease.slab, lease.slab.nbytes)
             _slabs[place] = slab  # which holds both, so that the ids stay theirs
-        return DeviceResident(replace(key, digest=lease.digest), [slab], lease.offset, lease)
+        try:
+            return DeviceResident(replace(key, digest=lease.digest), [slab], lease.offset, lease)
+        except SlabUsageError as error:
+            # A digest is its writer's word here, and this one's was another tensor's.
+            raise BackendError(
+                f"{error.message}; load it privately", digest=lease.digest
+            ) from error
 
 
 # One object for each slab of a manager's, so that two mappings of it are known as such.

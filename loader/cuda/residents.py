@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -40,6 +40,14 @@ class DeviceSlab:
         return Extent(self.source.fileno, self.nbytes, self.serial)
 
 
+class Lent(Protocol):
+    """What a resident holds: the right to use so many bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+
+
 class DeviceResident:
     """A tensor in slabs: `nbytes` from `offset` of the first, and on into the others. Immutable.
 
@@ -49,9 +57,12 @@ class DeviceResident:
     __slots__ = ("__weakref__", "key", "lease", "nbytes", "offset", "slabs")
 
     def __init__(
-        self, key: ResidentKey, slabs: Sequence[DeviceSlab], offset: int, lease: object = None
+        self, key: ResidentKey, slabs: Sequence[DeviceSlab], offset: int, lease: Lent | None = None
     ) -> None:
-        """SlabUsageError when the key's geometry has gaps or does not fit."""
+        """SlabUsageError when the key's geometry has gaps or does not fit, or is not the lease's.
+
+        Beside a tensor lie others: one that is larger than its lease would show their bytes.
+        """
         nbytes = torch_dtype(key.dtype).itemsize
         for size in key.shape:
             nbytes *= size
@@ -62,6 +73,12 @@ class DeviceResident:
                 f"bytes at {offset} of slabs of {room}",
                 nbytes=nbytes,
                 offset=offset,
+            )
+        if lease is not None and lease.nbytes != nbytes:
+            raise SlabUsageError(
+                f"a tensor of {nbytes} bytes where {lease.nbytes} are lent under its digest",
+                nbytes=nbytes,
+                lent=lease.nbytes,
             )
         self.key: Final = key
         self.slabs: Final = tuple(slabs)

@@ -209,6 +209,18 @@ def test_visible_devices_may_differ(manager: gpus.GpuManager, load: Callable[[],
 # What fails.
 
 
+def test_a_lease_of_another_size_is_not_taken_for_the_tensor(load: Callable[[], Load]) -> None:
+    first, second = load(), load()
+    short, neighbour, asked = weights(1, 10), weights(2, 1000), weights(3, 500)
+    liar = replace(first.wanted(short), key=replace(key_of(short), digest=key_of(asked).digest))
+    assert all(first.lender.put([liar, first.wanted(neighbour)]))
+    with pytest.raises(BackendError, match="1000 bytes where 20 are lent"):
+        second.find(asked)
+    with pytest.raises(BackendError, match="privately"):
+        second.put(asked)
+    assert torch.equal(second.find(neighbour), neighbour)
+
+
 def test_a_full_gpu_and_a_full_budget_are_refusals(
     manager: gpus.GpuManager, load: Callable[[], Load]
 ) -> None:
