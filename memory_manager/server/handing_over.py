@@ -2,11 +2,14 @@
 
 At the end the manager sends every sealed slab to systemd, and an index (a memory file, too) of what
 lies where. The next one finds them as inherited descriptors. It trusts neither: the index is
-decoded strictly, and slabs are checked and hashed like any that a client hands back.
+decoded strictly, and slabs are checked like any that a client hands back, and hashed where the
+manager can. A GPU's it cannot: what ties them to their digests is the names of their descriptors,
+which are never used twice.
 """
 
 import array
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,7 +38,7 @@ class StoredTensor(Part, frozen=True):
 
 
 class StoredSlab(Part, frozen=True):
-    """A slab by the name of its descriptor."""
+    """A slab; its descriptor is stored under this name and the index's generation."""
 
     name: Name
     nbytes: Size
@@ -51,16 +54,24 @@ class StoredRecord(Part, frozen=True):
 
 
 class Index(Message, frozen=True):
-    """Everything that the next manager is told."""
+    """Everything that the next manager is told.
 
+    `generation`: random, and in the names of the descriptors that belong to this index. systemd may
+    still have older ones, and their slabs have the same numbers.
+    """
+
+    generation: Name
     slabs: list[StoredSlab]
     records: list[StoredRecord]
     pins: list[Name]
 
 
+_NOTHING: Final = Index("", [], [], [])
+
+
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What an earlier manager has left: the index, and descriptors by name (the caller's now)."""
+    """What an earlier manager has left: the index, and descriptors (the caller's now) by slab."""
 
     index: Index
     descriptors: dict[str, int]
@@ -70,6 +81,10 @@ def _room() -> int:
     """How many slabs systemd keeps for this service, beside the index."""
     text = os.environ.get("FDSTORE", "")
     return int(text) - 1 if text.isdecimal() else 0
+
+
+def _stored(name: str, generation: str) -> str:
+    return f"{name}-{generation}"
 
 
 def describe(world: World, memories: Mapping[int, Memory], room: int) -> Index:
@@ -92,7 +107,7 @@ def describe(world: World, memories: Mapping[int, Memory], room: int) -> Index:
         for slab in fit[:room]
     ]
     records = [StoredRecord(key, r.record, list(r.digests)) for key, r in world.records.items()]
-    return Index(slabs, records, sorted(ledger.pins))
+    return Index(secrets.token_hex(8), slabs, records, sorted(ledger.pins))
 
 
 def hand_over(world: World, memories: Mapping[int, Memory]) -> int:
@@ -107,8 +122,10 @@ def hand_over(world: World, memories: Mapping[int, Memory]) -> int:
             file.write(msgspec.msgpack.encode(index))
         for slab in index.slabs:
             memory = memories[int(slab.name.removeprefix("slab-"))]
-            notify(f"FDSTORE=1\nFDNAME={slab.name}", (memory.fileno,))
-        notify(f"FDSTORE=1\nFDNAME={_INDEX}", (fd,))  # last: without it the others mean nothing
+            name = _stored(slab.name, index.generation)
+            notify(f"FDSTORE=1\nFDNAME={name}", (memory.fileno,))
+        # Last: without it the others mean nothing.
+        notify(f"FDSTORE=1\nFDNAME={_stored(_INDEX, index.generation)}", (fd,))
     finally:
         os.close(fd)
     return len(index.slabs)
@@ -119,19 +136,31 @@ def inherit() -> Inherited:
     descriptors = _inherited_descriptors()
     for name in descriptors:
         notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
-    fd = descriptors.pop(_INDEX, None)
-    index = Index([], [], [])
-    if fd is not None:
-        try:
-            data = os.pread(fd, min(os.fstat(fd).st_size, _MAX_INDEX), 0)
-            index = msgspec.msgpack.decode(data, type=Index)
-        except (OSError, msgspec.MsgspecError):
-            index = Index([], [], [])  # of another version: the tensors are built again
-        finally:
-            os.close(fd)
-    wanted = {slab.name for slab in index.slabs}
-    close_all(fd for name, fd in descriptors.items() if name not in wanted)
-    return Inherited(index, {name: fd for name, fd in descriptors.items() if name in wanted})
+    names = [name for name in descriptors if name.startswith(_stored(_INDEX, ""))]
+    found = [_read(name, descriptors.pop(name)) for name in names]
+    # Each speaks of its own slabs only, so any is right; of one that is older, slabs may be gone.
+    index = max(found, key=lambda each: len(_slabs(each, descriptors)), default=_NOTHING)
+    slabs = {name: descriptors.pop(stored) for name, stored in _slabs(index, descriptors).items()}
+    close_all(descriptors.values())
+    return Inherited(index, slabs)
+
+
+def _read(name: str, fd: int) -> Index:
+    """The index that is stored under this name; `fd` is closed."""
+    try:
+        data = os.pread(fd, min(os.fstat(fd).st_size, _MAX_INDEX), 0)
+        index = msgspec.msgpack.decode(data, type=Index)
+    except (OSError, msgspec.MsgspecError):
+        return _NOTHING  # of another version: the tensors are built again
+    finally:
+        os.close(fd)
+    return index if name == _stored(_INDEX, index.generation) else _NOTHING
+
+
+def _slabs(index: Index, descriptors: Mapping[str, int]) -> dict[str, str]:
+    """Of the index's slabs those that are there: what each is stored under."""
+    stored = {slab.name: _stored(slab.name, index.generation) for slab in index.slabs}
+    return {name: under for name, under in stored.items() if under in descriptors}
 
 
 def _inherited_descriptors() -> dict[str, int]:
