@@ -109,9 +109,9 @@ class StoreIOError(AdvisedError):
 
 
 class LostHitError(AdvisedError):
-    """What an import found in the store was gone before it could refer to it."""
+    """What an import or a save found in the store was gone before it could refer to it."""
 
-    advice = "import again: nothing was committed"
+    advice = "import or save it again: nothing was committed"
 
 
 class NewerFormatError(AdvisedError):

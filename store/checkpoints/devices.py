@@ -73,7 +73,8 @@ class _CudaCopies:
 
         host = host_tensor(tensor, into)
         with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
+            # Resolved here, not on the stream of the model: this one would not wait for that.
+            host.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
             # Recorded each time: the last one counts, and nobody has to say which that is.
             self._event.record(self._stream)
         # Its memory is not given to others before the copy is done, even if the model lets go.

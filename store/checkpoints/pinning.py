@@ -150,8 +150,7 @@ class Pinning:
             return None
         if tensor.device not in self._streams:
             self._streams[tensor.device] = device.begin(tensor)
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        host = self._streams[tensor.device].copy(plain, block)
+        host = self._streams[tensor.device].copy(tensor.detach(), block)
         self._copied.append(_Copy(block, tensor.nbytes, True, []))
         return host, self._copied[-1]
 

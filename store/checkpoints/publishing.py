@@ -5,7 +5,7 @@ about as much as a single one.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, TypeVar
@@ -70,13 +70,25 @@ class Batch:
         """Make all of them durable under their names."""
         files = self._objects.files
         self._sync(files.fsync, [handle for handle, _ in self._waiting])
-        folders: dict[Path, None] = dict.fromkeys(target.parent for target in self._there)
+        folders = dict.fromkeys(folder for path in self._there for folder in self._above(path))
         for handle, target in self._waiting:
             files.close(handle)
             if target is not None:
                 folders |= dict.fromkeys(self._place(handle.path, target))
         self._sync(files.sync_folder, list(folders))
         self._settled.folders |= folders.keys()
+
+    def settle(self, paths: Iterable[Path]) -> None:
+        """Make the names of files durable that others gave them, perhaps a moment ago."""
+        folders = dict.fromkeys(folder for path in paths for folder in self._above(path))
+        self._sync(self._objects.files.sync_folder, list(folders))
+        self._settled.folders |= folders.keys()
+
+    def _above(self, path: Path) -> list[Path]:
+        """The folders to sync for a name; whoever made the lower one may not have got so far."""
+        if path.parent in self._settled.folders:
+            return [path.parent]
+        return [path.parent, path.parent.parent]
 
     def _sync(self, sync: Callable[[_T], None], things: Sequence[_T]) -> None:
         """Sync all, together where the disk takes its time: else threads cost more than that."""
@@ -90,9 +102,7 @@ class Batch:
 
     def _place(self, path: Path, target: Path) -> list[Path]:
         """Give a file its name; the folders to sync."""
-        new = self._objects.files.mkdir(target.parent)
+        if self._objects.files.mkdir(target.parent):
+            self._settled.folders.discard(target.parent)
         self._objects.files.rename(path, target)
-        if new or target.parent not in self._settled.folders:
-            # Whoever made the folder may have died before it synced the one above.
-            return [target.parent, target.parent.parent]
-        return [target.parent]
+        return self._above(target)

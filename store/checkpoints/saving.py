@@ -325,7 +325,10 @@ class _Commit:
         )
 
     def _check_hits(self) -> None:
-        """Look all containers up again. LostHitError: one is not there any more."""
+        """Look all containers up again, and make those durable that others have written.
+
+        LostHitError: one is not there any more.
+        """
         files, layout = self._objects.files, self._objects.layout
         for container in {each for page in self.next.pages for each in page.containers}:
             path = layout.container(container.name, container.kind)
@@ -335,6 +338,9 @@ class _Commit:
                 what = f"the container {container.name} was removed meanwhile"
                 raise LostHitError.at(layout.root, what)
             self.next.containers[container] = (path, status.size)
+        own = {each.container for each in self._stocker.sealed}
+        new = self.next.containers.keys() - self._last.containers.keys() - own
+        self._batch.settle(self.next.containers[container][0] for container in sorted(new))
 
     def result(self, manifest: str, seconds: float) -> Saved:
         """What it did."""

@@ -192,19 +192,25 @@ def test_what_failed_in_a_block_is_a_note_on_what_it_raises(tmp_path: Path) -> N
     assert any("run@4" in note for note in raised.value.__notes__)
 
 
+class _FailingAlways(Gate):
+    """A disk that is full, which is found when it is opened."""
+
+    def fsync(self, handle: Handle) -> None:
+        assert self.opened.wait(60)
+        raise OSError(28, "No space left on device")
+
+
 def test_all_that_failed_is_told_of_together(tmp_path: Path) -> None:
-    handle(tmp_path / "store").close()
-    files = faulty(tmp_path)
-    run = handle(tmp_path / "store", files=files, in_flight=3)
-    files._faults = FULL
+    gate = _FailingAlways()
+    run = gated(tmp_path, gate, in_flight=3)
     begun = [run.save_async(network(step), step) for step in range(3)]
+    gate.opened.set()
     for pending in begun:
         pending.finish()
     with pytest.raises(NoSpaceError) as raised:
         run.close()
-    assert [any(f"run@{step}" in note for note in raised.value.__notes__) for step in range(3)] == [
-        True
-    ] * 3
+    notes = raised.value.__notes__
+    assert all(any(f"run@{step}" in note for note in notes) for step in range(3))
     run.close()
 
 

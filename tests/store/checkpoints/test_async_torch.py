@@ -191,6 +191,21 @@ def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
     assert held(pinning.snapshot(NOTES, {})) == expected
 
 
+def test_views_are_resolved_by_the_copies_of_a_device() -> None:
+    plain = torch.randn(300, 200, dtype=torch.complex64)
+    values = {"plain": plain, "conj": plain.conj(), "neg": plain.conj().imag}
+    expected = data_of(plain, plain.conj().resolve_conj(), values["neg"].resolve_neg())
+    pinning, device = staged(values, 4 << 20)
+    given = [tensor for _, tensor in device.begun[0].waiting]
+    assert [(each.is_conj(), each.is_neg()) for each in given] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+    pinning.hold()
+    assert held(pinning.snapshot(NOTES, {})) == expected
+
+
 def test_a_device_waits_at_once_for_what_could_change_unnoticed() -> None:
     with torch.inference_mode():
         values = {"a": torch.randn(200, 200)}

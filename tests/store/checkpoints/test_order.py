@@ -2,17 +2,20 @@
 
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fresh
 from gates import Gate, gated
 from steps import assert_same, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
+from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.names import file_of
 
 TICK_S = 0.02  # files are dated by a clock of a few milliseconds
@@ -118,3 +121,59 @@ def test_a_damaged_step_fails_no_later_save(
         run.load(1)
     run.delete(1)
     assert run.steps() == [3]
+
+
+class _Syncs(RealFiles):
+    """What was made durable before each name of a step."""
+
+    def __init__(self) -> None:
+        self.folders: set[Path] = set()
+        self.before: set[Path] = set()
+
+    def sync_folder(self, path: Path) -> None:
+        self.folders.add(path)
+        super().sync_folder(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.parent.name == "refs":
+            self.before = set(self.folders)
+        super().rename(source, target)
+
+
+def test_what_others_have_written_is_durable_before_it_is_referred_to(tmp_path: Path) -> None:
+    """Whoever wrote it may not have made its name durable yet, and fail to."""
+    handle(tmp_path).save(network(1), 1)
+    files = _Syncs()
+    run = handle(tmp_path, files=files)
+    files.folders.clear()
+    assert run.save(network(1), 2).new_tensors == 0
+    layout = run.store.objects.layout
+    name = run.store.objects.ref("run@2")
+    page = run.store.objects.manifest(name).pages[0].hex()
+    found = [layout.table(each.name, each.kind) for each in run.store.objects.containers()]
+    for path in [layout.manifest(page), *found]:
+        assert {path.parent, path.parent.parent} <= files.before
+
+
+def encoding_in_a_child(root: str) -> int:
+    """A child is forked while its parent encodes: it holds what the encoder keeps."""
+    run, model = handle(Path(root)), network(1)
+    run.save(model, 0)
+    deltas = run._saver._deltas
+    assert deltas is not None
+    with deltas.anchors._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            code = 1
+            try:
+                model["layer0.weight"] *= 1.001
+                code = run.save(model, 1).step - 1
+            finally:
+                os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_encodes(tmp_path: Path) -> None:
+    assert fresh.call(encoding_in_a_child, str(tmp_path)) == 0
+    assert handle(tmp_path).steps() == [0, 1]
