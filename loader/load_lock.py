@@ -39,3 +39,6 @@ class _Taken(threading.local):
 
 
 LOAD_LOCK: Final = LoadLock()
+# Of conversions: two of equal models meet, and neither waits for a load that downloads. Whoever has
+# both took this one last.
+MOVE_LOCK: Final = LoadLock()

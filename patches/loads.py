@@ -23,7 +23,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.adoption import Adoption, Terms
 from tensor_dedup.loader.heap import release_memory
 from tensor_dedup.loader.lender import lender_for
-from tensor_dedup.loader.load_lock import LOAD_LOCK
+from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
 from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
@@ -260,9 +260,9 @@ def _require_modules(target: object, verb: str) -> dict[str, nn.Module]:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """While no other thread loads. False: a load is under way in this one."""
-    with LOAD_LOCK:
-        yield _state.load is None
+    """While no other thread converts. False: a load is under way in this one."""
+    with MOVE_LOCK:
+        yield under_way() is None
 
 
 @contextmanager
