@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensor_dedup.loader import families
 from tensor_dedup.loader.adoption import Adoption, Terms
@@ -59,6 +61,12 @@ _CONVERSIONS: Final = frozenset(
 # How many copies of one key are tried on a device before a tensor stays private there.
 _TRIED: Final = 16
 
+_WRITTEN: Final = (
+    "a parameter on %s was written in place, in memory that it may share (of %s): other models of "
+    "this process see the write; call unshare(model) before writing"
+)
+_log = logging.getLogger(__name__)
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 _Form = tuple[torch.device, torch.dtype]
 Guard = Callable[[], AbstractContextManager[bool]]
@@ -83,13 +91,15 @@ _casts: Final[WeakValueDictionary[Known, Resident]] = WeakValueDictionary()
 # What models that are offloaded after each use hold in host memory meanwhile: they come back for
 # certain, and then need neither a copy nor a hash.
 _kept: Final[WeakKeyDictionary[nn.Module, set[Resident]]] = WeakKeyDictionary()
+# Which storage parameters on devices came to, and how often they had been written then.
+_versions: Final = WeakTensorKeyDictionary()
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
     """Keep what is shared shared when it is converted; until nothing is shared any more.
 
-    `alone()` is a context in which no other thread loads; it yields False during a load of this
-    one, which shares by itself.
+    `alone()` is a context in which no other thread converts; it yields False during a load of
+    this one, which shares by itself.
     """
     _watch.config = config
     if read_only():
@@ -113,6 +123,7 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
             if nothing_loads:
                 _share_again(self, parameters)
                 move.remember(parameters)
+            _note_versions(self.parameters())  # some may be other objects by now
         return result
 
     _apply._tensor_dedup = True  # type: ignore[attr-defined]
@@ -254,8 +265,38 @@ def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, Known]:
     """
     if _watch.config is not None and _watch.config.verifies_bytes:
         return {}
-    known = known_of(parameters)
-    return {number: each for number, each in known.items() if not is_forgeable(each.key.digest)}
+    followed = {}
+    for parameter, known in _with_known(parameters):
+        if is_forgeable(known.key.digest):
+            continue
+        storage, version = _state(parameter)
+        noted = _versions.get(parameter)
+        if noted is not None and noted[0] == storage and noted[1] != version:
+            _log.warning(_WRITTEN, parameter.device, known.key.digest)
+        else:
+            followed[id(parameter)] = known
+    return followed
+
+
+def _with_known(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Known]]:
+    every = list(parameters)
+    known = known_of(every)
+    return ((each, known[id(each)]) for each in every if id(each) in known)
+
+
+def _note_versions(parameters: Iterable[nn.Parameter]) -> None:
+    for each in parameters:
+        if COPIES.holds(data_of(each)):
+            noted, now = _versions.get(each), _state(each)
+            if noted is None or noted[0] != now[0]:
+                _versions[each] = now
+        else:
+            _versions.pop(each, None)
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    """The storage, and how often torch has seen it written through this object."""
+    return _storage(parameter), 0 if parameter.is_inference() else parameter._version
 
 
 def _use_on_this_stream(tensor: torch.Tensor) -> None:

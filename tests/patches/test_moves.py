@@ -15,6 +15,7 @@ from tensor_dedup import TensorDedupConfig, move, shares_memory, sweep, unshare,
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.guarding import make_private
+from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.patches.moves import APPLY
@@ -259,10 +260,10 @@ WEAK = TensorDedupConfig(hash_algorithm="xxhash64")
 def test_what_only_has_the_same_forgeable_digest_is_not_what_another_becomes(
     monkeypatch: pytest.MonkeyPatch, last: TensorDedupConfig
 ) -> None:
-    models = [nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2)]
+    models: list[Any] = [nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(2)]
     nn.init.ones_(models[0][0].weight)
     nn.init.constant_(models[1][0].weight, 2.0)
-    twin = nn.Sequential(nn.Linear(64, 64, bias=False))
+    twin: Any = nn.Sequential(nn.Linear(64, 64, bias=False))
     nn.init.ones_(twin[0].weight)
     with monkeypatch.context() as patched:
         patched.setattr("tensor_dedup.loader.adoption.submit", one_digest)
@@ -280,6 +281,47 @@ def test_what_only_has_the_same_forgeable_digest_is_not_what_another_becomes(
     for model in models:
         model.to("meta")
     assert storages(models[0]) != storages(models[1])
+
+
+def test_what_was_written_on_another_device_is_not_what_came_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = pair()
+    kept, _ = pair()
+    for model in (first, second, kept):
+        model.to("meta")
+    with torch.no_grad():
+        second[0].weight.add_(1)  # nobody guards this one
+    second.to("meta")
+    for model in (first, second, kept):
+        model.float()
+    assert {x == y for x, y in zip(storages(first), storages(kept), strict=True)} == {True}
+    differs = [x != y for x, y in zip(storages(first), storages(second), strict=True)]
+    assert differs == [True] + [False] * (len(differs) - 1)
+    assert "call unshare(model) before writing" in caplog.text
+    caplog.clear()
+    # That one is its own now, and it may write.
+    with torch.no_grad():
+        second[0].weight.add_(1)
+    second.double()
+    assert not caplog.messages
+
+
+def test_a_conversion_does_not_wait_for_a_load_of_another_thread() -> None:
+    first, second = pair()
+    first.float()
+    converted = threading.Event()
+
+    def convert() -> None:
+        second.float()
+        converted.set()
+
+    thread = threading.Thread(target=convert, daemon=True)
+    with LOAD_LOCK:  # as while a load downloads
+        thread.start()
+        assert converted.wait(60)
+    thread.join()
+    assert shared(first, second) == equal(first, second) == parameters(first).keys()
 
 
 def test_memory_of_another_device_can_be_made_private() -> None:
