@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def old(folder: Path) -> Iterator[gpus.GpuManager]:
     """A manager with the backend `ipc`."""
-    with gpus.running(folder, "--build-timeout", "1", "--backend", "ipc") as running:
+    with gpus.running(folder, "--backend", "ipc") as running:
         yield running
 
 

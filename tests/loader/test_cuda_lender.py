@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def manager(folder: Path) -> Iterator[gpus.GpuManager]:
-    with gpus.running(folder, "--build-timeout", "1") as running:
+    with gpus.running(folder) as running:
         yield running
 
 

@@ -58,9 +58,8 @@ def test_a_storage_that_outlives_the_interpreter_calls_nobody() -> None:
     tensors._held.clear()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_torch_sees_none() -> None:
-    if torch.cuda.is_available():
-        return
     with pytest.raises(UnsupportedError, match="CUDA"):
         tensor_at(4096, (torch.uint8, (1,), (1,)), (CUDA, 0), None)
 
