@@ -197,19 +197,9 @@ _LOCKS: "weakref.WeakSet[Handle]" = weakref.WeakSet()
 _opening = threading.RLock()
 
 
-def _before_fork() -> None:
-    _opening.acquire()
-
-
-def _in_parent() -> None:
-    _opening.release()
-
-
 def _in_child() -> None:
-    """Close what locks were taken through, which does not unlock what the parent has locked.
-
-    A handle has no descriptor then: closing it later cannot close another file of this number.
-    """
+    # This unlocks nothing of the parent's. A handle has no descriptor then: closing it later cannot
+    # close another file of this number.
     global _opening
     _opening = threading.RLock()
     for handle in list(_LOCKS):
@@ -219,7 +209,11 @@ def _in_child() -> None:
     _LOCKS.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(
+    before=lambda: _opening.acquire(),
+    after_in_parent=lambda: _opening.release(),
+    after_in_child=_in_child,
+)
 
 
 class RealFiles(Files):

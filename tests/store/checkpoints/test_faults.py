@@ -157,6 +157,8 @@ def test_dying_at_every_operation(tmp_path: Path, name: str, every: bool) -> Non
             continue  # a death there leaves what one at the next change leaves
         losses = LOSSES if every and operation in CHANGES else LOSSES[number % 3 :][:1]
         cases = [(Faults(stop_at=number), loss) for loss in losses]
+        if operation == "sync_folder" and "nothing" not in losses:  # the name may be there
+            cases.append((Faults(stop_at=number), "nothing"))
         if operation in WRITES:
             cases.append((Faults(stop_at=number, torn=True), "nothing"))
         for faults, loss in cases:
