@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final
@@ -92,7 +92,7 @@ _casts: Final[WeakValueDictionary[Known, Resident]] = WeakValueDictionary()
 # certain, and then need neither a copy nor a hash.
 _kept: Final[WeakKeyDictionary[nn.Module, set[Resident]]] = WeakKeyDictionary()
 # Which storage parameters on devices came to, and how often they had been written then.
-_versions: Final = WeakTensorKeyDictionary()
+_versions: Final[MutableMapping[torch.Tensor, tuple[int, int]]] = WeakTensorKeyDictionary()
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
