@@ -18,7 +18,8 @@ import wrapt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tensor_dedup.loader.guarding import make_private
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.guarding import is_guarded, make_private
 from tensor_dedup.patches.signatures import Seam, holder_of, usable
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ AVERAGES: Final = tuple(
     )
     for name in ("copy_to", "restore")
 )
+PLANNED: Final = Seam(
+    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor",
+    "(self, read_item)",
+    "what it returns is written, and is no parameter but another tensor over its memory",
+    "call unshare before state_dict(), for models on a device",
+    "torch 2.13",
+)
 # What the layers of adapters do to the layer they stand for. Some ways to begin one take from the
 # weight what the adapter adds (`pissa_init` and its like).
 _WRITING: Final = ("merge", "unmerge")
@@ -66,6 +74,7 @@ def install() -> None:
     wrapt.when_imported("peft.tuners.tuners_utils")(_guard_adapters)
     wrapt.when_imported("diffusers.loaders.textual_inversion")(lambda _: _guard(INVERSION, _tables))
     wrapt.when_imported("diffusers.training_utils")(_guard_averages)
+    wrapt.when_imported("torch.distributed.checkpoint.default_planner")(_guard_plans)
 
 
 def _guard(seam: Seam, written: Before) -> None:
@@ -101,6 +110,28 @@ def _guarded_average(original: Method) -> Method:
         return original(self, every)
 
     return guarded
+
+
+def _guard_plans(_: ModuleType) -> None:
+    """Refuse: the parameters cannot be found from what their `state_dict()` gave."""
+    if not usable(PLANNED):
+        return
+    holder, name = holder_of(PLANNED.target)
+    original = getattr(holder, name)
+
+    @functools.wraps(original)
+    def resolve_tensor(self: Any, read_item: Any) -> torch.Tensor:
+        target: torch.Tensor = original(self, read_item)
+        if is_guarded(target):
+            raise UnsupportedError(
+                f"{read_item.dest_index.fqn} is memory on {target.device} that models share; call "
+                "tensor_dedup.unshare(model) before the model's state_dict() and load into that",
+                tensor=read_item.dest_index.fqn,
+            )
+        return target
+
+    resolve_tensor._tensor_dedup = True  # type: ignore[attr-defined]
+    setattr(holder, name, resolve_tensor)
 
 
 def _copied_into(

@@ -19,7 +19,7 @@ import tiny_pipelines
 from tensor_dedup import enable, sweep, unshare, verify
 from tensor_dedup.loader.guarding import READ_ONLY_VARIABLE, is_guarded
 from tensor_dedup.patches.signatures import usable
-from tensor_dedup.patches.writers import AVERAGES, INVERSION, LOAD_STATE
+from tensor_dedup.patches.writers import AVERAGES, INVERSION, LOAD_STATE, PLANNED
 from tiny_pipelines import equal, image, load, parameters, shared
 
 Found = dict[str, Any]
@@ -223,8 +223,42 @@ def moved_saved_and_unshared(root: str) -> dict[str, bool]:
     }
 
 
+def loaded_in_place(root: str) -> list[object]:
+    """A distributed checkpoint, into the tensors of a model's state_dict."""
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    models = [torch.nn.Linear(64, 64) for _ in range(2)]
+    for each in models:
+        torch.nn.init.ones_(each.weight)
+        torch.nn.init.ones_(each.bias)
+        sweep(each)
+    written = {name: value + 1 for name, value in models[0].state_dict().items()}
+    folder = Path(root) / "checkpoint"
+    state_dict_saver.save(written, checkpoint_id=folder, no_dist=True)
+    refusal = ""
+    try:
+        state_dict_loader.load(models[1].state_dict(), checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        refusal = str(error)
+    before = float(models[1].weight.max())
+    unshare(models[1])
+    state_dict_loader.load(models[1].state_dict(), checkpoint_id=folder, no_dist=True)
+    after = [float(each.weight.min()) for each in models]
+    return ["tensor_dedup.unshare(model) before" in refusal, before, after, verify().ok]
+
+
+def test_a_distributed_checkpoint_is_not_loaded_into_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(READ_ONLY_VARIABLE, "1")
+    assert fresh.call(loaded_in_place, str(tmp_path)) == [True, 1.0, [1.0, 2.0], True]
+
+
 def test_every_seam_is_what_was_recorded() -> None:
     import diffusers.loaders.textual_inversion
     import diffusers.training_utils  # noqa: F401
 
-    assert [seam.target for seam in (LOAD_STATE, INVERSION, *AVERAGES) if not usable(seam)] == []
+    assert [
+        seam.target for seam in (LOAD_STATE, INVERSION, PLANNED, *AVERAGES) if not usable(seam)
+    ] == []
