@@ -1,45 +1,27 @@
 """The core against clients that do anything, in any order, and die at any moment."""
 
-import itertools
-from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
     rule,
 )
 
-from tensor_dedup.memory_manager.core import Core, Settings
+from core_played import PlayedCore
 from tensor_dedup.memory_manager.core.effects import (
     Adopt,
     Allocate,
-    Close,
-    Effect,
-    Forget,
-    Free,
     SealAndHash,
-    Send,
 )
-from tensor_dedup.memory_manager.core.world import World
 from tensor_dedup.memory_manager.layout import PAGE
 from tensor_dedup.memory_manager.messages import (
-    WITHOUT_REPLY,
     Abandon,
-    Allocated,
     Evict,
-    Extent,
-    Found,
-    FoundDigests,
     Hello,
     Lookup,
     LookupDigests,
     Offer,
-    Offered,
     Piece,
     Pin,
     Progress,
@@ -47,95 +29,22 @@ from tensor_dedup.memory_manager.messages import (
     Release,
     Request,
     Reserve,
-    Reserved,
     Rows,
     Seal,
-    Sealed,
     Span,
     Status,
     Wait,
 )
 from tensor_dedup.memory_manager.messages import Allocate as AllocateRequest
 
-BUDGET = 8 * PAGE
 KEYS = st.sampled_from(["a", "b", "c"])
 DIGESTS = st.sampled_from([character * 64 for character in "0123456789"])
 SLOTS = st.integers(0, 3)
 NAMES = st.sampled_from(["base", "tuned", ""])
 
 
-class Machine(RuleBasedStateMachine):
-    """Plays the sockets, the memory and the clock around a core."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Settings(BUDGET, build_timeout_s=10, hello_timeout_s=5, max_puts=3)
-        self.core = Core(self.settings)
-        self.now = 0.0
-        self.slots: dict[int, int] = {}
-        self.numbers = itertools.count(1)
-        self.jobs: list[Allocate | SealAndHash | Adopt] = []
-        self.memory: set[int] = set()  # slabs whose descriptor the manager has
-        self.process: dict[int, int] = {}  # open connections
-        self.watched: set[int] = set()
-        self.owed: Counter[int] = Counter()
-        self.puts: dict[int, set[int]] = {}
-        self.leases: dict[int, set[int]] = {}
-
-    @initialize(hold=st.booleans())
-    def begin(self, hold: bool) -> None:
-        """Memory that a mapping holds, and memory that the manager must hold for it."""
-        self.core = Core(replace(self.settings, mappings_hold=hold))
-
-    @property
-    def world(self) -> World:
-        return self.core.world
-
-    # What surrounds the core.
-
-    def do(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case Send(connection, reply, slabs):
-                    assert set(slabs) <= self.memory
-                    self.owed[connection] -= 1
-                    self.learn(connection, reply, slabs)
-                case Close(connection, _):
-                    self.hung_up(connection)
-                case Allocate() | SealAndHash() | Adopt():
-                    self.jobs.append(effect)
-                case Free(slab):
-                    assert slab not in {job.slab for job in self.jobs}
-                    self.memory.discard(slab)
-                case Forget(process):
-                    self.watched.remove(process)
-
-    def learn(self, connection: int, reply: Any, slabs: tuple[int, ...]) -> None:
-        extents: list[Extent | None] = []
-        match reply:
-            case Reserved(put, _) if put:
-                self.puts[connection].add(put)
-            case Allocated():
-                assert len(slabs) == 1
-            case Found(layers, refs):
-                assert [ref.slab for ref in refs] == list(slabs)
-                extents = [extent for layer in layers if layer for extent in layer.extents]
-            case FoundDigests(extents, refs):
-                assert [ref.slab for ref in refs] == list(slabs)
-            case Offered(leases):
-                self.leases[connection].update(leases)
-            case Sealed(digests):
-                assert set(digests) <= set(self.world.ledger.residents)
-        self.leases[connection].update(extent.lease for extent in extents if extent)
-
-    def hung_up(self, connection: int) -> None:
-        del self.process[connection]
-        self.owed.pop(connection, None)
-
-    def ask(self, connection: int, request: Request) -> None:
-        if connection in self.process:
-            self.owed[connection] += not isinstance(request, WITHOUT_REPLY)
-            self.do(self.core.received(self.now, connection, request))
+class Machine(PlayedCore):
+    """What clients, time and the backend may do."""
 
     # What clients do.
 
@@ -356,58 +265,6 @@ class Machine(RuleBasedStateMachine):
                     self.memory.add(slab)
                 found = [announced for _, _, announced in pieces]
                 self.do(self.core.hashed(self.now, slab, found if right else ("not_sealed", "no")))
-
-    # What always holds.
-
-    @invariant()
-    def the_budget_is_kept(self) -> None:
-        ledger = self.world.ledger
-        assert ledger.charged == sum(slab.nbytes for slab in ledger.slabs.values()) <= BUDGET
-
-    @invariant()
-    def what_can_be_seen_is_there(self) -> None:
-        ledger = self.world.ledger
-        for digest, resident in ledger.residents.items():
-            slab = ledger.slabs[resident.slab]
-            assert resident.slab in self.memory
-            assert slab.residents[digest] is resident
-            assert not slab.ghost
-            assert not slab.busy
-        for key, record in self.world.records.items():
-            assert set(record.digests) <= set(ledger.residents)
-            assert key not in self.world.builders
-
-    @invariant()
-    def holds_are_counted(self) -> None:
-        connections = self.world.connections.values()
-        leases = Counter(id(r) for c in connections for r in c.leases.values())
-        puts = Counter(id(r) for c in connections for p in c.puts.values() for r in p.held)
-        for resident in self.world.ledger.residents.values():
-            assert resident.leases == leases.pop(id(resident), 0)
-            assert resident.holds == resident.leases + puts.pop(id(resident), 0)
-        assert not leases
-        assert not puts
-
-    @invariant()
-    def each_layer_has_one_builder(self) -> None:
-        active = [
-            (key, put)
-            for connection in self.world.connections.values()
-            for put in connection.puts.values()
-            if put.active
-            for key in put.keys
-        ]
-        assert len(active) == len(self.world.builders)
-        assert dict(active) == self.world.builders
-
-    @invariant()
-    def every_request_is_answered_once(self) -> None:
-        parked = Counter(n for n, c in self.world.connections.items() if c.waiting is not None)
-        filling = Counter(put.connection for put in self.world.filling.values())
-        offers = Counter(offer.connection for offer in self.world.offers.values())
-        for connection in self.process:
-            pending = parked[connection] + filling[connection] + offers[connection]
-            assert self.owed[connection] == pending
 
     def teardown(self) -> None:
         """Everybody dies and the backend ends its work: nothing may be left but residents."""
