@@ -1,5 +1,6 @@
 """A run beside a dict of copies, whatever is done to it; models that are written to meanwhile."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from tensor_dedup.store.files import Handle, Mode, RealFiles
 SIZES = (0, 1, 64, 3000, 16_383, 16_384, 16_385, 40_000)
 NAMES = st.sampled_from([f"t{n}" for n in range(6)])
 STEPS = st.integers(0, 5)
+
+
+# What lies within one tick of the clock of files has one time, and is in the order of its number.
+_TICK_S = 0.011
 
 
 class Training(RuleBasedStateMachine):
@@ -81,9 +86,11 @@ class Training(RuleBasedStateMachine):
                 save(self.model, step)
             return
         save(self.model, step)
-        self.kept[step] = copied(self.model)
+        self.kept.pop(step, None)
+        self.kept[step] = copied(self.model)  # in the order of saving
         if self.keep is not None:
-            last = sorted(self.kept)[-self.keep :]
+            time.sleep(_TICK_S)
+            last = list(self.kept)[-self.keep :]
             stay = {*last, step, *self.pinned}
             self.kept = {each: self.kept[each] for each in self.kept if each in stay}
 
