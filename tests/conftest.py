@@ -1,6 +1,7 @@
 """What every test needs before vllm or transformers is first imported."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,11 @@ from hypothesis import settings
 # A deadline is an assertion on time: it fails on a busy machine and says nothing about the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# A shell without job control starts what goes to the background with this one ignored, and children
+# inherit that: tests that interrupt would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # At import, not in a fixture: vllm and huggingface_hub read their environment when they are
 # imported, and test modules import them before any fixture runs.
