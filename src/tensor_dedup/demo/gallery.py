@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tensor_dedup.demo import models, painter, pictures
-from tensor_dedup.demo.run import Side, Step, follow
+from tensor_dedup.demo.run import Side, Step, follow, one_process
 from tensor_dedup.demo.show import new_table, ratio, signed
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report_table import human
@@ -68,14 +68,7 @@ def run_side(
         "folder": str(folder),
     }
     result = follow(painter.__file__, job, _ENVIRONMENT, folder / "log", step)
-    return Side(
-        loads=result["loads"],
-        answers=result["answers"],
-        before=result["before"],
-        peak_rss=result["peak_rss"],
-        together=True,
-        report=result["report"],
-    )
+    return one_process(result)
 
 
 def equal_pictures(plain: Side, shared: Side) -> list[bool]:

@@ -105,11 +105,8 @@ def run_plain(models: Sequence[Path], log: Path, step: Step, kv: int, together: 
     )
 
 
-def run_shared(
-    models: Sequence[Path], log: Path, step: Step, kv: int, config: Mapping[str, Any]
-) -> Side:
-    """Load and answer with this package, all models in one process."""
-    result = _child(list(models), config, {}, log, step, kv)
+def one_process(result: Mapping[str, Any]) -> Side:
+    """The side that one process was."""
     return Side(
         loads=result["loads"],
         answers=result["answers"],
@@ -118,6 +115,14 @@ def run_shared(
         together=True,
         report=result["report"],
     )
+
+
+def run_shared(
+    models: Sequence[Path], log: Path, step: Step, kv: int, config: Mapping[str, Any]
+) -> Side:
+    """Load and answer with this package, all models in one process."""
+    result = _child(list(models), config, {}, log, step, kv)
+    return one_process(result)
 
 
 def equal_tokens(plain: Side, shared: Side) -> list[bool]:
