@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError, safe_open
 
+import kernel
 from liars import (
     HONEST,
     LIARS,
@@ -131,10 +132,10 @@ def test_read_header_takes_a_path_or_an_open_descriptor(tmp_path: Path) -> None:
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     path.write_bytes(file_of(one(shape="[3]")))
-    before = set(Path("/proc/self/fd").iterdir())
+    before = kernel.descriptors()
     with pytest.raises(FormatError):
         read_header(path)
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert not kernel.descriptors() - before
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What the kernel says about this process: its slab mappings, descriptors and memory; forking."""
 
 import ctypes
+import gc
 import os
 import pickle
 import re
@@ -33,11 +34,15 @@ def slab_descriptors() -> int:
 
 
 def descriptors() -> set[str]:
-    """Every open descriptor of this process, with what it leads to."""
+    """Every open descriptor of this process, with what it leads to.
+
+    Compare with what was open before by `-`: garbage of earlier tests may close its own in between.
+    """
+    gc.collect()
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         try:
-            found.add(f"{path.name} {path.readlink()}")
+            found.add(f"{path.name} {path.readlink()} {path.stat().st_ino}")
         except FileNotFoundError:  # the descriptor of this listing
             continue
     return found
