@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 
-from tensor_dedup.loader.ahead import MAX_AHEAD_BYTES, Ahead
+from tensor_dedup.loader.ahead import Ahead
 from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.sources import SourceReader, SourceTensor
 
 SHARED_STORAGE = "it shares its storage with another parameter"
-# What is larger is read straight into shared memory; what is not, may be read ahead.
-POUR_BYTES = MAX_AHEAD_BYTES
+# What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
+# memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
+POUR_BYTES = 512 << 20
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
 _OWN_SLAB_BYTES = 64 << 10
 
@@ -266,8 +267,8 @@ class Assembly:
     def pours(self, each: DeferredParameter) -> bool:
         """Can it be read straight into shared memory, without memory to be made in first?
 
-        Worth it for what is large, and is not on its way already: its fresh memory would cost more
-        than reading it.
+        Worth it for what is so large that a second copy of it might not fit, and is not on its way
+        already.
         """
         if each.installed or each.nbytes <= POUR_BYTES or self.config.hash_algorithm != "blake3":
             return False

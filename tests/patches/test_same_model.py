@@ -106,10 +106,13 @@ def test_the_second_load_shares_all_when_hints_may_not_be_used(tiny: Path) -> No
     assert second.equal_outputs
 
 
-def test_large_tensors_of_a_qwen2_of_half_a_billion(folder: Path) -> None:
+def test_large_tensors_of_a_qwen2_of_half_a_billion(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models.make(models.BASE, folder)
     path = folder / models.BASE
     engines.leave_alone(path / checkpoints.WEIGHTS)
+    monkeypatch.setattr(assembly, "POUR_BYTES", 64 << 20)
     with patch.object(assembly, "pour", wraps=residents.pour) as pour:
         second = _load_twice(path, min_tensor_bytes=_SMALLEST)
     assert pour.call_count == 1  # the embedding, for the first
