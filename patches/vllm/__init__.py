@@ -6,9 +6,13 @@ argument. Importing this module loads neither vllm nor torch.
 
 import functools
 import logging
+from typing import TYPE_CHECKING
 
 from tensor_dedup.patches.vllm.hooks import install
 from tensor_dedup.patches.vllm.load_format import LOAD_FORMAT
+
+if TYPE_CHECKING:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 _log = logging.getLogger(__name__)
 
@@ -32,11 +36,20 @@ def register() -> None:
 def _register_loader() -> None:
     try:
         from vllm.model_executor.model_loader import register_model_loader
-
-        from tensor_dedup.patches.vllm.loader import TensorDedupLoader
     except ImportError as error:
         # Raising here would end every engine of a vLLM that lost a name we import, also those
         # that never asked for us. Whoever asks hears from vLLM that the format is not supported.
         _log.warning("the load format %s is not available in this vLLM: %s", LOAD_FORMAT, error)
         return
-    register_model_loader(LOAD_FORMAT)(TensorDedupLoader)
+    register_model_loader(LOAD_FORMAT)(_loader_class())
+
+
+def _loader_class() -> "type[DefaultModelLoader]":
+    """The loader; where this vLLM lost a name that it imports, one that loads plainly."""
+    try:
+        from tensor_dedup.patches.vllm.loader import TensorDedupLoader
+    except ImportError as error:
+        from tensor_dedup.patches.vllm.unusable import plain_loader
+
+        return plain_loader(f"this vLLM is not one that tensor-dedup knows: {error}")
+    return TensorDedupLoader

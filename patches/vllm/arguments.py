@@ -97,14 +97,14 @@ def parse_flag(text: str) -> dict[str, Any]:
 def patch(arg_utils: ModuleType) -> None:
     """Teach vllm.engine.arg_utils the argument. Idempotent; `unpatch` undoes it.
 
-    Where the seams do not match, every argument class says so when tensor_dedup is used and is
-    otherwise untouched.
+    Where the seams do not match, every argument class takes `tensor_dedup`, says so once, and loads
+    plainly.
     """
-    matches = usable("arguments")
+    matches = not check("arguments")
     for name in ("EngineArgs", "AsyncEngineArgs"):
         cls = getattr(arg_utils, name, None)
         if cls is not None and not _is_ours(cls.__init__):
-            cls.__init__ = _init(cls.__init__) if matches else _refusing_init(cls.__init__)
+            cls.__init__ = _init(cls.__init__) if matches else _plain_init(cls.__init__)
     if matches and not _is_ours(arg_utils.EngineArgs.add_cli_args):
         engine_args = arg_utils.EngineArgs
         engine_args.add_cli_args = staticmethod(_add_cli_args(engine_args.add_cli_args))
@@ -195,16 +195,20 @@ def _call(original: Callable[..., None], given: inspect.BoundArguments) -> None:
     original(*given.args, **given.kwargs)
 
 
-def _refusing_init(original: Callable[..., None]) -> Callable[..., None]:
+def _plain_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Take the argument and load plainly."""
+
     @functools.wraps(original)
     def __init__(
         self: object, *args: object, tensor_dedup: object = None, **kwargs: object
     ) -> None:
         if tensor_dedup is not None and TensorDedupConfig.from_any(tensor_dedup).enabled:
+            usable("arguments")  # says what is missing, once in this process
+        if is_url(kwargs.get("model")):
             raise UnsupportedError(
-                "tensor_dedup cannot be used with this vLLM: "
-                f"{'; '.join(map(str, check('arguments')))}; "
-                f"install vLLM {RECORDED_VERSION} or drop tensor_dedup",
+                f"model={kwargs['model']!r} is a checkpoint in a tensor-dedup store, which this "
+                f"vLLM cannot be taught to load: {'; '.join(map(str, check('arguments')))}; "
+                f"install vLLM {RECORDED_VERSION}, or export the checkpoint and load the folder",
             )
         original(self, *args, **kwargs)
 

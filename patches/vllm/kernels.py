@@ -32,17 +32,21 @@ def dispatch() -> dict[str, bool]:
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     """The layer's `cpu_linear` when it owns all it needs and nothing of the layer; else None.
 
-    vLLM's closures hold a oneDNN handler, or a packed tensor and the number of outputs. One that
-    holds anything else may be tied to its layer and is not given to another.
+    vLLM's closures hold a oneDNN handler, or a packed weight and the number of outputs. One that
+    holds anything else, as one of vLLM 0.28 does with a copy of the bias, is tied to its layer and
+    is not given to another.
     """
-    linear = getattr(layer, "cpu_linear", None)
-    cells = [cell.cell_contents for cell in getattr(linear, "__closure__", None) or ()]
-    owned = (CPUDNNLGEMMHandler, torch.Tensor, int)
-    if linear is None or not cells or not all(isinstance(cell, owned) for cell in cells):
-        return None
-    if any(isinstance(cell, nn.Parameter) for cell in cells):
-        return None
-    return linear  # type: ignore[no-any-return]
+    linear: Any = getattr(layer, "cpu_linear", None)
+    cells = getattr(linear, "__closure__", None) or ()
+    names = linear.__code__.co_freevars if cells else ()
+    owned = [_owned(name, cell.cell_contents) for name, cell in zip(names, cells, strict=True)]
+    return linear if owned and all(owned) else None
+
+
+def _owned(name: str, value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return "weight" in name and not isinstance(value, nn.Parameter)
+    return isinstance(value, (CPUDNNLGEMMHandler, int))
 
 
 def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:

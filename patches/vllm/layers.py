@@ -18,7 +18,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.utils import weights_already_processed
 
 from tensor_dedup.loader.assembly import SHARED_STORAGE, Assembly, Made
 from tensor_dedup.loader.comparing import raise_audit, same_bytes
@@ -35,6 +34,7 @@ from tensor_dedup.patches.vllm.kernels import (
     processed_attributes,
     set_attributes,
 )
+from tensor_dedup.patches.vllm.versions import takes_processed, weights_already_processed
 
 _GEMM_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _PREPROCESSED = (UnquantizedFusedMoEMethod,)
@@ -59,7 +59,7 @@ class LayerProcessor:
             original(layer)
         elif type(method) in _GEMM_METHODS and "weight" in parameters and layer.weight.ndim == 2:
             self._gemm(original, layer, parameters)
-        elif type(method) in _PREPROCESSED and method.supports_pre_processed_weights:
+        elif type(method) in _PREPROCESSED and takes_processed(method):
             self._preprocessed(original, layer, parameters)
         else:
             self._plainly(original, layer, parameters)
@@ -124,6 +124,7 @@ class LayerProcessor:
             self._map(layer, parameters, record)
             return
         self._map(layer, parameters, record)
+        assert weights_already_processed is not None  # or `takes_processed` would have said no
         with weights_already_processed():
             original(layer)
         set_attributes(layer, record.attributes)

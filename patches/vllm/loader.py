@@ -24,6 +24,7 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import Checkout, stored_in
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.keeping import keep
+from tensor_dedup.loader.lender import checkpoint_name
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.report import ModelReport, add
@@ -31,10 +32,13 @@ from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.stored import FromDisk, FromStore, Opening, store_behind
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.patches.vllm import stored_weights, weight_iterators, writers
+from tensor_dedup.patches.vllm.budget import held_elsewhere
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.run import Run
-from tensor_dedup.patches.vllm.seams import usable
+from tensor_dedup.patches.vllm.seams import why_not
+from tensor_dedup.patches.vllm.unusable import plain_loader
+from tensor_dedup.patches.vllm.versions import create_model
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
@@ -55,6 +59,11 @@ class TensorDedupLoader(DefaultModelLoader):
     Any weights it cannot share it loads as vLLM would, and `report()` says why. Loads of one
     process wait for each other. Raises ConfigError, FormatError, ChangedFileError, AuditError.
     """
+
+    def __new__(cls, load_config: LoadConfig) -> Any:
+        """In a vLLM that is not the one we know: a loader that overrides nothing and says so."""
+        reason = why_not("loader", "reload")
+        return super().__new__(cls) if reason is None else plain_loader(reason)(load_config)
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
@@ -111,9 +120,9 @@ class TensorDedupLoader(DefaultModelLoader):
         revision: str | None,
         fall_back_to_pt: bool,
         allow_patterns_overrides: list[str] | None,
-    ) -> tuple[str, list[str], bool, str]:
+    ) -> tuple[Any, ...]:
         """As vLLM does; notes the folder, which for a hub model nobody knew before."""
-        found: tuple[str, list[str], bool, str] = super()._prepare_weights(
+        found: tuple[Any, ...] = super()._prepare_weights(
             model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides
         )
         if subfolder is None:
@@ -152,9 +161,18 @@ class TensorDedupLoader(DefaultModelLoader):
             return "tensor_dedup is switched off"
         if device.type != "cpu":
             return f"sharing on {device.type} is not in this version"
-        if not (usable("loader") and usable("reload")):
-            return "this vLLM is not one that tensor-dedup knows"
         return None
+
+    def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
+        """Bytes of this model that a memory manager holds already: no part of the engine's own.
+
+        0 where nothing is shared on the device. vLLM asks on GPUs, before it looks how much memory
+        is free; its engine on the CPU does not ask.
+        """
+        manager = self.dedup.memory_manager
+        if manager is None or self._refusal(vllm_config) is not None:
+            return 0
+        return held_elsewhere(manager, checkpoint_name(self._name(vllm_config.model_config)))
 
     def _device(self, vllm_config: VllmConfig) -> torch.device:
         device = self.load_config.device or vllm_config.device_config.device
@@ -212,9 +230,7 @@ class TensorDedupLoader(DefaultModelLoader):
             set_default_torch_dtype(dtype),
         ):
             with device:
-                model = self.create_model(
-                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
-                )
+                model = create_model(self, vllm_config, model_config, prefix)
             self._trace(run, model, model_config)
             began = time.perf_counter()
             run.share_outside_layers(model)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.weight_tying import _get_untied_lm_head
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.assembly import Assembly
@@ -28,6 +27,7 @@ from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.trace import Tracer, UntraceableError
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.layers import LayerProcessor
+from tensor_dedup.patches.vllm.versions import untied_lm_head
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -151,7 +151,7 @@ class Run:
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
         """Tie a head that the checkpoint repeats, by recipe; vLLM would compare bytes."""
-        if not model_config.word_embeddings_untied_by_checkpoint:
+        if not getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
             yield
             return
         self._retie(model)
@@ -162,7 +162,7 @@ class Run:
             model_config.word_embeddings_untied_by_checkpoint = True
 
     def _retie(self, model: nn.Module) -> None:
-        untied = _get_untied_lm_head(model)
+        untied = untied_lm_head(model) if untied_lm_head is not None else None
         if untied is None:
             return
         head = self._deferred.get(id(untied.lm_head.weight))

@@ -1,56 +1,37 @@
 """Every function of vLLM that we wrap, override or depend on, and what happens when it changed.
 
-Recorded against vLLM 0.32. A signature is compared by names, kinds and defaults of its
-parameters; annotations may change freely. No vllm and no torch until something is checked.
+The table of what was recorded, against the vLLM that is installed. No vllm and no torch until
+something is checked.
 """
 
 import functools
-import importlib
-import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Final
+
+from tensor_dedup.patches.vllm import relied_on
+from tensor_dedup.patches.vllm.seam import (
+    RECORDED_VERSION,
+    WITHOUT,
+    Mismatch,
+    Part,
+    Seam,
+    compare,
+)
+
+__all__ = [
+    "RECORDED_VERSION",
+    "SEAMS",
+    "WITHOUT",
+    "Mismatch",
+    "Part",
+    "Seam",
+    "check",
+    "compare",
+    "usable",
+    "why_not",
+]
 
 logger = logging.getLogger(__name__)
-
-RECORDED_VERSION = "0.32"
-
-Part = Literal["arguments", "loader", "reload"]
-# What a load does without that part; one sentence, so that the log can say it.
-WITHOUT: dict[Part, str] = {
-    "arguments": "`tensor_dedup=` raises UnsupportedError and `--tensor-dedup` is not offered",
-    "loader": "weights are loaded plainly, without sharing",
-    "reload": "weights are loaded plainly, because a reload might reach other models",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """One function we rely on: `target` is "module:qualified name".
-
-    `signature` is the whole recorded signature, or empty where only the parameters named in
-    `needs` matter (a generated `__init__` with hundreds of them grows with every release).
-    """
-
-    target: str
-    part: Part
-    reason: str
-    signature: str = ""
-    needs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A seam that is not what was recorded; `found` says what is there instead."""
-
-    seam: Seam
-    found: str
-
-    def __str__(self) -> str:
-        wanted = self.seam.signature or f"parameters {', '.join(self.seam.needs)}"
-        return f"{self.seam.target} is {self.found}, vLLM {RECORDED_VERSION} had {wanted}"
-
 
 _ARG_UTILS = "vllm.engine.arg_utils"
 _MODELS = "vllm.model_executor"
@@ -71,7 +52,7 @@ _ENGINE_SETTINGS = (
 )
 _RELOAD = "(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True)"
 
-SEAMS: tuple[Seam, ...] = (
+SEAMS: Final[tuple[Seam, ...]] = (
     Seam(
         f"{_ARG_UTILS}:EngineArgs.__init__",
         "arguments",
@@ -117,8 +98,11 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_LOADERS}.base_loader:BaseModelLoader.create_model",
         "loader",
-        "called between the parts of load_model: builds the module tree",
+        "called between the parts of load_model: builds the module tree; where it is missing, "
+        "`initialize_model` is called as there",
         "(self, vllm_config, model_config, prefix='')",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     Seam(
         f"{_LOADERS}.default_loader:DefaultModelLoader.load_weights",
@@ -200,18 +184,24 @@ SEAMS: tuple[Seam, ...] = (
         "loader",
         "stood in for: it compares the bytes of weights that are not there yet",
         "(model, model_config)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     Seam(
         f"{_LOADERS}.weight_tying:_get_untied_lm_head",
         "loader",
         "called in its stead: which two layers it would compare and tie",
         "(model)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     Seam(
         f"{_MODELS}.utils:weights_already_processed",
         "loader",
         "entered on a hit: processing sets a layer up without touching its finished weights",
         "()",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     Seam(
         f"{_MODELS}.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -225,6 +215,8 @@ SEAMS: tuple[Seam, ...] = (
         "loader",
         "called: a fresh kernel shows which attributes processing has set",
         "(self, layer)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     Seam(
         f"{_LOADERS}.reload.layerwise:initialize_layerwise_reload",
@@ -238,6 +230,8 @@ SEAMS: tuple[Seam, ...] = (
         "reload",
         "relied on: writes weights in kernel format straight into parameters, as above",
         "(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     Seam(
         f"{_RUNNER}.gpu_model_runner:GPUModelRunner.reload_weights",
@@ -250,52 +244,41 @@ SEAMS: tuple[Seam, ...] = (
         "reload",
         "relied on: the same in the second generation of runners, on GPU and on CPU",
         _RELOAD,
+        earlier=("(self, *args, **kwargs)",),
     ),
+    *relied_on.SEAMS,
 )
 
 
-def check(part: Part | None = None) -> tuple[Mismatch, ...]:
-    """Compare the installed vLLM with the table, or with one part of it. Imports what it checks.
+def check(*parts: Part) -> tuple[Mismatch, ...]:
+    """Compare the installed vLLM with these parts of the table, or all. Imports what it checks.
 
     Never raises for a vLLM that is different; a module or name that is gone is a mismatch.
     """
-    chosen = (seam for seam in SEAMS if part in (None, seam.part))
+    chosen = (seam for seam in SEAMS if not parts or seam.part in parts)
     return tuple(found for seam in chosen if (found := compare(seam)) is not None)
 
 
-def compare(seam: Seam) -> Mismatch | None:
-    """The difference between one seam and the installed vLLM, or None."""
-    try:
-        found = inspect.signature(_resolve(seam.target))
-    except (ImportError, AttributeError) as error:
-        return Mismatch(seam, f"missing ({error})")
-    if seam.signature and _plain(found) != seam.signature:
-        return Mismatch(seam, _plain(found))
-    absent = [name for name in seam.needs if name not in found.parameters]
-    return Mismatch(seam, f"without {', '.join(absent)}") if absent else None
+@functools.cache
+def why_not(*parts: Part) -> str | None:
+    """Why these parts cannot be used with the installed vLLM, or None. Thread-safe."""
+    return _reason(*parts)
 
 
 @functools.cache
 def usable(part: Part) -> bool:
     """Whether one part of the table matches; otherwise logged once in this process. Thread-safe."""
-    mismatches = check(part)
-    if mismatches:
-        logger.warning(
-            "This vLLM is not the one tensor-dedup knows, so %s: %s",
-            WITHOUT[part],
-            "; ".join(map(str, mismatches)),
-        )
-    return not mismatches
+    reason = _reason(part)
+    if reason is not None:
+        logger.warning("%s", reason)
+    return reason is None
 
 
-def _resolve(target: str) -> Callable[..., object]:
-    module, _, qualified = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in qualified.split("."):
-        found = getattr(found, name)
-    return cast("Callable[..., object]", found)
-
-
-def _plain(signature: inspect.Signature) -> str:
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+def _reason(*parts: Part) -> str | None:
+    mismatches = check(*parts)
+    if not mismatches:
+        return None
+    return (
+        f"this vLLM is not the one tensor-dedup knows, so {WITHOUT[mismatches[0].seam.part]}: "
+        f"{'; '.join(map(str, mismatches))}"
+    )

@@ -8,10 +8,10 @@ originals run: a reload, another loader and another thread see no difference.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.model_executor.model_loader import default_loader
@@ -94,15 +94,19 @@ def in_order(files: Iterable[str]) -> list[str]:
     return sorted(files, key=_natural_sort_key)
 
 
+# By the name that `DefaultModelLoader` calls it by.
+REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
+    "safetensors_weights_iterator": _safetensors,
+    "multi_thread_safetensors_weights_iterator": _threaded,
+    **dict.fromkeys(_OTHERS, _unsupported),
+}
+
+
 @functools.cache
 def install() -> None:
-    """Put the wrappers in place, once a process."""
-    replacements = {
-        "safetensors_weights_iterator": _safetensors,
-        "multi_thread_safetensors_weights_iterator": _threaded,
-        **dict.fromkeys(_OTHERS, _unsupported),
-    }
-    for name, replacement in replacements.items():
-        original = getattr(default_loader, name)
-        wrapper = functools.wraps(original)(functools.partial(replacement, original))
-        setattr(default_loader, name, wrapper)
+    """Put the wrappers in place, once a process; what this vLLM has not got, it does not call."""
+    for name, replacement in REPLACEMENTS.items():
+        original = getattr(default_loader, name, None)
+        if original is not None:
+            wrapper = functools.wraps(original)(functools.partial(replacement, original))
+            setattr(default_loader, name, wrapper)

@@ -26,6 +26,7 @@ from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.run import Run
 
 MOST_US = 50.0
+Work = Callable[[Run, Any, Any, Path], float]
 Opened = Callable[[list[str], Callable[[str], bool]], Iterator[tuple[str, torch.Tensor]]]
 
 
@@ -39,10 +40,10 @@ def tracing(base: Path, pairs: int) -> list[Row]:
     empty, recorded = in_pairs(
         pairs,
         "tracing",
-        lambda: _microseconds(base, count, _over_empty),
+        lambda: _microseconds(base, count, over_empty),
         lambda: _microseconds(base, count, _recorded),
     )
-    whole = [_microseconds(base, count, _whole) for _ in range(pairs)]
+    whole = [_microseconds(base, count, whole) for _ in range(pairs)]
     extra = estimate([b - a for a, b in zip(empty, recorded, strict=True)])
     return [
         Row(
@@ -68,7 +69,12 @@ def _us(found: Estimate) -> str:
     return found.text(1) + " µs"
 
 
-def _microseconds(path: Path, count: int, work: Callable[[Run, Any, Any, Path], float]) -> float:
+def _microseconds(path: Path, count: int, work: Work) -> float:
+    return seconds(path, work) / count * 1e6
+
+
+def seconds(path: Path, work: Work) -> float:
+    """Processor time of `work` for a model without weights, whose building is not counted."""
     config = configuration(path, dedup=True)
     model_config: Any = config.model_config
     loader: Any = get_model_loader(config.load_config)
@@ -79,11 +85,10 @@ def _microseconds(path: Path, count: int, work: Callable[[Run, Any, Any, Path], 
         stack.enter_context(set_default_torch_dtype(model_config.dtype))
         model = loader.create_model(vllm_config=config, model_config=model_config)
         load_weights = functools.partial(loader.load_weights, model, model_config)
-        seconds = work(run, model, load_weights, path)
-    return seconds / count * 1e6
+        return work(run, model, load_weights, path)
 
 
-def _over_empty(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+def over_empty(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
     """vLLM's own code, parameters and sources without data, and nobody watching."""
     run.defer(model)
     specs = read_header(path / WEIGHTS).tensors
@@ -110,12 +115,12 @@ def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path
     began = time.thread_time()
     with weight_iterators.deferring(opened), run.tracer.recording():
         load_weights()
-    seconds = time.thread_time() - began
+    taken = time.thread_time() - began
     file.close()
-    return seconds
+    return taken
 
 
-def _whole(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+def whole(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
     """All that a load does before it shares."""
     began = time.thread_time()
     run.defer(model)

@@ -7,7 +7,7 @@ import pytest
 from vllm.engine import arg_utils
 from vllm.utils import argparse_utils
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.patches.vllm import arguments, seams
 
 # Any: what is patched into vLLM cannot be in its annotations.
@@ -49,13 +49,14 @@ def test_they_can_be_undone_and_applied_again(model: str) -> None:
         parser.parse_args(["--tensor-dedup"])
 
 
-def test_on_another_vllm_the_argument_is_unsupported_and_the_flag_absent(
+def test_on_another_vllm_the_argument_loads_plainly_and_the_flag_is_absent(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     model: str,
 ) -> None:
     plain = EngineArgs(model=model)
+    assert EngineArgs(model=model, tensor_dedup=True) != plain
     arguments.unpatch(arg_utils)
     changed = seams.Seam(
         "vllm.engine.arg_utils:EngineArgs.from_cli_args", "arguments", "a test", "(args, env)"
@@ -65,11 +66,17 @@ def test_on_another_vllm_the_argument_is_unsupported_and_the_flag_absent(
 
     arguments.patch(arg_utils)
 
-    assert "is (args)" in caplog.text
-    for cls in (EngineArgs, AsyncEngineArgs):
-        with pytest.raises(UnsupportedError, match=r"from_cli_args is \(args\).*install vLLM"):
-            cls(model=model, tensor_dedup=True)
     assert EngineArgs(model=model) == EngineArgs(model=model, tensor_dedup=False) == plain
+    assert not caplog.records  # nobody has asked for it
+    for cls in (EngineArgs, AsyncEngineArgs):
+        assert cls(model=model, tensor_dedup=True) == cls(model=model)
+    [said] = caplog.records
+    assert "from_cli_args is (args)" in said.getMessage()
+    assert seams.WITHOUT["arguments"] in said.getMessage()
+    with pytest.raises(ConfigError, match="hash_algorithm"):
+        EngineArgs(model=model, tensor_dedup={"hash_algoritm": "blake3"})
+    with pytest.raises(UnsupportedError, match=r"from_cli_args is \(args\).*install vLLM"):
+        EngineArgs(model="store://tiny", tensor_dedup=True)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     with pytest.raises(SystemExit):
         parser.parse_args(["--tensor-dedup"])

@@ -1,22 +1,37 @@
 """The table of seams against the installed vLLM, and against one that changed."""
 
 import ast
+import dataclasses
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tensor_dedup.patches.vllm import seams
+import engines
+import plain
+from tensor_dedup.patches import vllm as patches
+from tensor_dedup.patches.vllm import load_format, seam, seams, unusable
 
-EVERY_TARGET = [seam.target for seam in seams.SEAMS]
+EVERY_TARGET = [each.target for each in seams.SEAMS]
+# Names that say only what a class or a module is called; what we use of it has entries of its own.
+HOLDERS = {
+    "vllm:LLM",
+    "vllm:_custom_ops",
+    "vllm.model_executor.model_loader:default_loader",
+    "vllm.model_executor.model_loader:utils",
+}
 
 
 @pytest.fixture
-def _forget_usable() -> Iterator[None]:
-    seams.usable.cache_clear()
+def _forget() -> Iterator[None]:
+    """What was found out about the installed vLLM; later tests find it out anew."""
+    for found in (seams.usable, seams.why_not):
+        found.cache_clear()
     yield
-    seams.usable.cache_clear()
+    for found in (seams.usable, seams.why_not):
+        found.cache_clear()
 
 
 @pytest.mark.parametrize("seam", seams.SEAMS, ids=EVERY_TARGET)
@@ -24,26 +39,67 @@ def test_the_installed_vllm_is_as_recorded(seam: seams.Seam) -> None:
     assert seams.compare(seam) is None
 
 
+def test_every_seam_of_the_newest_version_is_there() -> None:
+    """What may be missing in older versions is in the newest, or the row would say nothing."""
+    import vllm
+
+    if not vllm.__version__.startswith(seam.RECORDED_VERSION):
+        pytest.skip(f"vLLM {vllm.__version__} is not {seam.RECORDED_VERSION}")
+    for each in seams.SEAMS:
+        if seam.RECORDED_VERSION in each.versions:
+            strict = dataclasses.replace(each, optional=False)
+            assert seams.compare(strict) is None
+
+
 def test_every_seam_is_listed_once_and_says_why_and_what() -> None:
     assert len(set(EVERY_TARGET)) == len(EVERY_TARGET)
-    for seam in seams.SEAMS:
-        assert seam.reason
-        assert seam.part in seams.WITHOUT
-        assert bool(seam.signature) != bool(seam.needs)
+    for each in seams.SEAMS:
+        assert each.reason
+        assert each.part in seams.WITHOUT
+        assert sum(map(bool, (each.signature, each.needs, each.has))) <= 1
+        assert not each.earlier or each.signature
+        assert set(each.versions) <= set(seam.EVERY)
+        assert each.versions
+        assert each.optional or each.versions == seam.EVERY, each.target
 
 
-def test_every_private_name_we_import_from_vllm_is_listed() -> None:
+def test_every_name_we_import_from_vllm_is_listed() -> None:
     imported = {
         f"{node.module}:{alias.name}"
         for file in Path(seams.__file__).parent.glob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+        for node in run_time(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for alias in node.names
-        if alias.name.startswith("_")
     }
+    # A class is there when one of its functions is.
+    listed = {":".join((m, n.split(".")[0])) for m, n in (t.split(":") for t in EVERY_TARGET)}
 
     assert imported
-    assert imported <= set(EVERY_TARGET)
+    assert imported - HOLDERS <= listed
+
+
+def run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from run_time(node)
+
+
+def test_every_function_we_replace_is_listed() -> None:
+    """What is set on something of vLLM's by name: the iterators, and the methods of loaders."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from tensor_dedup.patches.vllm import weight_iterators
+    from tensor_dedup.patches.vllm.loader import TensorDedupLoader
+
+    listed = {target.rpartition(":")[2].rpartition(".")[2] for target in EVERY_TARGET}
+    overridden = {n for n in vars(TensorDedupLoader) if hasattr(DefaultModelLoader, n)}
+    public = {name for name in overridden if not name.startswith(("__", "_abc"))}
+
+    assert {"load_model", "_get_weights_iterator"} <= public
+    assert public <= listed
+    assert set(weight_iterators.REPLACEMENTS) <= listed
 
 
 @pytest.mark.parametrize(
@@ -68,7 +124,7 @@ def test_a_change_is_a_mismatch_that_says_what_is_there(
     assert target in str(mismatch)
 
 
-@pytest.mark.usefixtures("_forget_usable")
+@pytest.mark.usefixtures("_forget")
 def test_a_mismatch_is_logged_once_and_only_its_part_is_unusable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,3 +138,73 @@ def test_a_mismatch_is_logged_once_and_only_its_part_is_unusable(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "no_such_name" in caplog.text
     assert seams.WITHOUT["reload"] in caplog.text
+
+
+def moved(part: seams.Part) -> seams.Seam:
+    """A function that every vLLM has, with a signature that none has."""
+    return seams.Seam("vllm.plugins:load_plugins_by_group", part, "a test", "(group, *, moved)")
+
+
+def answers_shared_with_itself(model: str) -> tuple[plain.Answer, ...]:
+    """Load twice and see that the second shares; what it answers."""
+    both = [engines.sharing(model), engines.sharing(model)]
+    assert engines.last_report().shared_bytes > 0
+    answers = plain.outputs(both[1])
+    engines.drop(*both)
+    return answers
+
+
+def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What this package said."""
+    return [r.getMessage() for r in caplog.records if r.name.startswith("tensor_dedup")]
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("_forget")
+@pytest.mark.parametrize("part", ["loader", "reload"])
+def test_where_a_seam_has_moved_a_model_loads_plainly_with_one_warning(
+    part: seams.Part, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers_shared_with_itself(model)
+    monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, moved(part)))
+    seams.why_not.cache_clear()
+
+    with caplog.at_level(logging.WARNING):
+        llm = engines.sharing(model)
+
+    report = engines.last_report()
+    [(what, why)] = report.skipped
+    assert what == "<model>"
+    assert "(group, *, moved)" in why
+    assert seams.WITHOUT[part] in why
+    [said] = ours(caplog)
+    assert why in said
+    assert (report.shared_bytes, report.private_bytes) == (0, report.total_bytes)
+    assert report.total_bytes > 0
+    assert plain.outputs(llm) == expected
+    engines.drop(llm)
+
+
+@pytest.mark.vllm
+def test_where_a_name_we_import_is_gone_a_model_loads_plainly_with_one_warning(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.model_executor import model_loader
+    from vllm.model_executor.model_loader import ep_weight_filter
+
+    expected = answers_shared_with_itself(model)
+    # vLLM itself has it by then; our module, imported once more, finds it missing.
+    monkeypatch.delitem(sys.modules, "tensor_dedup.patches.vllm.loader")
+    monkeypatch.delattr(ep_weight_filter, "should_skip_weight")
+    registered = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    monkeypatch.setitem(registered, load_format.LOAD_FORMAT, patches._loader_class())
+
+    with caplog.at_level(logging.WARNING):
+        llm = engines.sharing(model)
+
+    assert registered[load_format.LOAD_FORMAT].__module__ == unusable.__name__
+    [said] = ours(caplog)
+    assert "loading without sharing" in said
+    assert engines.last_report().shared_bytes == 0
+    assert plain.outputs(llm) == expected
+    engines.drop(llm)

@@ -3,21 +3,25 @@
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fleet
 import plain
+import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from tensor_dedup.store import Store
 
@@ -47,7 +51,17 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @contextmanager
 def server(arguments: list[str], environment: dict[str, str], log: Path) -> Iterator[str]:
-    """Serve until the block ends, whatever happens in it; yields the address."""
+    """Serve until the block ends, whatever happens in it; yields the address when it answers."""
+    with started(arguments, environment, log) as (address, process):
+        wait_until(lambda: healthy(address), process, log)
+        yield address
+
+
+@contextmanager
+def started(
+    arguments: list[str], environment: dict[str, str], log: Path
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A server that does not answer yet: several may start at once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -59,10 +73,8 @@ def server(arguments: list[str], environment: dict[str, str], log: Path) -> Iter
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    address = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: healthy(address), process, log)
-        yield address
+        yield f"http://127.0.0.1:{port}", process
     finally:
         stop(process)
 
@@ -112,6 +124,34 @@ def complete(address: str) -> list[int]:
     return tokens
 
 
+def served_models(address: str) -> list[str]:
+    with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as response:
+        return [model["id"] for model in json.load(response)["data"]]
+
+
+def status(environment: dict[str, str]) -> dict[str, Any]:
+    """What `tensor-dedup status --json` prints."""
+    command = [str(Path(sys.executable).with_name("tensor-dedup")), "status", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def held_elsewhere(path: Path, manager: str) -> int:
+    """What vLLM's plan of a device's memory is told about this model before it is loaded."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+
+    arguments: Any = EngineArgs
+    config = arguments(
+        model=str(path),
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+        tensor_dedup={"memory_manager": manager},
+    ).create_engine_config()
+    return get_model_loader(config.load_config).get_external_weight_memory(config)
+
+
 def reported(environment: dict[str, str]) -> list[dict[str, Any]]:
     folder = Path(environment[REPORT_DIR_VARIABLE])
     return [json.loads(file.read_text())["model"] for file in sorted(folder.glob("*.json"))]
@@ -141,7 +181,8 @@ BY_LOAD_FORMAT = (
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(BY_FLAG, id="flag"),
+        # One server is also among the two on a manager below.
+        pytest.param(BY_FLAG, id="flag", marks=pytest.mark.long),
         pytest.param(BY_LOAD_FORMAT, id="load_format", marks=pytest.mark.long),
     ],
 )
@@ -154,6 +195,65 @@ def test_a_server_answers_as_plain_vllm_does(
     assert answer == expected(model)
     (load,) = reported(environment)
     assert load["total_bytes"] > 0
+
+
+@pytest.fixture
+def runtime(environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """A user's environment with a runtime folder of its own; its manager is ended in the end."""
+    home = tempfile.mkdtemp(prefix="td-")  # the path of a socket is short
+    environment = {**environment, "XDG_RUNTIME_DIR": home}
+    try:
+        yield environment
+    finally:
+        command = [str(Path(sys.executable).with_name("tensor-dedup")), "stop"]
+        subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)
+        shutil.rmtree(home)
+
+
+@pytest.mark.vllm
+def test_two_servers_share_what_they_have_in_common_through_a_manager(
+    runtime: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is set up and nothing imported: the first of them starts the manager."""
+    pair = checkpoints.make("llama", tmp_path)
+    config = ("--tensor-dedup", '{"memory_manager": "auto"}')
+    with ExitStack() as stack:
+        both = {
+            path: stack.enter_context(
+                started([str(path), *config], runtime, tmp_path / f"{path.name}.log")
+            )
+            for path in (pair.base, pair.fine_tune)
+        }
+        for path, (address, process) in both.items():
+            log = tmp_path / f"{path.name}.log"
+            wait_until(lambda address=address: healthy(address), process, log)  # type: ignore[misc]
+        answers = {path: complete(address) for path, (address, _) in both.items()}
+        found = status(runtime)
+        # After the answers: a page that nobody has read yet is in nobody's share.
+        mapped = [fleet.slab_pss(client["pid"]) for client in found["clients"]]
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime["XDG_RUNTIME_DIR"])
+        external = {str(path): held_elsewhere(path, "auto") for path in both}
+        names = [served_models(address) for address, _ in both.values()]
+
+    loads = {load["name"]: load for load in reported(runtime)}
+    assert set(loads) == {str(pair.base), str(pair.fine_tune)}
+    total = sum(load["total_bytes"] for load in loads.values())
+    shared = sum(load["shared_bytes"] for load in loads.values())
+    assert 0 < shared < total / 2
+    assert {client["leased_bytes"] > 0 for client in found["clients"]} == {True}
+    leased = sum(client["leased_bytes"] for client in found["clients"])
+    assert found["totals"]["resident_bytes"] <= total - shared
+    assert leased > found["totals"]["resident_bytes"]  # some of it twice
+    # A page that two of them map is half of each one's share: together they hold it once.
+    assert len(mapped) == 2
+    assert 0 < sum(mapped) <= found["totals"]["charged"]
+    assert not {process.pid for _, process in both.values()} & {c["pid"] for c in found["clients"]}
+    # What is there already is no part of an engine's own memory; a page is counted once.
+    assert external == {row["name"]: row["nbytes"] for row in found["checkpoints"]}
+    assert all(0 < external[name] <= load["total_bytes"] for name, load in loads.items())
+    assert held_elsewhere(pair.base, str(tmp_path / "nobody.sock")) == 0
+    assert names == [["tiny"], ["tiny"]]
+    assert answers == {path: expected(str(path)) for path in both}
 
 
 @pytest.mark.vllm

@@ -1,0 +1,134 @@
+"""The part of the table of seams that nobody replaces: names that are imported, read or called."""
+
+from typing import Final
+
+from tensor_dedup.patches.vllm.seam import RECORDED_VERSION, Seam
+
+_LAYERS = "vllm.model_executor.layers"
+_LOADERS = "vllm.model_executor.model_loader"
+_RUNNER = "vllm.v1.worker"
+
+SEAMS: Final[tuple[Seam, ...]] = (
+    Seam(
+        "vllm.plugins:load_plugins_by_group",
+        "arguments",
+        "relied on: calls our two entry points, in every process, before arguments are read",
+        "(group)",
+    ),
+    Seam(
+        "vllm.config.load:LoadConfig",
+        "loader",
+        "relied on: carries our configuration, beside the loader's own keys, to every process",
+        needs=("load_format", "model_loader_extra_config", "device"),
+    ),
+    Seam(
+        "vllm.config:VllmConfig",
+        "loader",
+        "read: where the model goes, this worker's rank, what layers entered",
+        has=("device_config", "parallel_config", "compilation_config"),
+    ),
+    Seam(
+        "vllm.config:CompilationConfig",
+        "loader",
+        "put back as it was when a load is begun again: layers enter themselves there once",
+        has=(
+            "static_forward_context",
+            "static_all_moe_layers",
+            "enabled_custom_ops",
+            "disabled_custom_ops",
+        ),
+    ),
+    Seam(
+        "vllm.config:ModelConfig",
+        "loader",
+        "read: the checkpoint's path, and the dtype of what is loaded",
+        has=("model", "dtype"),
+    ),
+    Seam(
+        "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",
+        "loader",
+        "set while we compare a head with the embedding by recipe; where there is none, vLLM does "
+        "not compare them",
+        optional=True,
+        versions=(RECORDED_VERSION,),
+    ),
+    Seam(
+        f"{_LOADERS}.default_loader:DefaultModelLoader",
+        "loader",
+        "subclassed: `local_expert_ids` is set by its __init__",
+        has=("Source", "counter_before_loading_weights"),
+    ),
+    Seam(
+        f"{_LOADERS}.base_loader:BaseModelLoader.get_external_weight_memory",
+        "loader",
+        "overridden: what others hold of a model is no part of the engine's own memory; without "
+        "it, vLLM on a GPU counts free memory only",
+        "(self, vllm_config)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
+    ),
+    Seam(
+        f"{_LOADERS}.utils:initialize_model",
+        "loader",
+        "called where BaseModelLoader.create_model is missing, as its load_model does",
+        "(vllm_config, *, prefix='', model_class=None, model_config=None)",
+    ),
+    Seam(
+        f"{_LAYERS}.quantization.base_config:QuantizeMethodBase",
+        "loader",
+        "read: whether weights are quantised while they are loaded, which cannot be deferred",
+        has=("uses_meta_device",),
+    ),
+    Seam(
+        f"{_LAYERS}.quantization.base_config:QuantizeMethodBase.supports_pre_processed_weights",
+        "loader",
+        "read: whether a layer may be given weights that were processed before; where there is "
+        "none, it is processed again and shared by content",
+        optional=True,
+        versions=(RECORDED_VERSION,),
+    ),
+    *(
+        Seam(target, "loader", "named: its layers are shared by key")
+        for target in (
+            f"{_LAYERS}.linear:UnquantizedLinearMethod",
+            f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+        )
+    ),
+    Seam(
+        f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "loader",
+        "named: its layers are shared by key; `moe_kernel` and `moe_quant_config` of its objects "
+        "are set by its __init__",
+    ),
+    Seam(
+        "vllm._custom_ops:CPUDNNLGEMMHandler",
+        "loader",
+        "recognised: what owns a packed weight; `n` and `k` of its objects are their sizes",
+    ),
+    Seam(
+        "vllm._custom_ops:_supports_onednn",
+        "loader",
+        "read for the layer key: is there oneDNN",
+    ),
+    Seam(
+        "vllm.platforms:current_platform",
+        "loader",
+        "read for the layer key: does this CPU pack weights in another way",
+        has=("is_zen_cpu",),
+    ),
+    Seam(
+        "vllm.utils.torch_utils:set_default_torch_dtype",
+        "loader",
+        "entered, as the overridden load_model does",
+        "(dtype)",
+    ),
+    *(
+        Seam(
+            f"{_RUNNER}.{module}:GPUModelRunner.get_model",
+            "reload",
+            "called: the model whose weights a reload is about to write",
+            "(self)",
+        )
+        for module in ("gpu_model_runner", "gpu.model_runner")
+    ),
+)

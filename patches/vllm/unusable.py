@@ -1,0 +1,58 @@
+"""The load format in a vLLM that is not the one we know: every model is loaded plainly.
+
+It overrides nothing that reads weights: what changed may be just what an override relies on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.checkout import stored_in
+from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.patches.vllm.load_format import KEY, split
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+_log = logging.getLogger(__name__)
+
+
+def plain_loader(reason: str) -> type[DefaultModelLoader]:
+    """A loader class that reads as vLLM does and says, for each model, why nothing is shared."""
+
+    class PlainLoader(DefaultModelLoader):
+        def __init__(self, load_config: LoadConfig) -> None:
+            extra = dict(load_config.model_loader_extra_config or {})
+            mine = extra.pop(KEY, None)
+            checkout = stored_in(mine)
+            if checkout is not None:
+                raise UnsupportedError(
+                    f"{checkout.url} cannot be loaded: {reason}; export it and load the folder",
+                    url=checkout.url,
+                )
+            _, inner = split(mine)
+            super().__init__(
+                dataclasses.replace(load_config, load_format=inner, model_loader_extra_config=extra)
+            )
+
+        def load_model(
+            self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+        ) -> nn.Module:
+            """Load as plain vLLM does."""
+            _log.warning("%s: loading without sharing: %s", model_config.model, reason)
+            model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+            name, rank = str(model_config.model), vllm_config.parallel_config.rank
+            report = ModelReport(name=name, rank=rank, skipped=[("<model>", reason)])
+            report.tensors_total = sum(1 for _ in model.parameters())
+            report.total_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            report.private_bytes = report.bytes_materialised = report.total_bytes
+            add(report)
+            return model
+
+    return PlainLoader

@@ -1,0 +1,150 @@
+"""What it costs to plan a mixture of 45,000 expert tensors, and to find all of it resident.
+
+    python scripts/bench/moe_plan.py [--pairs N] [--only NAME] [--work DIR] [--profile] [--write]
+
+As many layers and experts as large models have, of a few thousand numbers each: what counts here
+is how many tensors there are. Both sides alternate. Prints a section of Markdown; `--write` puts it
+into docs/benchmarks.md instead of the one there.
+"""
+
+import cProfile
+import datetime
+import os
+import pstats
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stats import estimate, machine, verdict, write_section
+from tensor_dedup.demo import models
+
+if TYPE_CHECKING:
+    from results import Row
+
+MOST_S = 5.0
+NAMES = ("qwen3-moe", "deepseek-v3")
+# vLLM reads these when it is imported: engines in this process, and nothing but our own output.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_NOTES = """\
+- *Planning*: opening the file, hints, running the model's own `load_weights` over deferred tensors,
+  recipes: all that comes before the first byte is read or shared. *Plain* there is that same
+  `load_weights` of vLLM over tensors without data, with nobody watching. Processor time of the
+  thread.
+- *Same model again*: `load_model` of vLLM's loader with every weight resident, against plain
+  vLLM's, wall clock; the module tree is built in both.
+- Weights are small, so reading and processing them costs less here than in real models; planning
+  does not depend on their size.
+"""
+
+
+def measured(name: str, work: Path, pairs: int) -> "list[Row]":
+    """The rows of one mixture."""
+    import experts
+    import recording
+    from loading import in_pairs, load, load_and_drop, make_known
+    from results import Row, ratio_row
+
+    mixture = experts.MIXTURES[name]
+    path = experts.made(mixture, work)
+    make_known(path)
+    plain, ours = in_pairs(
+        pairs,
+        f"{name}, planning",
+        lambda: recording.seconds(path, recording.over_empty),
+        lambda: recording.seconds(path, recording.whole),
+    )
+    found = estimate(ours)
+    label = f"{name}, {mixture.expert_tensors} expert tensors"
+    rows = [
+        Row(
+            f"{label}: planning",
+            f"{estimate(plain).text(2)} s",
+            f"{found.text(2)} s",
+            f"{estimate([b - a for a, b in zip(plain, ours, strict=True)]).text(2)} s more",
+            f"≤ {MOST_S:.0f} s",
+            verdict(found, most=MOST_S),
+        )
+    ]
+    resident, _ = load(path, dedup=True)
+    both = in_pairs(
+        pairs,
+        f"{name}, again",
+        lambda: load_and_drop(path, dedup=False).seconds,
+        lambda: load_and_drop(path, dedup=True).seconds,
+    )
+    rows.append(ratio_row(f"{label}: same model again, whole load", both))
+    del resident
+    return rows
+
+
+def _profile(name: str, work: Path) -> None:
+    import experts
+    import recording
+    from loading import make_known
+
+    path = experts.made(experts.MIXTURES[name], work)
+    make_known(path)
+    for step in (lambda: recording.seconds(path, recording.whole), lambda: _again(path)):
+        with cProfile.Profile() as profile:
+            step()
+        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(40)
+
+
+def _again(path: Path) -> None:
+    from loading import load, load_and_drop
+
+    resident, _ = load(path, dedup=True)
+    load_and_drop(path, dedup=True)
+    del resident
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--pairs", default=6, show_default=True, type=click.IntRange(min=1))
+@click.option("--only", multiple=True, type=click.Choice(NAMES), help="Repeat for several.")
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the checkpoints, 0.5 GB [default: in the user's cache directory].",
+)
+@click.option("--profile", is_flag=True, help="Profile instead, on the other stream.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+def main(pairs: int, only: tuple[str, ...], work: Path | None, profile: bool, write: bool) -> None:
+    """Measure planning of large mixtures of experts."""
+    folder = work or models.default_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    lines, names = machine(), only or NAMES
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
+        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        # They load vllm, which reads the environment then.
+        import experts
+        from loading import prepare_process
+        from results import HEAD
+
+        prepare_process(experts.made(experts.SMALL, folder))
+        if profile:
+            for name in names:
+                _profile(name, folder)
+            return
+        rows = [row for name in names for row in measured(name, folder, pairs)]
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    head = f"`scripts/bench/moe_plan.py`, {today}, {pairs} pairs."
+    load = f"- load average at the end {os.getloadavg()[0]:.1f}"
+    table = [HEAD, *(row.text() for row in rows)]
+    title = "## Planning large mixtures of experts"
+    text = "\n".join([title, "", head, "", *lines, load, "", *table, "", _NOTES])
+    click.echo(text)
+    if write:
+        write_section("moe_plan", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What older versions of vLLM do otherwise, shown with what the installed one has."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import engines
+import fresh
+import plain
+import tiny_checkpoints as checkpoints
+from tensor_dedup.patches.vllm import run, seams, versions
+from tensor_dedup.patches.vllm.kernels import packed_linear
+
+Linear = Callable[..., torch.Tensor]
+
+
+def with_a_copy_of_the_bias(packed_weight: torch.Tensor, bias_f32: torch.Tensor | None) -> Linear:
+    """As vLLM 0.28 packs for AMX."""
+    return lambda x, _, bias: torch.nn.functional.linear(
+        x, packed_weight, bias_f32 if bias is not None else None
+    )
+
+
+def without(packed_weight: torch.Tensor, N: int) -> Linear:
+    """As vLLM 0.32 packs for AMX."""
+    return lambda x, _, bias: torch.nn.functional.linear(x, packed_weight[:N], bias)
+
+
+def test_a_packed_function_that_holds_a_bias_belongs_to_its_layer_alone() -> None:
+    weight, layer = torch.ones(4, 4), nn.Module()
+    linear: Any = without(weight, 4)
+    layer.cpu_linear = linear
+    assert packed_linear(layer) is linear
+    for bias in (torch.ones(4), None):
+        linear = with_a_copy_of_the_bias(weight, bias)
+        layer.cpu_linear = linear
+        assert packed_linear(layer) is None
+
+
+def test_what_older_versions_lack_is_in_the_table_as_such() -> None:
+    optional = {each.target.rpartition(":")[2] for each in seams.SEAMS if each.optional}
+    assert {"weights_already_processed", "_get_untied_lm_head"} <= optional
+    for each in seams.SEAMS:
+        gone = dataclasses.replace(each, target="vllm.no_such_module:nothing")
+        assert (seams.compare(gone) is None) == each.optional
+
+
+@pytest.mark.vllm
+def test_models_are_shared_without_what_older_versions_lack(tmp_path: Path) -> None:
+    fresh.call(share_as_in_an_older_version, tmp_path)
+
+
+def share_as_in_an_older_version(root: Path) -> None:
+    """In a process of its own, mixtures of experts first: vLLM makes their groups only then.
+
+    Layers of experts are processed again and shared by content, so they are read again too.
+    """
+    with (
+        engines.quick(checkpoints.make("qwen2_moe", root).base),
+        mock.patch.object(versions, "weights_already_processed", None),
+        mock.patch.object(run, "untied_lm_head", None),
+    ):
+        for name in ("qwen2_moe", "llama_tied"):
+            pair = checkpoints.make(name, root)
+            llm = plain.engine(pair.fine_tune)
+            expected = plain.outputs(llm)
+            engines.drop(llm)
+            first, second = engines.sharing(pair.base), engines.sharing(pair.base)
+            alone = engines.last_report()
+            third = engines.sharing(pair.fine_tune)
+            report = engines.last_report()
+
+            assert alone.skipped == []
+            assert alone.shared_bytes == alone.total_bytes > 0
+            assert 0 < report.shared_bytes < report.total_bytes
+            assert plain.outputs(third) == expected
+            engines.drop(first, second, third)
