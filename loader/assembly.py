@@ -244,8 +244,8 @@ class Assembly:
     def _share_by_content(
         self, each: DeferredParameter, made: Made | None
     ) -> tuple[Made, str] | None:
-        if made is None and self.pours(each):
-            self._pour(each)
+        if made is None and (source := self._poured(each)) is not None:
+            self._pour(each, source)
             return None
         here = made if made is not None else self.make(each)
         if not sharable(here.tensor):
@@ -265,21 +265,19 @@ class Assembly:
         return None
 
     def pours(self, each: DeferredParameter) -> bool:
-        """Can it be read straight into shared memory, without memory to be made in first?
+        """Is it read straight into shared memory, without memory to be made in first?"""
+        return self._poured(each) is not None
 
-        Worth it for what is so large that a second copy of it might not fit, and is not on its way
-        already.
-        """
+    def _poured(self, each: DeferredParameter) -> SourceTensor | None:
+        """What it is read from, if so: a second copy might not fit, and it is not on its way."""
         if each.installed or each.nbytes <= POUR_BYTES or self.config.hash_algorithm != "blake3":
-            return False
+            return None
         if self.ahead.has(each) or not self.supply.local or self.reason(each) is not None:
-            return False
-        source = self.evaluator.alone(_view(each))
-        return source is not None and id(source) not in self.evaluator.unhashed
+            return None
+        alone = self.evaluator.alone(_view(each))
+        return None if id(alone) in self.evaluator.unhashed else alone
 
-    def _pour(self, each: DeferredParameter) -> None:
-        source = self.evaluator.alone(_view(each))
-        assert source is not None
+    def _pour(self, each: DeferredParameter, source: SourceTensor) -> None:
         parameter = each.parameter
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         geometry = ResidentKey(dtype_name(parameter.dtype), shape, stride, "")

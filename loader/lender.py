@@ -190,8 +190,8 @@ class Lender:
         """
         if isinstance(resident, LentResident):
             key, record = _manager_key(recipe), msgspec.msgpack.encode(_geometry(resident.key))
-            self.client.remember(key, record, [resident.key.digest])
-            weakref.finalize(resident, self.client.forget, key).atexit = False
+            if self.client.remember(key, record, [resident.key.digest]):
+                weakref.finalize(resident, self.client.forget, key).atexit = False
 
     def _note(self, why: object) -> None:
         """Say once why something was not lent."""

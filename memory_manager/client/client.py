@@ -232,9 +232,16 @@ class Client:
             if reply.outcome != "building" or time.monotonic() >= deadline:
                 return reply.outcome
 
-    def remember(self, key: str, record: bytes, digests: Sequence[str]) -> None:
-        """Publish this record again should the manager be replaced, if its tensors are leased."""
-        self._records[key] = (record, tuple(digests))
+    def remember(self, key: str, record: bytes, digests: Sequence[str]) -> bool:
+        """Publish this record again should the manager be replaced, if its tensors are leased.
+
+        False: it is remembered already.
+        """
+        new = (record, tuple(digests))
+        if self._records.get(key) == new:
+            return False
+        self._records[key] = new
+        return True
 
     def forget(self, key: str) -> None:
         """The record's layer is gone from this process."""

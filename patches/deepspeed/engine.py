@@ -26,7 +26,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
     """Saves are durable when they return; files that DeepSpeed itself wrote are read as ever.
 
     No save replaces a step: of a file that is saved again, the step it stood for stays in the
-    store. Processes that save at the same time need runs, or file names, of their own.
+    store. Processes that save at one moment get steps of their own.
     """
 
     def __init__(self, config_params: Any, store: str, run: str) -> None:
@@ -42,8 +42,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save what belongs into a file, and leave there where it is. StoreError, StateError."""
-        run = self._of(Path(path).stem)
-        saved = run.save(dict(state_dict), self._next(run.run_id))
+        saved = self._of(Path(path).stem).append(dict(state_dict))
         target = Path(path)
         part = target.with_name(f".{target.name}.part")
         part.write_text(json.dumps([_TITLE, saved.name, saved.manifest]))
@@ -80,12 +79,6 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         if file not in self._runs:
             self._runs[file] = CheckpointStore(self._store, f"{self._run}/{file}")
         return self._runs[file]
-
-    def _next(self, run: str) -> int:
-        """The step after all that are there, imported ones too."""
-        with self._store.locked():
-            found = [parse(name) for name in self._store.objects.names()]
-        return max((each.step for each in found if each and each.run == run), default=-1) + 1
 
 
 def _pointer(path: Path) -> tuple[str, str] | None:

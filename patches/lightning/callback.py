@@ -4,13 +4,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.checkpoints.naming import StepName, parse, step_name
-from tensor_dedup.store.checkpoints.retention import Mode
+from tensor_dedup.store.checkpoints.retention import Rules
 
 # Lightning has two names; classes of one are strangers to the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:
@@ -99,22 +99,14 @@ class StoreCallback(Callback):
         run_id: str,
         *,
         every: "int | Literal['epoch']" = "epoch",
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: tuple[str, int, Mode] | None = None,
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
+        **keep: Unpack[Rules],
     ) -> None:
-        """`every` is a number of steps, or "epoch". The rest as CheckpointStore."""
+        """`every` is a number of steps, or "epoch"; `keep_last`, `keep_every` and `keep_best`, and
+        the rest, as CheckpointStore.
+        """
         self._every, self._saved = every, -1
-        self.run = CheckpointStore(
-            root,
-            run_id,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            config=config,
-            weights="state_dict",
-        )
+        self.run = CheckpointStore(root, run_id, config=config, weights="state_dict", **keep)
         self._io = StoreIO(self.run)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

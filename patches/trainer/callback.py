@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Unpack
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.checkpoints.naming import step_name
-from tensor_dedup.store.checkpoints.retention import Mode
+from tensor_dedup.store.checkpoints.retention import Rules
 
 StrPath = str | PathLike[str]
 _MODEL: Final = "model"
@@ -52,20 +52,13 @@ class StoreCallback(TrainerCallback):
         run_id: str,
         *,
         every: "int | Literal['epoch']" = "epoch",
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: tuple[str, int, Mode] | None = None,
+        **keep: Unpack[Rules],
     ) -> None:
-        """`every` is a number of steps, or "epoch". The rest as CheckpointStore."""
+        """`every` is a number of steps, or "epoch"; `keep_last`, `keep_every` and `keep_best`, and
+        the rest, as CheckpointStore.
+        """
         self._every = every
-        self.run = CheckpointStore(
-            root,
-            run_id,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            weights=_MODEL,
-        )
+        self.run = CheckpointStore(root, run_id, weights=_MODEL, **keep)
         self._files: dict[str, str | bytes] = {}
 
     def on_init_end(

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
@@ -72,8 +73,10 @@ class PendingSave:
         pinning: Pinning,
         commit: Callable[[Snapshot], Saved],
         previous: "PendingSave | None",
+        root: Path,
     ) -> None:
         self.step = taken.notes.step
+        self.root = root
         self.name = step_name(taken.notes.run, taken.notes.step)
         self.times = Times()
         self.reported = False
@@ -93,7 +96,7 @@ class PendingSave:
         self.finish()
         if self._saved is None:
             self.reported = True
-            raise self._error or BrokenSaveError.at(self.name, "it ended")
+            raise self._error or self._broken("it ended")
         return self._saved
 
     @property
@@ -104,7 +107,8 @@ class PendingSave:
     def finish(self) -> None:
         """Return when it has ended. ForkedSaveError."""
         if self._owner != os.getpid():
-            raise ForkedSaveError.at(self.name, "this save goes on in the parent process")
+            what = f"the save of {self.name} goes on in the parent process"
+            raise ForkedSaveError.at(self.root, what, name=self.name)
         self._done.wait()
 
     def hold(self) -> None:
@@ -136,6 +140,9 @@ class PendingSave:
         finally:
             self._end()
 
+    def _broken(self, what: str) -> BrokenSaveError:
+        return BrokenSaveError.at(self.root, f"the save of {self.name}: {what}", name=self.name)
+
     def _pin(self) -> None:
         try:
             self._pinning.work()
@@ -148,9 +155,8 @@ class PendingSave:
     def _end(self) -> None:
         if self._saved is None:
             if self._error is None:
-                what = "it ended with an error that is none of the store's"
-                self._error = BrokenSaveError.at(self.name, what)
-            self._error.add_note(f"while {self.name} was saved in the background")
+                self._error = self._broken("it ended with an error that is none of the store's")
+            self._error.add_note(f"while {self.name} was saved in the background to {self.root}")
         self._pinning.release()
         del self._taken, self._previous  # the model is not kept, nor all saves before,
         del self._commit  # nor the handle, which tells of what failed when it goes
@@ -234,7 +240,7 @@ class Saves:
             taken = take()
             context = Context(self._pool, self._devices, self._moving, self._saver.large())
             pinning = Pinning(taken.values, context)
-            pending = PendingSave(taken, pinning, self._commit, self._last())
+            pending = PendingSave(taken, pinning, self._commit, self._last(), self._saver.root)
             pending.times.metadata = time.perf_counter() - began
             eager = not (bool(self._hooked) if lazy is None else lazy)
             safe = eager or pinning.guard()
@@ -325,7 +331,7 @@ def _tell(pending: list[PendingSave]) -> None:
     """Nobody asked, and nobody can any more: log what failed."""
     for each in pending:
         if each.failed is not None and not each.reported:
-            _LOG.error("%s was not saved: %s", each.name, each.failed)
+            _LOG.error("%s: %s was not saved: %s", each.root, each.name, each.failed)
 
 
 _ALL: "weakref.WeakSet[Saves]" = weakref.WeakSet()

@@ -28,12 +28,18 @@ from tensor_dedup.store.checkpoints.runs import (
     manifest_of,
     pinned_steps,
     stats,
+    step_numbers,
 )
 from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
 from tensor_dedup.store.checkpoints.staging import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan
-from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, UnknownNameError
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NameTakenError,
+    UnknownNameError,
+)
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.sources import small_files
 from tensor_dedup.store.store import Store
@@ -144,6 +150,25 @@ class CheckpointStore:
         """
         self._saves.settle()
         return self.commit(self.snapshot(model, step, metrics, files=files))
+
+    def append(
+        self,
+        model: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+    ) -> Saved:
+        """Save as the step after all that are there, imported ones too. Otherwise as `save`.
+
+        Whoever does the same at this moment, in whatever process, gets another step.
+        """
+        self._saves.settle()
+        while True:
+            with self.store.locked():
+                there = step_numbers(self.store.objects, self.run_id)
+            taken = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
+            with suppress(NameTakenError):  # somebody was quicker: what was written is used again
+                return self.commit(taken.as_new())
 
     def save_async(
         self,

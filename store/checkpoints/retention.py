@@ -3,13 +3,21 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 from tensor_dedup.store.checkpoints.errors import BadMetricError, BadRetentionError
 
 Mode: TypeAlias = Literal["min", "max"]
 Metrics: TypeAlias = Mapping[int, Mapping[str, float]]
 """The metrics of each step."""
+
+
+class Rules(TypedDict, total=False):
+    """What is kept, as arguments of CheckpointStore and of whoever makes one."""
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: tuple[str, int, Mode] | None
 
 
 @dataclass(frozen=True, slots=True)

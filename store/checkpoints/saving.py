@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Literal, Self
 
 from tensor_dedup.digest import digest
@@ -35,7 +35,7 @@ from tensor_dedup.store.checkpoints.state import Piece
 from tensor_dedup.store.checkpoints.storing import Stocker
 from tensor_dedup.store.checkpoints.writing import Want, Wanted
 from tensor_dedup.store.containers import PACK_BELOW
-from tensor_dedup.store.errors import LostHitError
+from tensor_dedup.store.errors import LostHitError, NameTakenError
 from tensor_dedup.store.generated import RESERVED
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import Index
@@ -53,7 +53,8 @@ class Snapshot:
     """A step as it is to be committed: its notes, its tensors, and small files by their paths.
 
     `hashes` are the fast hashes of pieces of which they are known already, by name. Those in `same`
-    have one and no bytes: they are what a step that was saved has, too large for a pack.
+    have one and no bytes: they are what a step that was saved has, too large for a pack. `new`: it
+    replaces nothing.
     """
 
     notes: Notes
@@ -61,6 +62,7 @@ class Snapshot:
     files: Mapping[str, bytes]
     hashes: Mapping[str, bytes] = field(default_factory=dict)
     same: Mapping[str, Known] = field(default_factory=dict)
+    new: bool = False
 
     def check(self) -> None:
         """NamedTwiceError: two parts have one name. EscapingPathError: a file has no fit path."""
@@ -74,6 +76,10 @@ class Snapshot:
         if taken:
             what = f"{taken[0]} is where other files are exported to"
             raise NamedTwiceError.at(self.name, what, file=str(taken[0]))
+
+    def as_new(self) -> Self:
+        """The same, that may replace no step."""
+        return replace(self, new=True)
 
     @property
     def name(self) -> str:
@@ -109,6 +115,11 @@ class Saver:
         self._settled = Settled()
         self.reset()
 
+    @property
+    def root(self) -> Path:
+        """The folder of the store."""
+        return self._objects.layout.root
+
     def reset(self) -> None:
         """As new, in a forked child: what held any lock is not there any more."""
         self._lock = threading.Lock()
@@ -136,7 +147,8 @@ class Saver:
 
         NoSpaceError, StoreIOError and all else that StoreError is: what was saved before is as it
         was, and the name may be there or not only when the disk failed in the very end.
-        PinnedStepError: the step was pinned, perhaps while this was written.
+        PinnedStepError: the step was pinned, perhaps while this was written. NameTakenError: one
+        that is to be new is there.
         """
         began = time.monotonic()
         snapshot.check()
@@ -310,7 +322,11 @@ class _Commit:
         with objects.naming():
             # Here nobody can pin it any more before it is replaced.
             check_not_pinned(objects, snapshot.notes.run, snapshot.notes.step)
-            objects.files.rename(reference, objects.layout.refs / file_of(snapshot.name))
+            target = objects.layout.refs / file_of(snapshot.name)
+            if snapshot.new and objects.files.status(target) is not None:
+                what = f"{snapshot.name!r} is there already"
+                raise NameTakenError.at(objects.layout.root, what, name=snapshot.name)
+            objects.files.rename(reference, target)
             objects.files.sync_folder(objects.layout.refs)
         return manifest
 

@@ -6,52 +6,105 @@ with importances and parameters. The text is cut at those sizes; they follow fro
 
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import ref
 
 from xxhash import xxh3_128_digest
 
+from tensor_dedup.store.checkpoints.adapters import appended
+from tensor_dedup.store.checkpoints.adapters.appended import GrowingAdapter
 from tensor_dedup.store.checkpoints.adapters.base import Series, StateProvider, register_provider
-from tensor_dedup.store.checkpoints.adapters.nested import take_apart
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
-from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedValueError
-
-if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
+from tensor_dedup.store.checkpoints.adapters.estimators import estimator_provider
+from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
 
 _SIZES: Final = b"\ntree_sizes="
 _AFTER_SIZES: Final = b"\n\n"
 _PARAMETERS: Final = b"\nparameters:"
+_DART: Final = b"[boosting: dart]"
 # What a booster knows beside its model; the rest of its attributes belongs to its data.
 _KEPT: Final = ("best_iteration", "best_score", "params")
 
 
-class LightGBMAdapter:
+class LightGBMAdapter(GrowingAdapter):
     """Boosters, LightGBM's scikit-learn estimators, and structures of them.
 
-    Pieces are `tree_000000` and so on. `original` may be a booster, which then forgets the data it
-    was trained on, as `model_from_string` makes it; to go on, give the booster to
-    `lightgbm.train(init_model=)`.
+    Pieces are `tree_000000` and so on, bytes of their own; predictions are the same to the last
+    bit. With `append_only` LightGBM writes the new trees of a booster only. `original` may be a
+    booster, which then forgets the data it was trained on, as `model_from_string` makes it; to go
+    on, give the booster to `lightgbm.train(init_model=)`.
     """
 
     name = "lightgbm"
 
-    def extract(self, model: Any) -> "Mapping[str, Value]":
-        """One piece a tree; bytes of their own."""
-        return take_apart(model)
 
-    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """The booster; the same predictions to the last bit."""
-        return put_together(tensors, original)
+class _Known(NamedTuple):
+    """A booster as it was taken apart last, with so many trees a round.
+
+    `slices`: was a model made of known trees and a slice compared with the whole one, and equal?
+    """
+
+    booster: "ref[Any]"
+    head: bytes
+    trees: list[bytes]
+    width: int
+    slices: bool | None
 
 
 def _state(booster: Any) -> dict[str, object]:
-    # -1: all rounds; the best ones only would be another model.
-    text = booster.model_to_string(num_iteration=-1).encode()
+    memory = appended.current()
+    parts = _whole(booster) if memory is None else _grown(booster, memory)
     kept = {name: getattr(booster, name) for name in _KEPT if hasattr(booster, name)}
-    return {"kept": kept, **_cut(text), "sum": xxh3_128_digest(text)}
+    return {"kept": kept, **parts, "sum": xxh3_128_digest(_joined(parts))}
 
 
-def _cut(text: bytes) -> dict[str, object]:
+def _whole(booster: Any, start: int = 0) -> dict[str, Any]:
+    """From a round on."""
+    # -1: all rounds; the best ones only would be another model.
+    return _cut(booster.model_to_string(num_iteration=-1, start_iteration=start).encode())
+
+
+def _grown(booster: Any, memory: appended.Appended) -> dict[str, Any]:
+    known: _Known | None = memory.known(booster)
+    if known is not None and known.booster() is not booster:
+        known = None
+    slices = None if known is None else known.slices
+    parts = None
+    if known is not None and slices is not False:
+        parts = _longer(booster, known)
+        if parts is None:
+            appended.said_otherwise("booster")
+        elif slices is None:
+            # Once for each booster: this LightGBM may write slices otherwise.
+            sliced, parts = parts, _whole(booster)
+            slices = _joined(sliced) == _joined(parts)
+    parts = parts or _whole(booster)
+    trees = parts["trees"].items
+    # DART weighs trees anew that are there.
+    if trees and not any(_DART in bytes(part) for part in parts["parameters"].items):
+        width = booster.num_model_per_iteration()
+        memory.keep(booster, _Known(ref(booster), parts["head"], trees, width, slices))
+    return parts
+
+
+def _longer(booster: Any, known: _Known) -> dict[str, Any] | None:
+    """Known trees and those of a slice; None where the slice does not begin as they end."""
+    width = known.width
+    before = len(known.trees) - width
+    parts = _whole(booster, before // width)
+    trees = [_numbered(tree, at, before) for at, tree in enumerate(parts["trees"].items)]
+    if parts["head"] != known.head or trees[:width] != known.trees[before:]:
+        return None
+    return {**parts, "trees": Series("tree", [*known.trees[:before], *trees])}
+
+
+def _numbered(tree: bytes, at: int, before: int) -> bytes:
+    """A tree of a slice with the number it has in the whole; what is none stays as it is."""
+    mark = b"Tree=%d\n" % at
+    return b"Tree=%d\n" % (before + at) + tree[len(mark) :] if tree.startswith(mark) else tree
+
+
+def _cut(text: bytes) -> dict[str, Any]:
     head, found, rest = text.partition(_SIZES)
     sizes, ended, rest = rest.partition(_AFTER_SIZES)
     trees: list[bytes] = []
@@ -104,36 +157,11 @@ def _restore(state: Any, original: Any) -> Any:
     return booster
 
 
-def _estimator_state(estimator: Any) -> dict[str, object]:
-    kind = type(estimator)
-    if kind.__module__.partition(".")[0] != "lightgbm":
-        raise UnsupportedValueError.at(
-            "", f"a {kind.__qualname__}, made from LightGBM's estimators"
-        )
-    return {"class": kind.__name__, "state": dict(vars(estimator))}
-
-
-def _restore_estimator(state: Any, original: Any) -> Any:
-    import lightgbm
-
-    kind = getattr(lightgbm, state["class"], None)
-    if not isinstance(kind, type) or not issubclass(kind, lightgbm.LGBMModel):
-        raise DamagedStateError.at("", f"LightGBM has no estimator {state['class']!r}")
-    if original is not None and type(original) is not kind:
-        raise mismatched(original, f"a lightgbm.{kind.__name__}")
-    estimator = kind.__new__(kind) if original is None else original
-    estimator.__dict__.clear()
-    estimator.__dict__.update(state["state"])
-    return estimator
-
-
 register_provider(
     "lightgbm.basic.Booster",
     StateProvider("lightgbm.booster", _state, _restore, flat=frozenset({"trees", "parameters"})),
 )
 register_provider(
     "lightgbm.sklearn.LGBMModel",
-    StateProvider(
-        "lightgbm.estimator", _estimator_state, _restore_estimator, flat=frozenset({"state"})
-    ),
+    estimator_provider("lightgbm", "LightGBM", "lightgbm.sklearn:LGBMModel"),
 )

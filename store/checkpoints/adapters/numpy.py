@@ -1,38 +1,27 @@
 """NumPy: arrays, structures of arrays and plain values, and random generators."""
 
 import random
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.adapters.nested import take_apart
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
+from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.adapters.structure import StructureAdapter
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedValueError
-
-if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
 
 _BIT_GENERATORS: Final = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
 # Where they stand in numbers they have made: numpy reads there without looking.
 _LARGEST_POSITION: Final = {"MT19937": 624, "Philox": 4}
 
 
-class NumpyAdapter:
+class NumpyAdapter(StructureAdapter):
     """An array, a mapping of arrays, or any structure of arrays and plain values.
 
     Arrays of every dtype but long double and Python objects that have no form: records, strings
-    and times too, with their byte order and their order in memory (C or Fortran).
+    and times too, with their byte order and their order in memory (C or Fortran). What `extract`
+    gives shares the model's memory; arrays of `original` of equal shape and dtype are filled.
     """
 
     name = "numpy"
-
-    def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Arrays by the keys that lead to them; they share the model's memory."""
-        return take_apart(model)
-
-    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """The same structure; arrays of `original` of equal shape and dtype are filled."""
-        return put_together(tensors, original)
 
 
 def _bit_generator_state(bits: Any) -> dict[str, object]:

@@ -7,18 +7,15 @@ the store keeps once; they come back as one tensor. Nothing here imports torch b
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.adapters.nested import take_apart
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
+from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.adapters.structure import StructureAdapter
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
     MismatchedOriginalError,
 )
-
-if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
 
 _STATE: Final = "state"
 _METADATA: Final = "metadata"
@@ -31,27 +28,20 @@ _COMPRESSED: Final = {
 }
 
 
-class PyTorchAdapter:
+class PyTorchAdapter(StructureAdapter):
     """Modules, state dicts, optimizers, schedulers, RNG states, and nested dicts and lists of them.
 
         adapter.extract({"model": model, "optimizer": optimizer, "epoch": 3})
 
     `original` may be the same structure: `load_state_dict` is called on what has it, tensors of
     equal shape and dtype are filled, and the same objects come back. Without it modules, optimizers
-    and schedulers come back as state dicts, on the CPU. Quantised, meta and distributed tensors are
+    and schedulers come back as state dicts, on the CPU. What `extract` gives is called as in the
+    state dict, and shares the model's memory. Quantised, meta and distributed tensors are
     refused (UnsupportedArrayError), and so are values of types nobody registered
     (UnsupportedValueError).
     """
 
     name = "pytorch"
-
-    def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Tensors by their names in the state dict; they share the model's memory."""
-        return take_apart(model)
-
-    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """The model, filled into `original` where one is given."""
-        return put_together(tensors, original)
 
 
 def _module_state(module: Any) -> dict[str, object]:

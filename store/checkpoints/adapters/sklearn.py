@@ -7,20 +7,19 @@ Classes of anybody else are put into an `original`.
 
 import importlib
 import re
-from collections.abc import Mapping
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.adapters import sklearn_trees as trees
+from tensor_dedup.store.checkpoints.adapters.appended import GrowingAdapter
 from tensor_dedup.store.checkpoints.adapters.base import (
     StateProvider,
     full_name,
     register_package,
     register_provider,
 )
-from tensor_dedup.store.checkpoints.adapters.nested import take_apart
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
+from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
 from tensor_dedup.store.checkpoints.adapters.sklearn_checks import PREDICTOR, check_object
 from tensor_dedup.store.checkpoints.state import is_array
 from tensor_dedup.store.checkpoints.state_errors import (
@@ -28,9 +27,6 @@ from tensor_dedup.store.checkpoints.state_errors import (
     ForbiddenClassError,
     UnsupportedValueError,
 )
-
-if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
 
 _MODULE: Final = re.compile(r"sklearn(\.[a-z_][a-z0-9_]*)+", re.ASCII)
 # Nothing of an estimator is made of these.
@@ -58,24 +54,18 @@ _SPARSE: Final = {
 }
 
 
-class SklearnAdapter:
+class SklearnAdapter(GrowingAdapter):
     """Estimators of scikit-learn, pipelines and structures of them: without pickle.
 
     Trees of ensembles are pieces of their own, `estimators_.tree_000000`, and stay as they are when
-    `warm_start` adds some. Without `original` the class comes from the installed scikit-learn;
-    estimators of classes of your own are filled into `original` (ForbiddenClassError without).
+    `warm_start` adds some; with `append_only` those of forests and boosting that were saved are not
+    read again. Predictions are the same to the last bit. Without `original` the class comes from
+    the installed scikit-learn; estimators of classes of your own are filled into `original`
+    (ForbiddenClassError without).
     Functions and other objects without a form are refused, by their place (UnsupportedValueError).
     """
 
     name = "sklearn"
-
-    def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Arrays by the attributes that lead to them."""
-        return take_apart(model)
-
-    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """The estimator; the same predictions to the last bit."""
-        return put_together(tensors, original)
 
 
 def _state(held: Any) -> dict[str, object]:

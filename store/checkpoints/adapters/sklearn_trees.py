@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from tensor_dedup.store.checkpoints.adapters import plain
+from tensor_dedup.store.checkpoints.adapters.appended import read
 from tensor_dedup.store.checkpoints.adapters.arrays import blank_gaps
 from tensor_dedup.store.checkpoints.adapters.base import Series, full_name
 from tensor_dedup.store.checkpoints.adapters.sklearn_checks import (
@@ -112,20 +113,23 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 
 def trees_state(trees: Trees) -> Any:
     """What all have in common, a Series of trees and one of differences."""
-    taken = _taken(trees.estimators)
-    if taken is None:
-        return {"several": _as_given(trees)}
     first = vars(trees.estimators[0])
+    if first[_TREE] is None:
+        return {"several": _as_given(trees)}
     _, (features, classes, outputs), state = first[_TREE].__reduce__()
     dtype = state["nodes"].dtype
+    taken = read(trees.estimators, lambda some: _columns(some, trees.estimators[0], dtype))
+    if taken is None:
+        return {"several": _as_given(trees)}
+    pieces, depths, differences = taken
     return {
         "class": full_name(type(trees.estimators[0])),
         "shape": trees.shape,
         "common": {key: held for key, held in first.items() if key != _TREE},
         "arguments": (features, classes.tolist(), outputs),
         "dtype": dtype,
-        "trees": Series("tree", list(_pieces(taken, dtype))),
-        "differences": Series("differences", _chunks(taken.depths, taken.differences)),
+        "trees": Series("tree", pieces),
+        "differences": Series("differences", _chunks(depths, differences)),
     }
 
 
@@ -149,9 +153,17 @@ class _Taken:
     differences: list[dict[str, plain.Wire]]
 
 
-def _taken(estimators: Sequence[Any]) -> _Taken | None:
+def _columns(estimators: Sequence[Any], model: Any, dtype: Any) -> tuple[list[Any], ...] | None:
+    """Of each: its piece, its depth, and what it has that is not as in `model`; None as `_taken`"""
+    taken = _taken(estimators, model)
+    if taken is None:
+        return None
+    return list(_pieces(taken, dtype)), taken.depths, taken.differences
+
+
+def _taken(estimators: Sequence[Any], model: Any) -> _Taken | None:
     """None when they cannot be said to be one, but for plain values. One pass: there are many."""
-    keys, first = list(vars(estimators[0])), list(vars(estimators[0]).values())
+    keys, first = list(vars(model)), list(vars(model).values())
     taken, made, nothing = _Taken([], [], [], []), set(), dict[str, plain.Wire]()
     for estimator in estimators:
         held = vars(estimator)
@@ -315,16 +327,23 @@ def made_tree(
 def predictors_state(predictors: Predictors) -> dict[str, object]:
     """A Series of trees: nodes, then both kinds of sets of categories; how many in another."""
     trees = predictors.trees
-    sizes = [len(tree.nodes) for tree in trees], [len(tree.raw_left_cat_bitsets) for tree in trees]
-    parts = (
-        b"".join([getattr(tree, field).tobytes() for field in _PREDICTOR_FIELDS]) for tree in trees
-    )
+    found = read(trees, _predictor_columns)
+    assert found is not None
+    parts, *sizes = found
     return {
         "width": predictors.width,
         "dtype": trees[0].nodes.dtype,
-        "trees": Series("tree", list(parts)),
+        "trees": Series("tree", parts),
         "differences": Series("differences", _chunks(*sizes)),
     }
+
+
+def _predictor_columns(trees: Sequence[Any]) -> tuple[list[Any], ...]:
+    return (
+        [b"".join([getattr(tree, f).tobytes() for f in _PREDICTOR_FIELDS]) for tree in trees],
+        [len(tree.nodes) for tree in trees],
+        [len(tree.raw_left_cat_bitsets) for tree in trees],
+    )
 
 
 def restore_predictors(state: Any, kind: type) -> list[list[Any]]:

@@ -69,6 +69,24 @@ def array(data: Buffer, at: int) -> tuple[int, int] | None:
     return at, count
 
 
+def integers(data: bytes, at: int) -> list[bytes] | None:
+    """The whole numbers of an array of several types, each as it is written; None for others."""
+    place = array(data, at)
+    if place is None:
+        return None
+    found, start = [], place[0]
+    for _ in range(place[1]):
+        end = start + _STEPS[data[start]]
+        found.append(data[start:end])
+        start = end
+    return found if all(chr(item[0]) in _INTEGERS for item in found if item) else None
+
+
+def number(item: bytes) -> int:
+    """A whole number, as one of `integers`."""
+    return int(struct.unpack(_INTEGERS[chr(item[0])], item[1:])[0])
+
+
 def objects(data: Buffer, at: int, count: int) -> list[int]:
     """Where each of `count` objects begins that follow each other from `at`, and where they end.
 

@@ -6,21 +6,21 @@ are added. The two lists that grow with every round become pieces of 1 KiB, of w
 changes; what is left, some 2 KB, is a plain value.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import ref
 
 from xxhash import xxh3_128_digest
 
-from tensor_dedup.store.checkpoints.adapters import ubjson
+from tensor_dedup.store.checkpoints.adapters import appended, ubjson
+from tensor_dedup.store.checkpoints.adapters.appended import GrowingAdapter
 from tensor_dedup.store.checkpoints.adapters.base import Series, StateProvider, register_provider
-from tensor_dedup.store.checkpoints.adapters.nested import take_apart
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched, put_together
+from tensor_dedup.store.checkpoints.adapters.estimators import estimator_provider
+from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.adapters.xgboost_slices import Parts, joined, parts_of
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedValueError
-
-if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
 
 _TREES: Final = "trees"
 _TREE: Final = "tree"
@@ -34,26 +34,64 @@ _MODEL: Final = (*_BOOSTER, "model")
 _DART: Final = (*_BOOSTER, "gbtree", "model")
 
 
-class XGBoostAdapter:
+class XGBoostAdapter(GrowingAdapter):
     """Boosters, XGBoost's scikit-learn estimators, and structures of them.
 
-    Pieces are `tree_000000` and so on. With the parameters of training, so that `update` goes on
-    with them. `original` may be a booster, which is then filled; without, a new one is made.
+    Pieces are `tree_000000` and so on, bytes of their own; predictions are the same to the last
+    bit. With `append_only` XGBoost writes the new rounds of a booster only. The parameters of
+    training are saved, so that `update` goes on with them. `original` may be a booster, which is
+    then filled; without, a new one is made.
     """
 
     name = "xgboost"
 
-    def extract(self, model: Any) -> "Mapping[str, Value]":
-        """One piece a tree; bytes of their own."""
-        return take_apart(model)
 
-    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """The booster; the same predictions to the last bit."""
-        return put_together(tensors, original)
+class _Known(NamedTuple):
+    """A booster as it was taken apart last; `slices` as in LightGBM's."""
+
+    booster: "ref[Any]"
+    parts: Parts
+    slices: bool | None
+
+
+def _raw(booster: Any) -> bytes:
+    """The bytes of a model."""
+    memory = appended.current()
+    return bytes(booster.save_raw("ubj")) if memory is None else _grown(booster, memory)
+
+
+def _grown(booster: Any, memory: appended.Appended) -> bytes:
+    known: _Known | None = memory.known(booster)
+    if known is not None and known.booster() is not booster:
+        known = None
+    slices = None if known is None else known.slices
+    raw = None
+    if known is not None and slices is not False:
+        raw = _longer(booster, known.parts)
+        if raw is None:
+            appended.said_otherwise("booster")
+        elif slices is None:
+            # Once for each booster: this XGBoost may write slices otherwise.
+            sliced, raw = raw, bytes(booster.save_raw("ubj"))
+            slices = sliced == raw
+    if raw is None:
+        raw = bytes(booster.save_raw("ubj"))
+    if (parts := parts_of(raw)) is not None:
+        memory.keep(booster, _Known(ref(booster), parts._replace(raw=b""), slices))
+    return raw
+
+
+def _longer(booster: Any, known: Parts) -> bytes | None:
+    """What is known and a slice from its last round on; None where these are not one model."""
+    last = len(known.rounds) - 2
+    if booster.num_boosted_rounds() <= last:
+        return None
+    part = parts_of(bytes(booster[last:].save_raw("ubj")))
+    return None if part is None else joined(known, part, booster.attributes())
 
 
 def _state(booster: Any) -> dict[str, object]:
-    raw = bytes(booster.save_raw("ubj"))
+    raw = _raw(booster)
     state: dict[str, object] = {"config": booster.save_config()}
     plan: list[object] = []
     done = 0
@@ -128,35 +166,10 @@ def _parts(state: Any) -> Iterator[Any]:
         yield from items
 
 
-def _estimator_state(estimator: Any) -> dict[str, object]:
-    kind = type(estimator)
-    if kind.__module__.partition(".")[0] != "xgboost":
-        raise UnsupportedValueError.at("", f"a {kind.__qualname__}, made from XGBoost's estimators")
-    return {"class": kind.__name__, "state": dict(vars(estimator))}
-
-
-def _restore_estimator(state: Any, original: Any) -> Any:
-    import xgboost
-    from xgboost.sklearn import XGBModel
-
-    kind = getattr(xgboost, state["class"], None)
-    if not isinstance(kind, type) or not issubclass(kind, XGBModel):
-        raise DamagedStateError.at("", f"XGBoost has no estimator {state['class']!r}")
-    if original is not None and type(original) is not kind:
-        raise mismatched(original, f"an xgboost.{kind.__name__}")
-    estimator = kind.__new__(kind) if original is None else original
-    estimator.__dict__.clear()
-    estimator.__dict__.update(state["state"])
-    return estimator
-
-
 register_provider(
     "xgboost.core.Booster",
     StateProvider("xgboost.booster", _state, _restore, flat=frozenset({_TREE, _WHOLE, *_COLUMNS})),
 )
 register_provider(
-    "xgboost.sklearn.XGBModel",
-    StateProvider(
-        "xgboost.estimator", _estimator_state, _restore_estimator, flat=frozenset({"state"})
-    ),
+    "xgboost.sklearn.XGBModel", estimator_provider("xgboost", "XGBoost", "xgboost.sklearn:XGBModel")
 )

@@ -1,0 +1,136 @@
+"""Ensembles that only grow: trees that an adapter has read are not read again.
+
+For who declares it (`append_only=True`): whoever changes a tree that was saved gets the old one.
+What is looked at of the known trees is that they are as many, or more, and that the last of them is
+what it was. Where that does not hold, all is read again.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
+
+from tensor_dedup.store.checkpoints.adapters.structure import StructureAdapter
+
+_LOG = logging.getLogger("tensor_dedup")
+_Columns = TypeVar("_Columns", bound=tuple[list[Any], ...])
+_BROKEN = (
+    "a %s was declared append-only, and trees of it that were saved are gone or changed: all of "
+    "it is read"
+)
+
+
+class _Read(NamedTuple):
+    """Objects, and a list for each thing that was read of them."""
+
+    objects: list[Any]
+    columns: tuple[list[Any], ...]
+
+
+class Appended:
+    """What one adapter keeps, of what it took apart last. One thread at a time."""
+
+    def __init__(self) -> None:
+        # By the identity of the first object, which is held, or of what holds the trees.
+        self._last: dict[int, Any] = {}
+        self._next: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """A model is taken apart."""
+        self._next = {}
+
+    def end(self) -> None:
+        """It was: what the one before had is let go of."""
+        self._last, self._next = self._next, {}
+
+    def known(self, key: object) -> Any:
+        """What was kept of an object, which is the same one; None without."""
+        return self._last.get(id(key))
+
+    def keep(self, key: object, value: object) -> None:
+        """Keep something of an object until the model after this. `value` holds the object."""
+        self._next[id(key)] = value
+
+
+_current: ContextVar[Appended | None] = ContextVar("appended", default=None)
+
+
+def current() -> Appended | None:
+    """What the adapter that is at work keeps; None: nothing was declared."""
+    return _current.get()
+
+
+def said_otherwise(kind: str) -> None:
+    """Log that what was declared does not hold."""
+    _LOG.warning(_BROKEN, kind)
+
+
+def read(
+    objects: Sequence[Any], columns_of: Callable[[Sequence[Any]], _Columns | None]
+) -> _Columns | None:
+    """`columns_of(objects)`: of each object an item in each column.
+
+    Of objects that were read in the step before only the last is read, to be compared.
+    """
+    memory = current()
+    if memory is None:
+        return columns_of(objects)
+    columns = _longer(memory.known(objects[0]), objects, columns_of) or columns_of(objects)
+    if columns is not None:
+        memory.keep(objects[0], _Read(list(objects), columns))
+    return columns
+
+
+def _longer(
+    known: _Read | None,
+    objects: Sequence[Any],
+    columns_of: Callable[[Sequence[Any]], _Columns | None],
+) -> _Columns | None:
+    """What is known with what is new; None where not all that is known is there, as it was."""
+    if known is None:
+        return None
+    count = len(known.objects)
+    # Which objects they are is cheap to ask; what is in them, of the last one only.
+    if count <= len(objects) and all(map(is_, known.objects, objects)):
+        new = columns_of(objects[count - 1 :])
+        if new is not None and [column[0] for column in new] == [c[-1] for c in known.columns]:
+            pairs = zip(known.columns, new, strict=True)
+            return tuple(old + column[1:] for old, column in pairs)  # type: ignore[return-value]
+    said_otherwise(type(objects[0]).__name__)
+    return None
+
+
+class GrowingAdapter(StructureAdapter):
+    """An adapter that can be told that its ensembles only grow."""
+
+    def __init__(self, *, append_only: bool = False) -> None:
+        """With `append_only`, trees that were saved are not read again while the same object grows.
+
+        The adapter keeps them in memory; use one for each run. Trees that are changed, pruned or
+        weighted anew afterwards (DART, refitting) are no case for it: then an old tree is saved.
+        That there are no fewer trees, and that the last known one is what it was, is looked at in
+        every save; if not, a warning is logged and all is read.
+        """
+        self._memory = Appended() if append_only else None
+        self._lock = threading.Lock()
+
+    def extract(self, model: Any) -> Any:
+        # docstring inherited
+        if self._memory is None:
+            return super().extract(model)
+        with self._lock, _at_work(self._memory):
+            return super().extract(model)
+
+
+@contextmanager
+def _at_work(memory: Appended) -> Iterator[None]:
+    token = _current.set(memory)
+    memory.begin()
+    try:
+        yield
+        memory.end()
+    finally:
+        _current.reset(token)
