@@ -162,28 +162,6 @@ class Assembly:
             return source.digest
         return content_name(view, tensor_bytes(tensor), self.reader.digest, trusted=trusted)
 
-    def resident_for(self, name: str, tensor: torch.Tensor) -> tuple[Resident | None, bool]:
-        """The resident with the bytes of this sharable tensor; was it made for it just now?
-
-        None, with the reason in the ledger under `name`, when another tensor has the same digest
-        or there is no shared memory to be had.
-        """
-        content = self.digest_of(tensor)
-        key = resident_key(tensor, content)
-        resident, made = registry.lookup(key), False
-        if resident is None:
-            try:
-                [(resident, made)] = self.supply.make([Wanted(f"content:{key}", tensor, content)])
-            except SharedMemoryError as error:
-                self.ledger.skip(name, str(error))
-                return None, False
-        if made:
-            self.own.add(resident)
-        elif not self._equal(resident, tensor):
-            self.ledger.skip(name, COLLISION)
-            return None, False
-        return resident, made
-
     def share(self, parameters: Sequence[DeferredParameter], made: Made | None = None) -> None:
         """Put these parameters into the model, shared where somebody has equal bytes.
 
@@ -256,7 +234,7 @@ class Assembly:
         resident = registry.lookup(resident_key(here.tensor, name))
         if resident is None:
             return here, name
-        if self._equal(resident, here.tensor):
+        if self.agrees(resident, here.tensor):
             registry.publish_record(self._recipe_key(each), resident)
             self._install(each, resident)
         else:
@@ -288,7 +266,7 @@ class Assembly:
             return
         self.ahead.begin(self._must_be_read)
         first = registry.publish(resident)
-        if first is not resident and not self._equal(first, tensor := resident.map()):
+        if first is not resident and not self.agrees(first, tensor := resident.map()):
             self.keep_private(each, COLLISION, Made(tensor, tensor))
             return
         self._install(each, first, made=first is resident)
@@ -311,7 +289,7 @@ class Assembly:
             return
         for (each, made, _), (resident, new) in zip(missed, residents, strict=True):
             # Somebody may have come first, be it another tensor of this very call.
-            if new or self._equal(resident, made.tensor):
+            if new or self.agrees(resident, made.tensor):
                 self._install(each, resident, made=new)
                 registry.publish_record(self._recipe_key(each), resident)
             else:
@@ -382,7 +360,7 @@ class Assembly:
         """Is this hit one of those to audit?"""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
-    def _equal(self, resident: Resident, tensor: torch.Tensor) -> bool:
+    def agrees(self, resident: Resident, tensor: torch.Tensor) -> bool:
         """On a hit by content: compare when asked to. Counts a collision, or AuditError."""
         verify = self.config.verifies_bytes
         if not (verify or self.sampled()) or same_bytes(tensor, resident.map()):

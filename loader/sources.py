@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from tensor_dedup.digest import digest, stream, submit
 from tensor_dedup.errors import ChangedFileError, FormatError, IntegrityError
-from tensor_dedup.formats.safetensors import read_header
+from tensor_dedup.formats.weights import members_in, read_header
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.placed import Placed, placed
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    from tensor_dedup.formats.safetensors import SafetensorsHeader
+    from tensor_dedup.formats.weights import Header
     from tensor_dedup.loader.rereading import Reread
     from tensor_dedup.types import TensorSpec
 
@@ -78,12 +79,23 @@ class SourceFile:
         self._began_ns = time.time_ns()
         self.hashed: dict[tuple[int, int], str] = {}
         try:
-            self.header: SafetensorsHeader = read_header(path, fd=self._fd)
+            self.header: Header = read_header(path, fd=self._fd)
         except BaseException:
             self.close()
             raise
         known = hints.lookup(self._fd, algorithm) if hints is not None and trust else {}
         self.tensors = {spec.name: self._tensor(spec, known) for spec in self.header.tensors}
+
+    def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
+        """Every tensor of the file by every name it has, in the order of names.
+
+        In a file of torch.save several may lie in one source: then it is said how each does.
+        """
+        members = members_in(self.header)
+        for name in sorted(self.tensors.keys() | members.keys()):
+            member = members.get(name)
+            source = self.tensors[name if member is None else member.held_by]
+            yield name, source, None if member is None else placed(member, source.spec)
 
     def _tensor(self, spec: TensorSpec, known: Mapping[tuple[int, int], str]) -> SourceTensor:
         digest = known.get((spec.start, spec.nbytes))

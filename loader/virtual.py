@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensor_dedup.digest import digest
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.dtypes import torch_dtype
 
 if TYPE_CHECKING:
+    from tensor_dedup.loader.placed import Placed
     from tensor_dedup.loader.sources import SourceTensor
 
 
@@ -154,6 +157,22 @@ def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
     usable = flat.numel() - flat.numel() % view.dtype.itemsize
     typed = flat[:usable].view(view.dtype)
     return torch.as_strided(typed, view.shape, view.stride, typed.storage_offset() + view.offset)
+
+
+def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
+    """A view of a deferred source, which is contiguous. UnsupportedError: it is none of its bytes.
+
+    Nothing is recorded: which bytes a view means, it says itself.
+    """
+    if place.lazy:
+        raise UnsupportedError(
+            f"{place.name} is stored conjugated or negated; save it as it is", tensor=place.name
+        )
+    dtype = torch_dtype(place.dtype)
+    count = source.nbytes - place.start
+    count -= count % dtype.itemsize
+    flat = source.view(-1).view(torch.uint8)[place.start : place.start + count].view(dtype)
+    return flat.as_strided(place.shape, place.stride, flat.storage_offset())
 
 
 def span_of(view: View) -> tuple[int, int]:

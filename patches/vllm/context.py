@@ -15,6 +15,7 @@ from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, proc
 from tensor_dedup.loader.records import LayerRecord, OriginGoneError, same_source_bytes
 from tensor_dedup.loader.structure import distinct_sources, structure_of
 from tensor_dedup.patches.vllm.kernels import dispatch
+from tensor_dedup.patches.vllm.quantised import linear_kernel
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.assembly import Assembly
@@ -68,6 +69,8 @@ class LayerContext:
             configuration=attributes(layer),
             method=class_name(layer.quant_method),
             method_configuration=attributes(layer.quant_method),
+            scheme=_described(getattr(layer, "scheme", None)),
+            kernel=_described(linear_kernel(layer)),
             model_dtype=str(self.model_dtype),
             device="cpu",
             dispatch=dispatch(),
@@ -102,6 +105,11 @@ class LayerContext:
             return None
         self.assembly.ledger.collisions += 1
         return COLLISION
+
+
+def _described(part: object) -> list[Any] | None:
+    """The class of a layer's scheme or kernel, and what decides how it processes weights."""
+    return None if part is None else [class_name(part), attributes(part)]
 
 
 def _bias(layer: nn.Module) -> str | None:

@@ -10,11 +10,16 @@ import torch
 from torch import nn
 from vllm import _custom_ops
 from vllm._custom_ops import CPUDNNLGEMMHandler
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.platforms import current_platform
 
 from tensor_dedup.loader.layer_key import plain
+from tensor_dedup.patches.vllm.quantised import linear_kernel, packs_int8
 
 _PLAIN = (bool, int, float, str, type(None))
+_PINNED = "_tensor_dedup_pinned"
 
 
 def dispatch() -> dict[str, bool]:
@@ -60,10 +65,37 @@ def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     return linear if plain_function else None
 
 
-def held_elsewhere(parameter: nn.Parameter) -> bool:
-    """Does anything but the parameter itself keep its memory, such as a kernel's own view of it?"""
+def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
+    """The handler that the layer's kernel packed an int8 weight into, when it uses one."""
+    kernel: Any = linear_kernel(layer)
+    handler = getattr(kernel, "dnnl_handler", None)
+    if not packs_int8(layer) or not isinstance(handler, CPUDNNLGEMMHandler):
+        return None
+    return handler if kernel.linear_method == kernel._apply_weights_onednn else None
+
+
+def pin(layer: nn.Module) -> int:
+    """Keep the memory of the layer's parameters for as long as a handler that knows its address.
+
+    oneDNN is given the scales once, as a pointer; a parameter that is given other memory, or a
+    layer that is dropped before one that shares its handler, would leave it pointing to nothing.
+    Returns how often each parameter is held for it: once or not at all.
+    """
+    handler = getattr(linear_kernel(layer), "dnnl_handler", None)
+    if handler is None:
+        return 0
+    held = [p.detach() for p in layer._parameters.values() if p is not None]
+    setattr(handler, _PINNED, held)
+    return 1
+
+
+def held_elsewhere(parameter: nn.Parameter, pins: int = 0) -> bool:
+    """Does anything but the parameter itself keep its memory, such as a kernel's own view of it?
+
+    `pins`: so many are known of (`pin`).
+    """
     # The parameter holds its storage once, and the handle asked for here once more.
-    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
+    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2 + pins
 
 
 def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
@@ -84,6 +116,8 @@ def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
     None when something of it is not a plain value, so that no other layer can be given it.
     """
     method: Any = layer.quant_method
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return {}
     processed = method.moe_kernel
     if processed is None:
         return None
@@ -100,9 +134,8 @@ def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
 def set_attributes(layer: nn.Module, attributes: dict[str, Any]) -> None:
     """Set on this layer's MoE kernel what `processed_attributes` found on another's."""
     method: Any = layer.quant_method
-    experts = method.moe_kernel.fused_experts
     for name, value in attributes.items():
-        setattr(experts, name, value)
+        setattr(method.moe_kernel.fused_experts, name, value)
 
 
 def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
@@ -123,6 +156,8 @@ def final_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     total = sum(parameter.nbytes for parameter in model.parameters())
     itemsize = dtype.itemsize
     for module in model.modules():
+        if hasattr(module, "quant_method") and (scaled := packed_scaled(module)) is not None:
+            total += scaled.n * scaled.k  # of int8
         linear = getattr(module, "cpu_linear", None)
         for cell in getattr(linear, "__closure__", None) or ():
             handler = cell.cell_contents

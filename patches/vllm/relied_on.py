@@ -131,4 +131,23 @@ SEAMS: Final[tuple[Seam, ...]] = (
         )
         for module in ("gpu_model_runner", "gpu.model_runner")
     ),
+    *(
+        Seam(
+            f"vllm.model_executor.{target}",
+            "loader",
+            "looked up: tells which quantised layers a layer key may stand for; where it is "
+            "missing, they are shared by content",
+            optional=True,
+            versions=(RECORDED_VERSION,),
+        )
+        for target in (
+            "kernels.linear.base:MMLinearKernel",
+            "kernels.linear.mixed_precision.MPLinearKernel:MPLinearKernel",
+            "kernels.linear.scaled_mm.ScaledMMLinearKernel:ScaledMMLinearKernel",
+            "kernels.linear.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel",
+            "kernels.linear.scaled_mm.pytorch:PerTensorTorchFP8ScaledMMLinearKernel",
+            "layers.quantization.compressed_tensors.schemes:CompressedTensorsW8A8Int8",
+            "layers.quantization.fp8:Fp8LinearMethod",
+        )
+    ),
 )

@@ -13,6 +13,8 @@ from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.formats.pytorch.errors import PytorchError
+from tensor_dedup.formats.pytorch.reader import PytorchHeader
 from tensor_dedup.loader.assembly import Assembly
 from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer, settle_strays
 from tensor_dedup.loader.dtypes import torch_dtype
@@ -25,6 +27,7 @@ from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.trace import Tracer, UntraceableError
+from tensor_dedup.loader.virtual import within
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.layers import LayerProcessor
 from tensor_dedup.patches.vllm.versions import untied_lm_head
@@ -96,13 +99,30 @@ class Run:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every wanted tensor of these files, deferred, in the order of their names."""
         for path in paths:
-            file = self._opening.open(Path(path))
-            self._files.append(file)
-            for name in sorted(file.tensors):
-                if wanted(name):
-                    source = file.tensors[name]
+            file = self._open(Path(path))
+            deferred: dict[int, torch.Tensor] = {}  # tied names are one tensor, read once
+            for name, source, placed in file.named():
+                if not wanted(name):
+                    continue
+                if id(source) not in deferred:
                     self._sources.append(source)
-                    yield name, self.tracer.source(source, _dtype(source))
+                    deferred[id(source)] = self.tracer.source(source, _dtype(source))
+                whole = deferred[id(source)]
+                yield name, whole if placed is None else within(whole, placed)
+
+    def _open(self, path: Path) -> SourceFile:
+        try:
+            file = self._opening.open(path)
+        except PytorchError as error:
+            # What torch.load reads and we do not, or neither does: vLLM's own words, then.
+            raise UntraceableError(
+                f"a file of torch.save that is not read here ({error})"
+            ) from error
+        self._files.append(file)
+        header = file.header
+        if isinstance(header, PytorchHeader) and not header.flat:
+            raise UntraceableError(f"{path.name} holds more than names and their tensors")
+        return file
 
     def conclude(self, model: nn.Module) -> None:
         """After tracing: settle what there is to do."""

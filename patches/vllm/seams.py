@@ -143,12 +143,19 @@ SEAMS: Final[tuple[Seam, ...]] = (
         Seam(
             f"{_LOADERS}.default_loader:{name}",
             "loader",
-            "replaced: makes a load of ours go on plainly, for it does not read safetensors files",
+            "replaced: as above, for files of torch.save",
+            needs=("hf_weights_files",),
+        )
+        for name in ("pt_weights_iterator", "multi_thread_pt_weights_iterator")
+    ),
+    *(
+        Seam(
+            f"{_LOADERS}.default_loader:{name}",
+            "loader",
+            "replaced: makes a load of ours go on plainly, for it has a way of reading of its own",
             needs=("hf_weights_files",),
         )
         for name in (
-            "pt_weights_iterator",
-            "multi_thread_pt_weights_iterator",
             "np_cache_weights_iterator",
             "fastsafetensors_weights_iterator",
             "instanttensor_weights_iterator",

@@ -27,8 +27,6 @@ _active: ContextVar[OpenFiles | None] = ContextVar("tensor_dedup_open_files", de
 # Every other way DefaultModelLoader reads: it gives real tensors, which nothing is gained by
 # recording, so the load goes on plainly.
 _OTHERS = (
-    "pt_weights_iterator",
-    "multi_thread_pt_weights_iterator",
     "np_cache_weights_iterator",
     "fastsafetensors_weights_iterator",
     "instanttensor_weights_iterator",
@@ -83,9 +81,19 @@ def _threaded(
     return open_files(in_order(hf_weights_files), lambda _name: True)
 
 
+def _pickled(
+    original: Callable[..., Any], hf_weights_files: list[str], *args: Any, **kwargs: Any
+) -> Any:
+    """Files of torch.save: vLLM reads them as they come, and gives the tensors of all of them."""
+    open_files = _active.get()
+    if open_files is None:
+        return original(hf_weights_files, *args, **kwargs)
+    return open_files(list(hf_weights_files), lambda _name: True)
+
+
 def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _active.get() is not None:
-        raise UntraceableError(f"its weights are not in safetensors files ({original.__name__})")
+        raise UntraceableError(f"its weights are read in a way of their own ({original.__name__})")
     return original(*args, **kwargs)
 
 
@@ -98,6 +106,8 @@ def in_order(files: Iterable[str]) -> list[str]:
 REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
     "safetensors_weights_iterator": _safetensors,
     "multi_thread_safetensors_weights_iterator": _threaded,
+    "pt_weights_iterator": _pickled,
+    "multi_thread_pt_weights_iterator": _pickled,
     **dict.fromkeys(_OTHERS, _unsupported),
 }
 

@@ -135,3 +135,6 @@ def _packed(model: nn.Module) -> Iterator[tuple[str, object]]:
         # A weight that is not packed has torch's own function there, which everybody has.
         if isinstance(linear, FunctionType) and linear.__closure__:
             yield f"{name}.weight", linear
+        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+        if (handler := getattr(kernel, "dnnl_handler", None)) is not None:  # of an int8 weight
+            yield f"{name}.weight", handler

@@ -9,6 +9,7 @@ from typing import Protocol
 from tensor_dedup.formats import data_files, gguf, safetensors
 from tensor_dedup.formats.files import OpenFile, opened
 from tensor_dedup.formats.pytorch import reader as pytorch
+from tensor_dedup.formats.pytorch.geometry import PickledTensor
 from tensor_dedup.types import TensorSpec
 
 PYTORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -83,8 +84,13 @@ def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
 
 def names_in(header: Header) -> set[str]:
     """Every name a tensor of the file has; a file of torch.save may give one several."""
+    return {spec.name for spec in header.tensors} | members_in(header).keys()
+
+
+def members_in(header: Header) -> Mapping[str, PickledTensor]:
+    """The tensors of a file of torch.save by name, and which of the header's they lie in."""
     members = header.members if isinstance(header, pytorch.PytorchHeader) else ()
-    return {spec.name for spec in header.tensors} | {member.name for member in members}
+    return {member.name: member for member in members}
 
 
 def _by_content(file: OpenFile) -> Callable[..., Header] | None:

@@ -26,6 +26,7 @@ class PickledTensor:
 
     `nbytes` is what its elements take; the first is at `start` of the file. `plain`: they lie there
     in order and without gaps, as they are. `held_by` names the spec among whose bytes they are.
+    `lazy`: they are to be conjugated or negated when they are read.
     """
 
     name: str
@@ -36,6 +37,7 @@ class PickledTensor:
     nbytes: int
     plain: bool
     held_by: str
+    lazy: bool = False
 
 
 def place(
@@ -128,7 +130,8 @@ def _pickled(name: str, tensor: Tensor, entry: Entry) -> PickledTensor:
         # As safetensors counts: two numbers to a byte, which is one element to torch.
         shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
     nbytes = math.prod(tensor.shape) * tensor.dtype.bits // 8
-    return PickledTensor(name, tensor.dtype.name, shape, stride, start, nbytes, plain, name)
+    kind = tensor.dtype.name
+    return PickledTensor(name, kind, shape, stride, start, nbytes, plain, name, tensor.lazy)
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -11,6 +11,7 @@ from tensor_dedup.formats.pytorch.archive import Entry, read_archive
 from tensor_dedup.formats.pytorch.geometry import PickledTensor, place
 from tensor_dedup.formats.pytorch.machine import evaluate
 from tensor_dedup.formats.pytorch.naming import named_tensors
+from tensor_dedup.formats.pytorch.values import PlainDict, Tensor
 from tensor_dedup.types import TensorSpec
 
 MAX_PICKLE_BYTES = 100_000_000
@@ -30,7 +31,8 @@ class PytorchHeader:
 
     `tensors` are ranges of bytes that do not overlap, ordered by where they start; `members` all
     tensors by all their names, storage by storage, each held by one of those ranges.
-    `header_bytes` counts everything that is no tensor's.
+    `header_bytes` counts everything that is no tensor's. `flat`: the value is one dict whose keys
+    are texts and whose values are tensors, as loaders of models want it.
     """
 
     path: str
@@ -38,6 +40,7 @@ class PytorchHeader:
     header_bytes: int
     tensors: tuple[TensorSpec, ...]
     members: tuple[PickledTensor, ...]
+    flat: bool
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> PytorchHeader:
@@ -56,7 +59,15 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Pytor
         value = evaluate(_pickle(file, entries[f"{root}/{_PICKLE}"]), file.path)
         specs, members = place(named_tensors(value, file.path), entries, root, file.path)
         rest = file.size - sum(spec.nbytes for spec in specs)
-        return PytorchHeader(file.path, file.size, rest, tuple(specs), tuple(members))
+        return PytorchHeader(
+            file.path, file.size, rest, tuple(specs), tuple(members), _is_flat(value)
+        )
+
+
+def _is_flat(value: object) -> bool:
+    return isinstance(value, PlainDict) and all(
+        isinstance(key, str) and isinstance(held, Tensor) for key, held in value.pairs
+    )
 
 
 def _check_kind(file: OpenFile) -> None:

@@ -1,0 +1,173 @@
+"""Layers that vLLM has processed: what is left of them is shared by content, or by a record.
+
+Processing replaces parameters, renames them, adds some and drops others. What counts is what the
+layer has afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tensor_dedup.loader.assembly import SHARED_STORAGE
+from tensor_dedup.loader.comparing import raise_audit, same_bytes
+from tensor_dedup.loader.contents import residents_for
+from tensor_dedup.loader.deferred import DeferredParameter, replace_data
+from tensor_dedup.loader.residents import sharable
+from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
+from tensor_dedup.patches.vllm.kernels import held_elsewhere, pin
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.assembly import Made
+    from tensor_dedup.loader.records import LayerRecord
+    from tensor_dedup.loader.sources import SourceTensor
+
+Deferred = dict[str, DeferredParameter]
+
+
+@dataclass(slots=True)
+class ProcessedLayer:
+    """One layer whose processing is vLLM's own. `deferred`: its parameters without memory."""
+
+    context: LayerContext
+    layer: nn.Module
+    deferred: Deferred
+    _path: str = ""
+    _pins: int = 0  # how many hold each parameter's memory for a kernel that knows its address
+    _others: list[nn.Parameter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        first = next(iter(self.deferred.values()))
+        self._path = first.name.rpartition(".")[0]
+
+    def materialise(self, made: Mapping[str, Made]) -> None:
+        """Give each parameter memory of its own: processing may keep any part of it."""
+        assembly = self.context.assembly
+        for name, each in self.deferred.items():
+            reason = assembly.reason(each)
+            if reason == SHARED_STORAGE:
+                assembly.keep_private(each, reason, made.get(name))
+                continue
+            tensor = torch.empty_strided(
+                each.parameter.shape, each.parameter.stride(), dtype=each.parameter.dtype
+            )
+            here = made.get(name) or assembly.make(each)
+            tensor.copy_(here.tensor)
+            if name not in made:
+                assembly.give_back(here)
+            replace_data(each.parameter, tensor)
+            self.context.done(each)
+
+    def process(self, original: Original) -> None:
+        """Process as vLLM does, and let go of the parameters that it put others in place of."""
+        mine = {id(each.parameter) for each in self.deferred.values()}
+        self._others = [p for _, p in self._parameters() if id(p) not in mine]
+        original(self.layer)
+        held = {id(parameter) for _, parameter in self._parameters()}
+        for name, each in self.deferred.items():
+            if id(each.parameter) not in held:
+                # Or what was loaded would last, beside what was made of it, until the load ends.
+                self.context.deferred.pop(id(each.parameter), None)
+                now = self.layer._parameters.get(name)
+                each.parameter = nn.Parameter(torch.empty(0), False) if now is None else now
+        self._pins = pin(self.layer)
+
+    def share(self, record: LayerRecord | None = None) -> None:
+        """Replace what the layer has by residents with equal bytes; enter them into `record`."""
+        assembly, finals = self.context.assembly, self._finals()
+        named = [(label, parameter.detach()) for _, label, parameter in finals]
+        settled = residents_for(assembly, named)
+        named.clear()  # the memory they hold is about to be replaced
+        for (name, label, parameter), (resident, made) in zip(finals, settled, strict=True):
+            sources = self._sources(parameter)
+            if resident is None:
+                assembly.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
+                continue
+            replace_data(parameter, resident.map())
+            assembly.enter(label, parameter.nbytes, resident, made=made, sources=sources)
+            if record is not None:
+                record.residents[name] = (resident, type(parameter))
+
+    def complete(self, record: LayerRecord) -> bool:
+        """Does `record` hold every parameter that the layer has now?"""
+        return len(record.residents) == len(self._parameters())
+
+    def audit(self, record: LayerRecord) -> None:
+        """Compare the layer, just processed from its checkpoint, with the shared one."""
+        for name, (resident, _) in record.residents.items():
+            rebuilt = self.layer._parameters.get(name)
+            if rebuilt is None or not same_bytes(rebuilt.detach(), resident.map()):
+                # Processing may have made this one; then another says which layer it is.
+                each = self.deferred.get(name) or next(iter(self.deferred.values()))
+                raise_audit(f"{each.name} ({name})", "the resident", "the layer rebuilt")
+
+    def map(self, record: LayerRecord) -> None:
+        """Give the layer the parameters of another one that was processed alike."""
+        layer, assembly = self.layer, self.context.assembly
+        for name in [n for n in self.deferred if n not in record.residents]:
+            if name in layer._parameters:
+                delattr(layer, name)
+        for name, (resident, kind) in record.residents.items():
+            tensor = resident.map()
+            now = layer._parameters.get(name)
+            if now is not None and type(now) is kind:
+                replace_data(now, tensor)
+            else:
+                fresh = nn.Parameter(tensor, requires_grad=False)
+                fresh.__class__ = kind
+                layer.register_parameter(name, fresh)
+            each = self.deferred.get(name)
+            sources = each.sources if each is not None else ()
+            label = each.name if each is not None else f"{self._path}.{name}"
+            assembly.enter(label, tensor.nbytes, record, made=False, sources=sources)
+        for each in self.deferred.values():
+            self.context.done(each)
+        setattr(layer, RECORD, record)
+
+    def _finals(self) -> list[tuple[str, str, nn.Parameter]]:
+        """Name, label and object of every parameter that can be shared; others are entered."""
+        others = {id(parameter) for parameter in self._others}
+        found = []
+        for name, parameter in self._parameters():
+            if parameter.is_meta or id(parameter) in others:
+                continue
+            each = self._deferred_of(parameter)
+            label = each.name if each is not None else f"{self._path}.{name}"
+            reason = self._reason(each, parameter)
+            if reason is None and parameter.numel():
+                found.append((name, label, parameter))
+            elif reason != SHARED_STORAGE:  # entered when it got its memory
+                sources = self._sources(parameter)
+                ledger = self.context.assembly.ledger
+                ledger.add(label, parameter.nbytes, shared=False, sources=sources)
+                if reason is not None:
+                    ledger.skip(label, reason)
+        return found
+
+    def _reason(self, each: DeferredParameter | None, parameter: nn.Parameter) -> str | None:
+        """Why a processed parameter stays private, or None.
+
+        One that processing made may follow from any that the layer had.
+        """
+        of = self.deferred.values() if each is None else (each,)
+        reason = next((r for one in of if (r := self.context.assembly.reason(one))), None)
+        if reason is None and not sharable(parameter.detach()):
+            return "its processed form has gaps"
+        if reason is None and held_elsewhere(parameter, self._pins):
+            return "something beside the layer keeps its memory"
+        return reason
+
+    def _sources(self, parameter: nn.Parameter) -> list[SourceTensor]:
+        each = self._deferred_of(parameter)
+        return [] if each is None else each.sources
+
+    def _deferred_of(self, parameter: nn.Parameter) -> DeferredParameter | None:
+        """The one that this is now, under its name or another."""
+        return next((e for e in self.deferred.values() if e.parameter is parameter), None)
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.layer._parameters.items() if p is not None]
