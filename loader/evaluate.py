@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ class Evaluator:
                 self._begin_all(write)  # so that several are on their way at once
         being_read: list[tuple[int, int]] = []
         for write, span in zip(writes, spans, strict=True):
-            if span is None or any(span[0] < end and start < span[1] for start, end in being_read):
+            if span is None or _overlaps(span, being_read):
                 self._reader.settle()  # what is read and hashed there must not change meanwhile
                 being_read.clear()
             if span is None:
@@ -156,7 +157,7 @@ class Evaluator:
                 source = whole_source(write.args[1])
                 assert source is not None
                 self._read(source, out[span[0] : span[1]])
-                being_read.append(span)
+                bisect.insort(being_read, span)
 
     def _begin_all(self, call: Write | Operation) -> None:
         """Start reading the sources this uses as they are, at once or through casts and slices."""
@@ -221,3 +222,10 @@ class Evaluator:
         if isinstance(value, (list, tuple)):
             return type(value)(self._real(item, target) for item in value)
         return value
+
+
+def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
+    """Has this span bytes in common with one of others, which are in order and have none?"""
+    place = bisect.bisect(others, span)
+    before = place > 0 and others[place - 1][1] > span[0]
+    return before or (place < len(others) and others[place][0] < span[1])

@@ -17,7 +17,15 @@ from blake3 import blake3
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.coverage import Coverage
 from tensor_dedup.loader.sources import SourceTensor
-from tensor_dedup.loader.virtual import Const, Kind, View, VirtualStorage, Write, span_of
+from tensor_dedup.loader.virtual import (
+    Const,
+    Kind,
+    Reach,
+    View,
+    VirtualStorage,
+    Write,
+    span_of,
+)
 
 _CONTEXT = "tensor-dedup recipe v1"
 COPY = torch.ops.aten.copy_.default
@@ -100,13 +108,16 @@ class RecipeBook:
 
     def _storage(self, storage: VirtualStorage, version: int) -> str:
         key = (id(storage), version)
-        if key not in self._known:
-            self._known[key] = _hash(self._describe(storage, version))
-        return self._known[key]
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _hash(self._describe(storage, version))
+        return known
 
     def _describe(self, storage: VirtualStorage, version: int) -> tuple[Any, ...]:
         base = self._base(storage) if needs_base(storage, version) else ("none",)
-        writes = tuple(self._write(write) for write in _in_order(live_writes(storage, version)))
+        if version == 0:
+            return (storage.nbytes, base, ())
+        writes = tuple(self._write(write) for write in _in_order(storage, version))
         return (storage.nbytes, base, writes)
 
     def _base(self, storage: VirtualStorage) -> tuple[Any, ...]:
@@ -164,50 +175,72 @@ def reason_to_keep_private(view: View) -> str | None:
     return None
 
 
-def references(view: View) -> Iterator[View]:
+def references(view: View) -> Sequence[View]:
     """Every view that the recipe of `view` mentions, itself left out, each as often as it does."""
-    for storage, version in _reach(view):
-        yield from _children(storage, version)
+    return _reached(view).mentioned
 
 
-def _reach(view: View) -> list[tuple[VirtualStorage, int]]:
+def _reach(view: View) -> Sequence[tuple[VirtualStorage, int]]:
     """Every storage the recipe mentions, at its version, once, in the order of the recipe."""
+    return _reached(view).storages
+
+
+def _reached(view: View) -> Reach:
     storage, version = view.storage, view.version
     if storage.reached is None:
         storage.reached = {}
-    if version not in storage.reached:
-        storage.reached[version] = _walk(view)
-    return storage.reached[version]
+    found = storage.reached.get(version)
+    if found is None:
+        found = storage.reached[version] = _walk(view)
+    return found
 
 
-def _walk(view: View) -> list[tuple[VirtualStorage, int]]:
+def _walk(view: View) -> Reach:
     found: dict[tuple[int, int], tuple[VirtualStorage, int]] = {}
+    mentioned: list[View] = []
     waiting = [view]
     while waiting:
         current = waiting.pop()
-        key = (id(current.storage), current.version)
+        storage, version = current.storage, current.version
+        key = (id(storage), version)
         if key not in found:
-            found[key] = (current.storage, current.version)
-            waiting.extend(reversed(list(_children(current.storage, current.version))))
-    return list(found.values())
+            found[key] = (storage, version)
+            if version or storage.operation is not None:  # a source as it is mentions nothing
+                children = list(_children(storage, version))
+                mentioned += children
+                waiting += reversed(children)
+    return Reach(list(found.values()), mentioned)
 
 
 def _children(storage: VirtualStorage, version: int) -> Iterator[View]:
     if storage.operation is not None and needs_base(storage, version):
         yield from _views(storage.operation.args)
         yield from _views(tuple(storage.operation.kwargs.values()))
-    for write in _in_order(live_writes(storage, version)):
+    for write in _in_order(storage, version):
         yield from _views(write.args)
-        yield from _views(tuple(write.kwargs.values()))
+        if write.kwargs:
+            yield from _views(tuple(write.kwargs.values()))
 
 
-def _in_order(writes: list[Write]) -> list[Write]:
-    """The writes by place where their order does not matter, as they were made where it may.
+def _in_order(storage: VirtualStorage, version: int) -> list[Write]:
+    """The live writes by place where their order does not matter, as they were made where it may.
 
     The order of the tensors in a checkpoint's files, and of the files, is none of the bytes. What
     is written is a snapshot, so writes that each replace bytes of their own can change places.
     """
-    if len(writes) < 2 or not all(write.overwrites for write in writes):
+    writes = live_writes(storage, version)
+    if len(writes) < 2:
+        return writes
+    if storage.ordered is None:
+        storage.ordered = {}
+    found = storage.ordered.get(version)
+    if found is None:
+        found = storage.ordered[version] = _by_place(writes)
+    return found
+
+
+def _by_place(writes: list[Write]) -> list[Write]:
+    if not all(write.overwrites for write in writes):
         return writes
     placed = sorted(((*span_of(write.target), n) for n, write in enumerate(writes)))
     if any(first[1] > second[0] for first, second in itertools.pairwise(placed)):

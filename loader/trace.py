@@ -112,6 +112,15 @@ class Tracer:
         with _no_new_threads(lambda: self._evaluating), _no_collections(), _Mode(self):
             yield
 
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Within `recording`: what runs is ours and not the model's, and may use a pool."""
+        before, self._evaluating = self._evaluating, True
+        try:
+            yield
+        finally:
+            self._evaluating = before
+
     def held(self) -> int:
         """How many deferred storages some tensor still refers to."""
         return sum(
@@ -123,7 +132,7 @@ class Tracer:
         """Forget what was recorded, so that it goes now: storages and views refer to each other."""
         for storage in self._storages.values():
             storage.writes.clear()
-            storage.initial = storage.operation = storage.reached = None
+            storage.initial = storage.operation = storage.reached = storage.ordered = None
         self._storages.clear()
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +387,7 @@ def _no_new_threads(ours: Callable[[], bool]) -> Iterator[None]:
     @functools.wraps(original)
     def start(self: threading.Thread) -> None:
         if threading.get_ident() == tracing and not ours():
-            raise UntraceableError("the model's loading code starts threads")
+            raise UntraceableError(f"the model's loading code starts threads ({self.name})")
         original(self)
 
     threading.Thread.start = start  # type: ignore[method-assign]

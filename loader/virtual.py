@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -133,7 +133,8 @@ class VirtualStorage:
     # What recipe.py found out about the first so many writes: they never change.
     starts: list[int] | None = None
     based: dict[int, bool] | None = None
-    reached: dict[int, list[tuple[VirtualStorage, int]]] | None = None
+    reached: dict[int, Reach] | None = None
+    ordered: dict[int, list[Write]] | None = None
 
     def view(self, tensor: torch.Tensor) -> View:
         """Snapshot `tensor`, a meta tensor over this storage, as it is now."""
@@ -145,6 +146,13 @@ class VirtualStorage:
             tensor.stride(),
             int(tensor.storage_offset()),
         )
+
+
+class Reach(NamedTuple):
+    """What a recipe mentions: storages at their versions, each once, and every view, in order."""
+
+    storages: list[tuple[VirtualStorage, int]]
+    mentioned: list[View]
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,11 @@ from tensor_dedup.patches.vllm.kernels import processed_attributes, set_attribut
 from tensor_dedup.patches.vllm.processed import Deferred, ProcessedLayer
 from tensor_dedup.patches.vllm.quantised import is_plain_fp8, packs_int8
 from tensor_dedup.patches.vllm.scaled import ScaledGemm
-from tensor_dedup.patches.vllm.versions import takes_processed, weights_already_processed
+from tensor_dedup.patches.vllm.versions import (
+    KEEP_PLAIN,
+    takes_processed,
+    weights_already_processed,
+)
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.assembly import Assembly, Made
@@ -92,11 +96,11 @@ class LayerProcessor:
         others = [each for name, each in parameters.items() if name != "weight"]
         keeps_weight = isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
         self.assembly.share(others)
-        if getattr(layer, "_cpu_skip_gemm_dispatch", False) or not self.context.packed:
+        if getattr(layer, KEEP_PLAIN, False) or not self.context.packed:
             self.assembly.share([parameters["weight"]])
             setattr(layer, "cpu_linear", nn.functional.linear)  # noqa: B010 - modules take any
             # vLLM's own switch, so that a reload keeps the weight plain; embeddings have none.
-            setattr(layer, "_cpu_skip_gemm_dispatch", not keeps_weight)  # noqa: B010
+            setattr(layer, KEEP_PLAIN, not keeps_weight)
             return
         PackedGemm(self.context, original, layer, parameters["weight"], keeps_weight).process()
 

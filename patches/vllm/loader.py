@@ -31,14 +31,13 @@ from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.stored import FromDisk, FromStore, Opening, store_behind
 from tensor_dedup.loader.trace import UntraceableError
-from tensor_dedup.patches.vllm import stored_weights, weight_iterators, writers
+from tensor_dedup.patches.vllm import stored_weights, versions, weight_iterators, writers
 from tensor_dedup.patches.vllm.budget import held_elsewhere
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.run import Run
 from tensor_dedup.patches.vllm.seams import why_not
 from tensor_dedup.patches.vllm.unusable import plain_loader
-from tensor_dedup.patches.vllm.versions import create_model
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
@@ -76,6 +75,7 @@ class TensorDedupLoader(DefaultModelLoader):
         )
         weight_iterators.install()
         writers.install()
+        versions.install()
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
@@ -230,7 +230,7 @@ class TensorDedupLoader(DefaultModelLoader):
             set_default_torch_dtype(dtype),
         ):
             with device:
-                model = create_model(self, vllm_config, model_config, prefix)
+                model = versions.create_model(self, vllm_config, model_config, prefix)
             self._trace(run, model, model_config)
             began = time.perf_counter()
             run.share_outside_layers(model)

@@ -87,6 +87,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
+    Seam(
+        f"{_LAYERS}.linear:UnquantizedLinearMethod.process_weights_after_loading",
+        "loader",
+        "looked at: where it does not ask for `_cpu_skip_gemm_dispatch`, `dispatch_cpu_"
+        "unquantized_gemm` is wrapped, so that a reload keeps plain weights plain",
+        "(self, layer)",
+    ),
     *(
         Seam(target, "loader", "named: its layers are shared by key")
         for target in (

@@ -112,7 +112,8 @@ class Run:
 
     def _open(self, path: Path) -> SourceFile:
         try:
-            file = self._opening.open(path)
+            with self.tracer.own_work():  # what is remembered may be hashed by several threads
+                file = self._opening.open(path)
         except PytorchError as error:
             # What torch.load reads and we do not, or neither does: vLLM's own words, then.
             raise UntraceableError(

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import functional
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 
 if TYPE_CHECKING:
@@ -50,3 +54,31 @@ def create_model(
     build = getattr(loader, "create_model", initialize_model)
     model: nn.Module = build(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     return model
+
+
+# On a layer: its weight stays plain on the CPU. vLLM 0.28 does not know it.
+KEEP_PLAIN = "_cpu_skip_gemm_dispatch"
+
+
+@functools.cache
+def install() -> None:
+    """Have KEEP_PLAIN heard where vLLM does not: a reload would pack a weight that is shared plain.
+
+    Once a process.
+    """
+    if KEEP_PLAIN not in UnquantizedLinearMethod.process_weights_after_loading.__code__.co_consts:
+        original = layer_utils.dispatch_cpu_unquantized_gemm
+        layer_utils.dispatch_cpu_unquantized_gemm = unless_kept_plain(original)
+
+
+def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `dispatch_cpu_unquantized_gemm`."""
+
+    @functools.wraps(original)
+    def dispatch(layer: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(layer, KEEP_PLAIN, False):
+            layer.cpu_linear = functional.linear
+        else:
+            original(layer, *args, **kwargs)
+
+    return dispatch

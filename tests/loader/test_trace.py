@@ -14,7 +14,7 @@ from torch import nn
 
 import deferring
 from deferring import Weights, module
-from tensor_dedup.loader.trace import UntraceableError
+from tensor_dedup.loader.trace import Tracer, UntraceableError
 
 VALUES = torch.arange(24, dtype=torch.float32).view(4, 6) / 8
 aten = torch.ops.aten
@@ -219,6 +219,19 @@ def test_an_answer_may_use_the_pool_of_threads(tmp_path: Path) -> None:
     seen: list[float] = []
     with deferring.deferred(one(), path, lambda m, w: seen.append(w["w"][-1].item())):
         assert seen == [big[-1].item()]
+
+
+def test_our_own_work_may_use_the_pool_of_threads() -> None:
+    """Files are opened while the model's code runs: what is remembered of them is hashed then."""
+    from tensor_dedup import digest
+
+    digest._POOL.reset()
+    tracer = Tracer(lambda _: torch.empty(0), torch.device("cpu"))
+    with tracer.recording():
+        with tracer.own_work():
+            assert digest.digest(bytes(5 << 20))
+        with pytest.raises(UntraceableError, match="starts threads"):
+            threading.Thread(target=list).start()
 
 
 def test_indexing_by_numbers_reads_nothing(path: Path) -> None:

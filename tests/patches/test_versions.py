@@ -43,6 +43,18 @@ def test_a_packed_function_that_holds_a_bias_belongs_to_its_layer_alone() -> Non
         assert packed_linear(layer) is None
 
 
+def test_a_weight_that_is_to_stay_plain_is_not_packed() -> None:
+    """As a reload asks for it in vLLM 0.28, whose own function does not know the switch."""
+    packed: list[nn.Module] = []
+    dispatch = versions.unless_kept_plain(lambda layer, remove_weight: packed.append(layer))
+    plainly, other = nn.Module(), nn.Module()
+    setattr(plainly, versions.KEEP_PLAIN, True)
+    dispatch(plainly, remove_weight=True)
+    dispatch(other, remove_weight=True)
+    assert packed == [other]
+    assert plainly.cpu_linear is torch.nn.functional.linear
+
+
 def test_what_older_versions_lack_is_in_the_table_as_such() -> None:
     optional = {each.target.rpartition(":")[2] for each in seams.SEAMS if each.optional}
     assert {"weights_already_processed", "_get_untied_lm_head"} <= optional

@@ -76,7 +76,8 @@ def let_go(llm: "LLM") -> None:
     initialized". That is plain vLLM's; what is tested here is what becomes of the weights.
     """
     client: Any = llm.llm_engine.engine_core
-    client._finalizer.detach()
+    if hasattr(client, "_finalizer"):  # vLLM 0.28 has none
+        client._finalizer.detach()
     client.engine_core.model_executor.shutdown()
     gc.unfreeze()
 
