@@ -113,8 +113,8 @@ class Assembly:
         if not view.is_whole() or id(view.storage) in self.aliased:
             return SHARED_STORAGE
         sources = self.sources(each)
-        if not sources:
-            return "it does not come from the checkpoint"
+        if each.private is not None or not sources:
+            return each.private or "it does not come from the checkpoint"
         smallest = min(source.spec.nbytes for source in sources)
         if smallest < self.config.min_tensor_bytes:
             return f"a source of {smallest} bytes is below min_tensor_bytes"

@@ -23,12 +23,14 @@ class DeferredParameter:
     """A parameter of the model: its first name, and after tracing what its bytes follow from.
 
     `view` is None when the loading code gave it real memory. `installed`: it is real now.
+    `private`: why it must not be shared, whatever it follows from.
     """
 
     name: str
     parameter: nn.Parameter
     view: View | None = None
     installed: bool = False
+    private: str | None = None
     sources: list[SourceTensor] = field(default_factory=list)
 
     @property

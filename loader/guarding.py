@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from tensor_dedup.loader import memory
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.placing import data_of, replace
@@ -45,10 +46,10 @@ def is_guarded(tensor: torch.Tensor) -> bool:
 
 
 def make_private(tensors: Iterable[torch.Tensor]) -> int:
-    """Give each of them that is guarded memory of its own, in place; bytes copied.
+    """Give each of them that is guarded memory of its own; bytes copied.
 
-    Objects, values and geometry stay, and so does what several of them have in common. Nobody may
-    use them meanwhile in another thread.
+    Objects, values and geometry stay, and so does what several of them have in common; on the CPU
+    addresses too. Nobody may use them meanwhile in another thread.
     """
     own = Own()
     for tensor in tensors:
@@ -58,7 +59,10 @@ def make_private(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Own:
-    """Copies of the storages that some tensors are in, one of each. One thread."""
+    """Copies of the storages that some tensors are in, one of each. One thread.
+
+    On the CPU each lies where the mapping lay, so that nothing that knows the address is misled.
+    """
 
     def __init__(self) -> None:
         # The first keeps its number from being given to another storage, and no memory.
@@ -68,6 +72,9 @@ class Own:
     def give(self, tensor: torch.Tensor) -> None:
         """Make it the same part of the copy of its storage; its object stays."""
         data = data_of(tensor)
+        if data.device.type == "cpu":
+            self.nbytes += memory.make_private(data.data_ptr(), data.nbytes)
+            return
         empty = torch.empty(0, dtype=data.dtype, device=data.device)
         storage = self._copy(data.untyped_storage())
         replace(tensor, empty.set_(storage, data.storage_offset(), data.shape, data.stride()))

@@ -51,10 +51,18 @@ class MappingTable:
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Slab and offset of a range of memory; None unless one mapping holds all of it."""
+        found = self.around(address, nbytes)
+        if found is None:
+            return None
+        start, span = found
+        return span.slab, span.offset + address - start
+
+    def around(self, address: int, nbytes: int) -> tuple[int, Span] | None:
+        """The mapping that holds all of a range of memory: where it starts, and what it is."""
         start, span = self._last_before(address)
         if span is None or address + nbytes > start + span.length:
             return None
-        return span.slab, span.offset + address - start
+        return start, span
 
     def is_read_only(self, address: int) -> bool:
         """Does this address lie in a mapping that may not be written?"""

@@ -35,6 +35,9 @@ _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | f
 # Calls of libc: Python's mmap duplicates the descriptor, and its close() unmaps under live tensors.
 _MAP_NORESERVE: Final = 0x4000
 _MADV_DONTFORK: Final = 10
+_MREMAP_MAYMOVE: Final = 1
+_MREMAP_FIXED: Final = 2
+_FAILED: Final = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -48,6 +51,14 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
 
 ByteArray = ctypes.Array[ctypes.c_char]
 
@@ -110,7 +121,7 @@ def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
 
 def _map(fd: int, offset: int, nbytes: int, protection: int, flags: int) -> int:
     address = _libc.mmap(None, nbytes, protection, flags, fd, offset)
-    if address is None or address == ctypes.c_void_p(-1).value:
+    if address is None or address == _FAILED:
         raise _refused("mmap", nbytes, ctypes.get_errno())
     return int(address)
 
@@ -119,6 +130,39 @@ def _unmap(address: int, nbytes: int) -> None:
     # First forgotten, then unmapped: another thread may get this address from the next mmap.
     MAPPINGS.forget(address)
     _libc.munmap(address, nbytes)
+
+
+# Every mapping of a slab, by the address it begins at.
+_mapped: Final[weakref.WeakValueDictionary[int, ByteArray]] = weakref.WeakValueDictionary()
+
+
+def make_private(address: int, nbytes: int) -> int:
+    """Give the mapping that holds this range memory of its own where it is; the bytes copied.
+
+    Every pointer into it stays good, in compiled code and captured graphs too, and what it was a
+    mapping of is let go. 0: no mapping of a slab holds the range. Other threads may read
+    meanwhile, but not write. Raises OutOfMemoryError before anything has changed.
+    """
+    found = MAPPINGS.around(address, nbytes)
+    array = None if found is None else _mapped.get(found[0])
+    if found is None or array is None:
+        return 0
+    start, span = found
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    fresh = _map(-1, 0, span.length, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+    first, size = ctypes.addressof(array), len(array)
+    ctypes.memmove(fresh + first - start, first, size)
+    # First forgotten, then replaced: it must not be taken for the slab's when it is not.
+    MAPPINGS.forget(start)
+    # One step for the kernel: who reads meanwhile finds the old pages or the new, which are equal.
+    how = _MREMAP_MAYMOVE | _MREMAP_FIXED
+    if _libc.mremap(fresh, span.length, span.length, how, start) == _FAILED:
+        code = ctypes.get_errno()
+        MAPPINGS.add(start, span)
+        _libc.munmap(fresh, span.length)
+        raise _refused("mremap", span.length, code)
+    array.owner = None  # type: ignore[attr-defined]
+    return size
 
 
 def _unmap_in(pid: int, address: int, nbytes: int) -> None:
@@ -189,6 +233,7 @@ class Slab:
             array = bytes_at(address + inside, nbytes, (self, owner))
             weakref.finalize(array, _unmap, address, length).atexit = False
             undo.pop_all()
+        _mapped[address] = array
         return array
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.residents import Resident
     from tensor_dedup.loader.sources import SourceTensor
 
+# Held by the layer or its packed function, so that a record lives as long as a layer uses it.
+RECORD = "_tensor_dedup_record"
 _CHUNK = 8 << 20
 
 

@@ -14,8 +14,9 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.device_copies import COPIES, is_of_bytes
 from tensor_dedup.loader.guarding import Own
+from tensor_dedup.loader.mappings import is_as_mapped
 from tensor_dedup.loader.placing import data_of
-from tensor_dedup.loader.records import LayerRecord
+from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import tensor_bytes
 from tensor_dedup.loader.whereabouts import is_mapped
@@ -87,15 +88,40 @@ def unshare(target: object) -> int:
     """Give a model memory of its own for all of its that others may share; bytes copied.
 
     `target`: an engine that runs in this process (`LLM`), a module, or an object with a `modules()`
-    or `components` of modules. Addresses change, so not under captured graphs. A packed copy is
-    never written by anybody and stays shared. Raises UnsupportedError for anything else.
+    or `components` of modules. On the CPU nothing moves: compiled code goes on with the addresses
+    it has; on other devices addresses change, so not under captured graphs. A packed copy is never
+    written by anybody and stays shared. Nobody may write to the model meanwhile in another thread.
+    Raises UnsupportedError for anything else, OutOfMemoryError.
     """
     own = Own()
     for module in _modules(target):
+        _forget_records(module)
         for tensor in chain(module.parameters(), module.buffers()):
             if is_mapped(tensor) or COPIES.holds(data_of(tensor)):
                 own.give(tensor)
     return own.nbytes
+
+
+def let_go_of_written(model: nn.Module) -> int:
+    """Give the parameters and buffers that were written since they were shared all of their memory.
+
+    The bytes copied. Copy-on-write has kept others from seeing the writes; but a mapping keeps what
+    it was made of, so memory nobody reads any more would stay as long as the model. On the CPU
+    only. Nobody may write meanwhile. Raises OutOfMemoryError.
+    """
+    own = Own()
+    for module in model.modules():
+        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            if is_mapped(tensor) and not is_as_mapped(tensor.data_ptr(), tensor.nbytes):
+                vars(module).pop(RECORD, None)
+                own.give(tensor)
+    return own.nbytes
+
+
+def _forget_records(model: nn.Module) -> None:
+    """A layer's record keeps the residents it leads to, and this layer is none of them now."""
+    for module in model.modules():
+        vars(module).pop(RECORD, None)
 
 
 def _modules(target: object) -> Iterator[nn.Module]:

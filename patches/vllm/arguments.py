@@ -30,14 +30,16 @@ INNER_FORMATS = ("auto", "hf", "safetensors")
 _AddCliArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 # What overwrites weights in place, or moves them, after they were loaded: others read them too.
+# Not `enable_eplb`: the experts that it overwrites are not shared.
 MOVES_WEIGHTS: Mapping[str, str] = {
     "enable_sleep_mode": "a sleeping engine discards weights and writes them again when it wakes",
-    "enable_eplb": "balancing experts overwrites expert weights while the engine runs",
     "enable_elastic_ep": "scaling experts overwrites expert weights while the engine runs",
     "cpu_offload_gb": "offloading moves weights into memory of its own",
     "offload_group_size": "offloading moves weights into memory of its own",
     "weight_transfer_config": "a weight update overwrites weights while the engine runs",
 }
+# What only writes, and so reaches nobody where a writer gets pages of its own.
+_ONLY_WRITES = frozenset({"weight_transfer_config"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,20 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
 def refuse_moving_weights(settings: object) -> None:
     """Raise ConfigError when engine arguments ask for something that would write shared weights."""
     for name, reason in MOVES_WEIGHTS.items():
-        if value := getattr(settings, name, None):
+        value = getattr(settings, name, None)
+        if value and not (name in _ONLY_WRITES and _copied_on_write()):
             raise ConfigError(
                 f"tensor_dedup does not combine with {name}={value!r} in this version: {reason}, "
                 f"and other models may share them; drop {name} or tensor_dedup",
                 setting=name,
             )
+
+
+def _copied_on_write() -> bool:
+    """Is a weight of this vLLM's engines in the machine's memory, and not in a device's?"""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def parse_flag(text: str) -> dict[str, Any]:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.deferred import DeferredParameter
 
 Original = Callable[[nn.Module], None]
-# Held by the layer or its packed function, so that a record lives as long as a layer uses it.
-RECORD = "_tensor_dedup_record"
 
 
 @dataclass(slots=True)

@@ -15,15 +15,15 @@ from torch import nn
 
 from tensor_dedup.loader.comparing import raise_audit
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
-from tensor_dedup.loader.records import LayerRecord
+from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.structure import structure_of
-from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
 from tensor_dedup.patches.vllm.kernels import holds_memory, packed_linear, unpacked_linear
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.assembly import Made
     from tensor_dedup.loader.layer_key import LayerKey
+    from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 
 @dataclass(slots=True)

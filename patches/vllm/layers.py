@@ -19,10 +19,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from tensor_dedup.loader.records import LayerRecord
+from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.structure import structure_of
-from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
 from tensor_dedup.patches.vllm.gemm import PackedGemm
 from tensor_dedup.patches.vllm.kernels import processed_attributes, set_attributes
 from tensor_dedup.patches.vllm.processed import Deferred, ProcessedLayer
@@ -37,6 +36,7 @@ from tensor_dedup.patches.vllm.versions import (
 if TYPE_CHECKING:
     from tensor_dedup.loader.assembly import Assembly, Made
     from tensor_dedup.loader.layer_key import LayerKey
+    from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 _GEMM_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _PREPROCESSED = (UnquantizedFusedMoEMethod,)

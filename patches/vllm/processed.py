@@ -17,14 +17,15 @@ from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.comparing import raise_audit, same_bytes
 from tensor_dedup.loader.contents import residents_for
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
+from tensor_dedup.loader.records import RECORD
 from tensor_dedup.loader.residents import sharable
-from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
 from tensor_dedup.patches.vllm.kernels import held_elsewhere, pin
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.assembly import Made
     from tensor_dedup.loader.records import LayerRecord
     from tensor_dedup.loader.sources import SourceTensor
+    from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 Deferred = dict[str, DeferredParameter]
 

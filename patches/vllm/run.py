@@ -29,6 +29,7 @@ from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.trace import Tracer, UntraceableError
 from tensor_dedup.loader.virtual import within
 from tensor_dedup.patches.vllm.context import LayerContext
+from tensor_dedup.patches.vllm.experts import BALANCED, balanced
 from tensor_dedup.patches.vllm.layers import LayerProcessor
 from tensor_dedup.patches.vllm.versions import untied_lm_head
 
@@ -129,6 +130,9 @@ class Run:
         """After tracing: settle what there is to do."""
         conclude(model, self._deferred, self.tracer)
         settle_strays(model, self.tracer, self.assembly.evaluator.value)
+        for parameter in balanced(model):
+            if (each := self._deferred.get(id(parameter))) is not None:
+                each.private = BALANCED
         parameters = list(self._deferred.values())
         self.assembly.expect(parameters)
         shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]

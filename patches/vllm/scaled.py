@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tensor_dedup.loader.comparing import raise_audit
-from tensor_dedup.loader.records import LayerRecord
+from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.structure import structure_of
-from tensor_dedup.patches.vllm.context import RECORD, LayerContext, Original
 from tensor_dedup.patches.vllm.kernels import packed_scaled
 from tensor_dedup.patches.vllm.processed import Deferred, ProcessedLayer
 from tensor_dedup.patches.vllm.quantised import linear_kernel
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.assembly import Made
     from tensor_dedup.loader.deferred import DeferredParameter
     from tensor_dedup.loader.layer_key import LayerKey
+    from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 
 @dataclass(slots=True)

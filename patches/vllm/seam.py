@@ -13,12 +13,13 @@ from typing import Any, Literal
 OLDEST, RECORDED_VERSION = "0.28", "0.32"
 EVERY = (OLDEST, RECORDED_VERSION)
 
-Part = Literal["arguments", "loader", "reload"]
+Part = Literal["arguments", "loader", "reload", "updates"]
 # What a load does without that part; one sentence, so that the log can say it.
 WITHOUT: dict[Part, str] = {
     "arguments": "`tensor_dedup=` loads weights plainly and `--tensor-dedup` is not offered",
     "loader": "weights are loaded plainly, without sharing",
     "reload": "weights are loaded plainly, because a reload might reach other models",
+    "updates": "a weight update keeps the memory that was shared before it, as long as the model",
 }
 
 

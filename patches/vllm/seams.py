@@ -44,7 +44,6 @@ _ENGINE_SETTINGS = (
     "load_format",
     "model_loader_extra_config",
     "enable_sleep_mode",
-    "enable_eplb",
     "enable_elastic_ep",
     "cpu_offload_gb",
     "offload_group_size",
@@ -252,6 +251,28 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "relied on: the same in the second generation of runners, on GPU and on CPU",
         _RELOAD,
         earlier=("(self, *args, **kwargs)",),
+    ),
+    *(
+        Seam(
+            f"{_RUNNER}.gpu_worker:Worker.{name}",
+            "updates",
+            "wrapped: what it wrote is copied on write, and what that was before is let go then",
+            signature,
+            optional=True,
+            versions=(RECORDED_VERSION,),
+        )
+        for name, signature in (
+            ("update_weights", "(self, update_info)"),
+            ("finish_weight_update", "(self)"),
+        )
+    ),
+    Seam(
+        f"{_RUNNER}.gpu_worker:Worker.get_draft_model",
+        "updates",
+        "called: an update may be of a speculative model",
+        "(self)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     *relied_on.SEAMS,
 )

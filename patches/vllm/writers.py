@@ -11,20 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from tensor_dedup.loader.sharing import unshare
+from tensor_dedup.loader.sharing import let_go_of_written, unshare
+from tensor_dedup.patches.vllm.seams import usable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
 # Both generations of runners; the CPU runners inherit from them.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+# The CPU worker inherits from it.
+_WORKER = "vllm.v1.worker.gpu_worker"
+# What may have written when it returns. Who updates some weights keeps sharing the others.
+_UPDATES = ("update_weights", "finish_weight_update")
 
 
 @functools.cache
 def install() -> None:
-    """Wrap `reload_weights` of every runner, loaded already or later. Once a process."""
+    """Wrap what writes weights, loaded already or later. Once a process."""
     for name in _RUNNERS:
         wrapt.when_imported(name)(_patch)
+    if usable("updates"):
+        wrapt.when_imported(_WORKER)(_patch_updates)
 
 
 def _patch(module: ModuleType) -> None:
@@ -37,3 +45,24 @@ def _patch(module: ModuleType) -> None:
         return original(self, *args, **kwargs)
 
     runner.reload_weights = reload_weights
+
+
+def _patch_updates(module: ModuleType) -> None:
+    for name in _UPDATES:
+        original = getattr(module.Worker, name, None)
+        if original is not None:
+            setattr(module.Worker, name, _then_let_go(original))
+
+
+def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            draft = getattr(self, "get_draft_model", None)
+            for model in (self.get_model(), draft() if draft is not None else None):
+                if model is not None:
+                    let_go_of_written(model)
+
+    return update

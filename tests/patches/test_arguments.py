@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from vllm.engine import arg_utils
+from vllm.platforms import current_platform
+from vllm.platforms.interface import PlatformEnum
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError
@@ -140,11 +142,9 @@ def test_another_load_format_is_refused_by_name(cls: Args, other: str, model: st
     "setting",
     [
         {"enable_sleep_mode": True},
-        {"enable_eplb": True},
         {"enable_elastic_ep": True},
         {"cpu_offload_gb": 0.5},
         {"offload_group_size": 4},
-        {"weight_transfer_config": {"backend": "nccl"}},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -156,6 +156,25 @@ def test_what_writes_or_moves_weights_later_is_refused(
         cls(model=model, tensor_dedup=True, **setting)
     with pytest.raises(ConfigError, match=name):
         cls(model=model, load_format=LOAD_FORMAT, **setting)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_weight_updates_are_refused_where_a_write_would_reach_others(
+    cls: Args, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the machine's memory a writer gets pages of its own; on a device it would not."""
+    transfer = {"weight_transfer_config": {"backend": "nccl"}}
+    assert cls(model=model, tensor_dedup=True, **transfer).load_format == LOAD_FORMAT
+
+    monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
+    with pytest.raises(ConfigError, match=r"combine with weight_transfer_config=.*drop"):
+        cls(model=model, tensor_dedup=True, **transfer)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_balanced_experts_are_no_reason_to_refuse(cls: Args, model: str) -> None:
+    """They stay private, see test_parallel."""
+    assert cls(model=model, tensor_dedup=True, enable_eplb=True).load_format == LOAD_FORMAT
 
 
 def test_settings_that_cannot_be_are_named_at_once(model: str) -> None:

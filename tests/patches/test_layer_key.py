@@ -27,12 +27,12 @@ from tensor_dedup.loader.assembly import Assembly
 from tensor_dedup.loader.deferred import DeferredParameter
 from tensor_dedup.loader.environment import EXEMPT, PREFIXES, environment
 from tensor_dedup.loader.evaluate import Evaluator
-from tensor_dedup.loader.records import LayerRecord
+from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader
 from tensor_dedup.loader.virtual import Kind, View, VirtualStorage
-from tensor_dedup.patches.vllm.context import RECORD, LayerContext
+from tensor_dedup.patches.vllm.context import LayerContext
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -23,9 +23,9 @@ import tiny_checkpoints as checkpoints
 from tensor_dedup import report, unshare, verify
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.records import RECORD
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import pack
-from tensor_dedup.patches.vllm.context import RECORD
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -218,8 +218,8 @@ def test_our_loader_reads_for_real_when_it_is_asked_for_a_reload(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights)
 
 
-def test_weight_updates_need_a_transfer_that_sharing_refuses(oracle: Oracle, engines: Open) -> None:
-    """A weight update runs only with `weight_transfer_config`, see test_arguments."""
+def test_a_weight_update_that_vllm_refuses_changes_nothing(oracle: Oracle, engines: Open) -> None:
+    """It runs only with `weight_transfer_config`; what happens then is in test_after_load."""
     mine, other = engines(oracle.base), engines(oracle.base)
     assert shared.everything(mine, other)
 
@@ -293,6 +293,7 @@ def reload_experts(arch: str, policy: str, root: Path) -> None:
 
 def _reload_experts(oracle: Oracle, policy: str) -> None:
     base = oracle.base
+    _frees_its_experts(shared.engine(base, cpu_weights=policy), oracle.other)
     mine = shared.engine(base, cpu_weights=policy)
     other = shared.engine(base, cpu_weights=policy)
     assert shared.everything(mine, other)
@@ -308,6 +309,17 @@ def _reload_experts(oracle: Oracle, policy: str) -> None:
     third = shared.engine(base, cpu_weights=policy)
     assert shared.everything(third, other)
     assert plain.outputs(third) == oracle.of_base
+
+
+def _frees_its_experts(alone: "LLM", other: Path) -> None:
+    """What only this one used is gone when it is reloaded, though the engine lives."""
+    # Nothing else is stacked.
+    held = [weakref.ref(each) for each in registry.residents() if len(each.key.shape) == 3]
+    assert len(held) == len(_experts(alone)) > 0
+    shared.reload(alone, other)
+    gc.collect()
+    assert not [each for each in held if each() is not None]
+    plain.let_go(alone)
 
 
 def _experts(llm: "LLM") -> set[str]:

@@ -99,7 +99,10 @@ class Engine:
 
     @cached_property
     def loaded(self) -> dict[str, Any]:
-        """What it said when it had loaded: `outputs`, `reports` by rank, `anonymous` bytes."""
+        """What it said when it had loaded: `outputs`, `reports` by rank, `anonymous` bytes.
+
+        And `looks` by rank, of an engine that was started with `looking`.
+        """
         found: dict[str, Any] = self._answer()
         return found
 
@@ -201,6 +204,8 @@ def _serve(path: str, config: dict[str, Any] | None, options: dict[str, Any]) ->
     outputs = plain.outputs(llm)
     reports = [] if config is None else [model.to_dict() for model in report().models]
     answer = {"outputs": outputs, "reports": reports, "anonymous": anonymous(os.getpid())}
+    if "worker_extension_cls" in options:
+        answer["looks"] = llm.collective_rpc("look")
     _say(answer)
     for _ in sys.stdin:
         _say(plain.outputs(llm))

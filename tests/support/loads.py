@@ -7,11 +7,11 @@ with engines.quick(path):
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -69,9 +69,19 @@ class Model:
         return found
 
 
-def load(path: Path, tensor_dedup: dict[str, Any] | None = None) -> Model:
-    """Load as an engine would; plainly without `tensor_dedup`."""
+def load(
+    path: Path,
+    tensor_dedup: dict[str, Any] | None = None,
+    parallel: Mapping[str, Any] = MappingProxyType({}),
+) -> Model:
+    """Load as an engine would; plainly without `tensor_dedup`.
+
+    `parallel`: what is different in the configuration of ranks; see `ranks` for their groups.
+    """
     config = copy.copy(_prepared[-1])
+    config.parallel_config = copy.copy(config.parallel_config)
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
     config.model_config = copy.copy(config.model_config)
     config.model_config.model = str(path)
     config.compilation_config = copy.copy(config.compilation_config)

@@ -1,0 +1,241 @@
+"""What happens to a model after it was loaded happens to no other one.
+
+Reloading in place is in test_writers, dropping everything in test_lifetime. The oracle is a plain
+engine that was treated alike.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import engines
+import kernel
+import plain
+import shared
+import tiny_checkpoints as checkpoints
+import transfers  # noqa: F401 - engines that transfer weights without a GPU
+from tensor_dedup import report, verify
+from tensor_dedup.loader.registry import registry
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+pytestmark = pytest.mark.vllm
+
+POLICIES = ("packed", "plain")
+TIMES = 20
+Answers = tuple[plain.Answer, ...]
+Open = Callable[..., "LLM"]
+
+
+@dataclass
+class World:
+    """A base, a fine-tune of it, another model under the same names, and what plain vLLM says."""
+
+    base: Path
+    fine_tune: Path
+    changed: str  # the one tensor that differs between them, in the files and in the model
+    other: Path
+    expected: dict[Path, Answers]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("after-load")
+    pair = checkpoints.make("llama", root)
+    other = checkpoints.same_header(pair.base, root / "other")
+    shared.quiet(pair.base, pair.fine_tune, other)
+    with engines.quick(pair.base):
+        expected = {}
+        for path in (pair.base, pair.fine_tune, other):
+            llm = plain.engine(path)
+            expected[path] = plain.outputs(llm)
+            plain.let_go(llm)
+            del llm
+        assert len(set(expected.values())) == 3
+        [changed] = pair.changed
+        yield World(pair.base, pair.fine_tune, changed, other, expected)
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens engines, and ends them all."""
+    every: list[LLM] = []
+
+    def engine(path: Path, *, config: dict[str, Any] | None, **options: Any) -> "LLM":
+        tensor_dedup = False if config is None else config
+        every.append(plain.engine(path, tensor_dedup=tensor_dedup, **options))
+        return every[-1]
+
+    yield engine
+    for llm in every:
+        plain.let_go(llm)
+    every.clear()
+    gc.collect()
+
+
+# --- weight updates
+
+
+def send(llm: "LLM", path: Path, *chunks: list[str]) -> None:
+    """Update weights as a trainer does, over the engine's calls."""
+    llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    llm.collective_rpc("start_weight_update")
+    for names in chunks:
+        update = {"path": str(path), "names": names}
+        llm.collective_rpc("update_weights", kwargs={"update_info": update})
+    llm.collective_rpc("finish_weight_update")
+
+
+def halves(path: Path) -> tuple[list[str], list[str]]:
+    names = sorted(checkpoints.tensors(path))
+    return names[: len(names) // 2], names[len(names) // 2 :]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_weight_transfer_reaches_one_model_only(policy: str, world: World, opened: Open) -> None:
+    transfer = {"weight_transfer_config": {"backend": "files"}}
+    oracle = opened(world.base, config=None, **transfer)
+    mine = opened(world.base, config={"cpu_weights": policy}, **transfer)
+    other = opened(world.base, config={"cpu_weights": policy})
+    assert shared.everything(mine, other)
+    before, packed = shared.contents(other), shared.handlers(other)
+    addresses = {name: p.data_ptr() for name, p in shared.parameters(mine).items()}
+
+    for path in (world.other, world.base, world.other):
+        for llm in (oracle, mine):
+            send(llm, path, *halves(path))
+
+        assert plain.outputs(mine) == plain.outputs(oracle) == world.expected[path]
+        assert plain.outputs(other) == world.expected[world.base]
+        assert not shared.shared_parameters(mine, other)
+    assert {name: p.data_ptr() for name, p in shared.parameters(mine).items()} == addresses
+    assert (shared.contents(other), shared.handlers(other)) == (before, packed)
+    assert verify().ok
+
+
+def test_who_was_updated_keeps_nothing_of_what_was_shared(world: World, opened: Open) -> None:
+    transfer = {"weight_transfer_config": {"backend": "files"}}
+    mine = opened(world.base, config={"cpu_weights": "plain"}, **transfer)
+    assert len(registry.residents()) == len(shared.parameters(mine)) > 10
+
+    send(mine, world.other, *halves(world.other))
+    gc.collect()
+
+    assert registry.residents() == []
+    assert kernel.slabs() == (0, 0)
+    assert plain.outputs(mine) == world.expected[world.other]
+
+
+def test_an_update_of_some_weights_leaves_the_others_shared(world: World, opened: Open) -> None:
+    """As sparse patches do: in place, by the names of the model."""
+    transfer = {"weight_transfer_config": {"backend": "patches"}}
+    mine = opened(world.base, config={"cpu_weights": "plain"}, **transfer)
+    other = opened(world.base, config={"cpu_weights": "plain"})
+    assert shared.everything(mine, other)
+    every = shared.parameters(mine).keys()
+    assert world.changed in every
+
+    send(mine, world.fine_tune, [world.changed])
+
+    assert shared.shared_parameters(mine, other) == every - {world.changed}
+    assert plain.outputs(mine) == world.expected[world.fine_tune]
+    assert plain.outputs(other) == world.expected[world.base]
+
+
+def load_weights(worker: Any, path: str) -> None:
+    """What trainers call in a worker that has no transfer engine."""
+    tensors = checkpoints.tensors(Path(path))
+    worker.model_runner.model.load_weights(iter(tensors.items()))
+
+
+def test_a_call_that_loads_weights_reaches_one_model_only(world: World, opened: Open) -> None:
+    """vLLM's packed weights cannot be loaded into, plain ones can."""
+    oracle = opened(world.base, config=None)
+    packed = opened(world.base, config={"cpu_weights": "packed"})
+    mine = opened(world.base, config={"cpu_weights": "plain"})
+    other = opened(world.base, config={"cpu_weights": "plain"})
+    assert shared.everything(mine, other)
+    assert shared.shared_parameters(packed, mine)
+    before = shared.contents(other)
+
+    mine.collective_rpc(load_weights, args=(str(world.other),))
+    failures = []
+    for llm in (oracle, packed):
+        with pytest.raises(AssertionError) as caught:
+            llm.collective_rpc(load_weights, args=(str(world.other),))
+        failures.append(str(caught.value))
+
+    assert failures[0] == failures[1]
+    assert plain.outputs(mine) == world.expected[world.other]
+    assert shared.contents(other) == before
+    assert plain.outputs(other) == world.expected[world.base]
+    assert plain.outputs(packed) == plain.outputs(oracle)
+    assert verify().ok
+
+
+# --- sleeping
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_that_sleeps_takes_nothing_from_another(
+    policy: str, level: int, world: World, opened: Open
+) -> None:
+    """vLLM's CPU worker says that it does not sleep, and does nothing."""
+    sleeper = opened(world.base, config={"cpu_weights": policy})
+    other = opened(world.base, config={"cpu_weights": policy})
+    tuned = opened(world.fine_tune, config={"cpu_weights": policy})
+    assert shared.everything(sleeper, other)
+    before = {id(llm): shared.contents(llm) for llm in (sleeper, other, tuned)}
+
+    sleeper.sleep(level=level)
+    assert shared.everything(sleeper, other)
+    assert plain.outputs(other) == world.expected[world.base]
+    assert plain.outputs(tuned) == world.expected[world.fine_tune]
+    # Who comes meanwhile shares with the sleeping one too.
+    third = opened(world.base, config={"cpu_weights": policy})
+    assert (report().models[-1].bytes_read, report().models[-1].private_bytes) == (0, 0)
+    assert shared.everything(third, sleeper)
+    assert sleeper.wake_up()
+
+    assert {id(llm): shared.contents(llm) for llm in (sleeper, other, tuned)} == before
+    assert plain.outputs(sleeper) == plain.outputs(third) == world.expected[world.base]
+    assert verify().ok
+
+
+# --- made again and again
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_made_twenty_times_changes_no_neighbour_and_leaves_nothing(
+    policy: str, world: World, opened: Open
+) -> None:
+    base = opened(world.base, config={"cpu_weights": policy})
+    tuned = opened(world.fine_tune, config={"cpu_weights": policy})
+    assert not shared.nothing(base, tuned)
+    paths = (world.base, world.other, world.fine_tune)
+    sizes = []
+
+    for turn in range(TIMES):
+        path = paths[turn % 3]
+        llm = shared.engine(path, cpu_weights=policy)
+        neighbour = {world.base: base, world.fine_tune: tuned}.get(path)
+        assert shared.nothing(llm, base) if neighbour is None else shared.everything(llm, neighbour)
+        answers = [plain.outputs(each) for each in (llm, base, tuned)]
+        assert answers == [world.expected[p] for p in (path, world.base, world.fine_tune)]
+        plain.let_go(llm)
+        del llm
+        gc.collect()
+        residents = {resident.key for resident in registry.residents()}
+        sizes.append((residents, set(registry.records()), kernel.slabs(), kernel.descriptors()))
+
+    # The first of each kind may open what stays open, such as the index of hints.
+    assert all(size == sizes[2] for size in sizes[3:])
+    assert torch.equal(*(shared.parameters(llm)["model.norm.weight"] for llm in (base, tuned)))
+    assert verify().ok
