@@ -170,7 +170,8 @@ def test_an_unshared_module_computes_where_it_did(before: tuple[int, int]) -> No
     torch.manual_seed(0)
     first, second = nn.Linear(256, 256), nn.Linear(256, 256)
     second.load_state_dict(first.state_dict())
-    second.register_parameter("name", second.weight)
+    weight = second.get_parameter("weight")
+    second.register_parameter("name", weight)
     for each in (first, second):
         sweep(each)
     assert shares_memory(first.weight, second.weight)
@@ -181,10 +182,10 @@ def test_an_unshared_module_computes_where_it_did(before: tuple[int, int]) -> No
     assert unshare(second) == sum(each.nbytes for each in second.parameters())
 
     assert [each.data_ptr() for each in second.parameters()] == addresses
-    assert second.get_parameter("name") is second.weight
+    assert second.get_parameter("name") is second.get_parameter("weight") is weight
     assert torch.equal(second(given), expected)
     with torch.no_grad():
-        second.weight += 1
+        weight.add_(1)
     assert torch.equal(first(given), expected)
     del first, each
     gc.collect()

@@ -22,6 +22,11 @@ def standing(kind: Kind, rank: int, size: int) -> Iterator[None]:
     """While active, this process is that rank of so many in its group of this kind."""
     group: Any = getattr(parallel_state, f"_{kind.upper()}")
     # The first and the last of a pipeline are found by global ranks.
-    place = {"rank_in_group": rank, "world_size": size, "rank": rank, "ranks": list(range(size))}
+    place: dict[str, Any] = {
+        "rank_in_group": rank,
+        "world_size": size,
+        "rank": rank,
+        "ranks": list(range(size)),
+    }
     with mock.patch.multiple(group, **place):
         yield

@@ -68,7 +68,8 @@ class Files(Reading):
         model.load_weights(iter(update_info.tensors().items()))
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        finish: Any = finalize_layerwise_reload  # not annotated
+        finish(self.model, self.model_config)
 
 
 class Patches(Reading):
