@@ -11,7 +11,6 @@ weights are in the form that processes can share. Prints a section of Markdown; 
 into docs/benchmarks.md.
 """
 
-import datetime
 import mmap
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from process_memory import drop_pages, read_pages
 from results import HEAD
-from stats import Estimate, estimate, machine, verdict, write_section
+from stats import Estimate, Section, estimate, verdict
 from tensor_dedup.demo import models
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
@@ -287,7 +286,7 @@ def main(
     write: bool,
 ) -> None:
     """Measure attaching to a resident model, and decoding with weights that can be shared."""
-    parts, lines = only or PARTS, machine()
+    parts, section = only or PARTS, Section("attach.py", "Attaching to a resident model")
     folder = work or models.default_folder()
     folder.mkdir(parents=True, exist_ok=True)
     body: list[str] = []
@@ -296,14 +295,8 @@ def main(
             body += resident(Path(where), size * 1_000_000, tensors, repeats, parts)
     if "plain" in parts:
         body += decoding_plainly(folder, pairs)
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    head = f"`scripts/bench/attach.py`, {today}, {repeats} repeats; engines in {pairs} pairs."
-    load = f"- load average at the end {os.getloadavg()[0]:.1f}"
-    title = "## Attaching to a resident model"
-    text = "\n".join([title, "", head, "", *lines, load, "", *body, "", _NOTES])
-    click.echo(text)
-    if write:
-        write_section("attach", text)
+    how = f"{repeats} repeats, engines in {pairs} pairs"
+    section.finish("attach", how, body, _NOTES, write=write)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ drawn anew. TensorCAS's method is a small implementation of what its article des
 environment of its own. Prints a section of Markdown; `--write` puts it into docs/benchmarks.md.
 """
 
-import datetime
-import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -23,7 +20,7 @@ import checkpoint_changes
 import checkpoint_latency
 import checkpoint_long
 from checkpoint_storage import storage
-from stats import machine, write_section
+from stats import Section
 from tensor_dedup.demo import models
 
 PARTS: Final = ("storage", "changes", "deltas", "saves", "readme", "history")
@@ -76,8 +73,7 @@ def main(
     """Measure saves, loads and sizes of training checkpoints."""
     folder = (work or models.default_folder()) / "checkpoints-bench"
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    lines = machine(_PACKAGES)
+    section = Section("checkpoints.py", "Training checkpoints", _PACKAGES)
     rounds = QUICK_ROUNDS if quick else rounds
     body: list[str] = []
     for title, part in _parts(folder, rounds, quick, dvc, only or PARTS).items():
@@ -89,14 +85,7 @@ def main(
             *checkpoint_long.gpt2(folder, quick, _say),
             "",
         ]
-    minutes = (time.perf_counter() - began) / 60
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    head = f"`scripts/bench/checkpoints.py`, {today}, {rounds} rounds, {minutes:.0f} minutes."
-    load = f"- load average at the end {os.getloadavg()[0]:.1f}"
-    text = "\n".join(["## Training checkpoints", "", head, "", *lines, load, "", *body, _NOTES])
-    click.echo(text)
-    if write:
-        write_section("checkpoints", text)
+    section.finish("checkpoints", f"{rounds} rounds", body, _NOTES, write=write)
 
 
 def _parts(

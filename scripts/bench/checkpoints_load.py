@@ -1,11 +1,13 @@
+#!/usr/bin/env python3
 """How long a step takes to load when the store holds 1, 100 and 1,000 of them.
 
-    python scripts/bench/checkpoints_load.py [--loads N] [--steps N...] [--work DIR]
+    scripts/bench/checkpoints_load.py [--loads N] [--steps N...] [--work DIR] [--write]
 
 Two runs in one store: a network of which one layer changes with every step, and an ensemble that
 grows by two trees a step. The same number of tensors is loaded at every size of the store: of the
 network the latest step, of the ensemble the first, which has a hundred trees from the beginning.
-Each load is a new handle, as a new process would have; loads of all sizes take turns.
+Each load is a new handle, as a new process would have; loads of all sizes take turns. Prints a
+section of Markdown; `--write` puts it into docs/benchmarks.md.
 """
 
 import random
@@ -19,11 +21,18 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from stats import estimate, machine
+from stats import Section, estimate
 from tensor_dedup.store.checkpoints import CheckpointStore
 
 Model = dict[str, NDArray[Any]]
 _TREES = 100
+_NOTES = """\
+- *network*: 50 tensors, 10 MB, of which one changes with every step; the latest step is loaded.
+  *forest*: 100 trees and two more a step; the first step is loaded. So each loads as many tensors
+  whatever the store holds.
+- Each load is by a new handle, as a new process would have; loads of all sizes take turns. Medians
+  and 95 % intervals of the median.
+"""
 
 
 def network() -> Model:
@@ -68,17 +77,20 @@ def load(folder: Path, run: str, step: int) -> float:
 @click.option("--loads", default=15, show_default=True, type=click.IntRange(min=1))
 @click.option("--steps", default=(1, 100, 1000), show_default=True, multiple=True, type=int)
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Where stores go.")
-def main(loads: int, steps: tuple[int, ...], work: Path | None) -> None:
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+def main(loads: int, steps: tuple[int, ...], work: Path | None, write: bool) -> None:
     """Measure loads at several sizes of the store."""
     root = Path(tempfile.mkdtemp(prefix="checkpoints-load-", dir=work))
+    section = Section("checkpoints_load.py", "Loading a step of many")
     try:
-        measure(root, loads, steps)
+        table = measure(root, loads, steps)
     finally:
         shutil.rmtree(root)
+    section.finish("checkpoints-load", f"{loads} loads of each", table, _NOTES, write=write)
 
 
-def measure(root: Path, loads: int, steps: tuple[int, ...]) -> None:
-    """Fill the stores, load in turns, print a table."""
+def measure(root: Path, loads: int, steps: tuple[int, ...]) -> list[str]:
+    """Fill the stores, load in turns; a table."""
     for count in steps:
         began = time.perf_counter()
         fill(root / str(count), count)
@@ -90,9 +102,10 @@ def measure(root: Path, loads: int, steps: tuple[int, ...]) -> None:
         for count, run in cases:
             step = count - 1 if run == "network" else 0
             found[count, run].append(load(root / str(count), run, step))
-    click.echo(f"{machine()}\n\n| steps in the store | run | load, ms |\n|---|---|---|")
+    lines = ["| steps in the store | run | load, ms |", "|---|---|---|"]
     for (count, run), values in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
-        click.echo(f"| {count} | {run} | {estimate(values).text(1)} |")
+        lines.append(f"| {count} | {run} | {estimate(values).text(1)} |")
+    return lines
 
 
 if __name__ == "__main__":

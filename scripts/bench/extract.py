@@ -1,12 +1,12 @@
+#!/usr/bin/env python3
 """How long it takes to take ensembles apart, beside pickle and XGBoost's own writing.
 
-    python scripts/bench/extract.py [--rounds N] [--write]
+    scripts/bench/extract.py [--rounds N] [--write]
 
 Needs scikit-learn and XGBoost. Prints a section of Markdown; `--write` puts it into
 docs/benchmarks.md instead of the one there. A minute.
 """
 
-import datetime
 import pickle
 import random
 import time
@@ -19,7 +19,7 @@ import numpy as np
 import xgboost
 from sklearn.ensemble import GradientBoostingClassifier
 
-from stats import estimate, machine, write_section
+from stats import Section, estimate
 from tensor_dedup.store.checkpoints.adapters import (
     ModelAdapter,
     SklearnAdapter,
@@ -45,12 +45,9 @@ Work = Callable[[], object]
 @click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
 def main(rounds: int, write: bool) -> None:
     """Measure how long extraction takes."""
+    section = Section("extract.py", "Taking ensembles apart", PACKAGES)
     rows = [*_sklearn(rounds), *_xgboost(rounds)]
-    title = f"## Taking ensembles apart ({datetime.date.today().isoformat()})"
-    text = "\n".join([title, "", *machine(PACKAGES), "", *_table(rows), "", _NOTES])
-    if write:
-        write_section("extract", text)
-    click.echo(text)
+    section.finish("extract", f"{rounds} rounds", [*_table(rows)], _NOTES, write=write)
 
 
 def _sklearn(rounds: int) -> Iterator[tuple[str, ...]]:

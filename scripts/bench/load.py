@@ -6,15 +6,13 @@ One process, one run. Both sides alternate (A B, B A, A B, ...) after the same p
 a section of Markdown; `--write` puts it into docs/benchmarks.md instead of the one there.
 """
 
-import datetime
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import click
 
-from stats import machine, write_section
+from stats import Section
 from tensor_dedup.demo import models
 
 PARTS = ("unknown", "again", "known", "residency", "decode", "tracing")
@@ -72,33 +70,14 @@ def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, writ
     pairs = QUICK_PAIRS if quick else pairs
     folder = work or models.default_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    lines = machine()
+    section = Section("load.py", "Loading against plain vLLM")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
         os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         import suite  # it loads vllm, which reads the environment then
 
         table = suite.run(folder, pairs, only or PARTS)
-    minutes = (time.perf_counter() - began) / 60
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    text = "\n".join(
-        [
-            "## Loading against plain vLLM",
-            "",
-            f"`scripts/bench/load.py`, {today}, {pairs} pairs, {minutes:.0f} minutes. Checkpoints "
-            "of Qwen2-0.5B shapes with random weights, bfloat16, 988 MB each.",
-            "",
-            *lines,
-            f"- load average at the end {os.getloadavg()[0]:.1f}",
-            "",
-            table,
-            "",
-            _NOTES,
-        ]
-    )
-    click.echo(text)
-    if write:
-        write_section("load", text)
+    how = f"{pairs} pairs. Checkpoints of Qwen2-0.5B shapes, random weights, bfloat16, 988 MB each"
+    section.finish("load", how, [table], _NOTES, write=write)
 
 
 if __name__ == "__main__":

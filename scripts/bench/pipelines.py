@@ -8,15 +8,13 @@ float16, of random weights, each in files of its own. Prints a section of Markdo
 it into docs/benchmarks.md instead of the one there.
 """
 
-import datetime
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import click
 
-from stats import machine, write_section
+from stats import Section
 from tensor_dedup.demo import models, pictures
 
 DEFAULT_PAIRS = 12
@@ -59,8 +57,7 @@ def main(pairs: int, quick: bool, tiny: bool, work: Path | None, write: bool) ->
     pairs = QUICK_PAIRS if quick else pairs
     folder = (work or models.default_folder()) / ("tiny-halves" if tiny else "halves")
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    lines = machine(PACKAGES)
+    section = Section("pipelines.py", "Two image pipelines", PACKAGES)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
         os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         import pipeline_runs  # it loads the libraries, which read the environment then
@@ -68,25 +65,7 @@ def main(pairs: int, quick: bool, tiny: bool, work: Path | None, write: bool) ->
         for name in pictures.missing(folder):
             pictures.make(name, folder, tiny=tiny, dtype="float16")
         table = pipeline_runs.run([folder / name for name in pictures.NAMES], pairs)
-    minutes = (time.perf_counter() - began) / 60
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    text = "\n".join(
-        [
-            "## Two image pipelines",
-            "",
-            f"`scripts/bench/pipelines.py`, {today}, {pairs} pairs, {minutes:.0f} minutes.",
-            "",
-            *lines,
-            f"- load average at the end {os.getloadavg()[0]:.1f}",
-            "",
-            table,
-            "",
-            _NOTES,
-        ]
-    )
-    click.echo(text)
-    if write:
-        write_section("pipelines", text)
+    section.finish("pipelines", f"{pairs} pairs", [table], _NOTES, write=write)
 
 
 if __name__ == "__main__":

