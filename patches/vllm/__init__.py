@@ -36,12 +36,14 @@ def register() -> None:
 def _register_loader() -> None:
     try:
         from vllm.model_executor.model_loader import register_model_loader
+
+        loader = _loader_class()
     except ImportError as error:
         # Raising here would end every engine of a vLLM that lost a name we import, also those
         # that never asked for us. Whoever asks hears from vLLM that the format is not supported.
         _log.warning("the load format %s is not available in this vLLM: %s", LOAD_FORMAT, error)
         return
-    register_model_loader(LOAD_FORMAT)(_loader_class())
+    register_model_loader(LOAD_FORMAT)(loader)
 
 
 def _loader_class() -> "type[DefaultModelLoader]":

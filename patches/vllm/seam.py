@@ -70,7 +70,10 @@ def compare(seam: Seam) -> Mismatch | None:
         return _without(seam, [name for name in seam.has if not _has(found, name)])
     if not seam.signature and not seam.needs:
         return None
-    signature = inspect.signature(found)
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:  # no function any more, or none of Python
+        return Mismatch(seam, f"without a signature ({error})")
     if seam.signature and _plain(signature) not in (seam.signature, *seam.earlier):
         return Mismatch(seam, _plain(signature))
     return _without(seam, [name for name in seam.needs if name not in signature.parameters])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from tensor_dedup.errors import UnsupportedError
@@ -18,7 +19,7 @@ from tensor_dedup.patches.vllm.load_format import KEY, split
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import LoadConfig
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +42,12 @@ def plain_loader(reason: str) -> type[DefaultModelLoader]:
                 dataclasses.replace(load_config, load_format=inner, model_loader_extra_config=extra)
             )
 
-        def load_model(
-            self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
-        ) -> nn.Module:
-            """Load as plain vLLM does."""
-            _log.warning("%s: loading without sharing: %s", model_config.model, reason)
-            model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-            name, rank = str(model_config.model), vllm_config.parallel_config.rank
-            report = ModelReport(name=name, rank=rank, skipped=[("<model>", reason)])
+        def load_model(self, *args: Any, **options: Any) -> nn.Module:
+            """Load as plain vLLM does, whatever it is asked with in that version."""
+            name = _model_name([*args, *options.values()])
+            _log.warning("%s: loading without sharing: %s", name, reason)
+            model: nn.Module = super().load_model(*args, **options)
+            report = ModelReport(name=name, rank=_rank(), skipped=[("<model>", reason)])
             report.tensors_total = sum(1 for _ in model.parameters())
             report.total_bytes = sum(parameter.nbytes for parameter in model.parameters())
             report.private_bytes = report.bytes_materialised = report.total_bytes
@@ -56,3 +55,16 @@ def plain_loader(reason: str) -> type[DefaultModelLoader]:
             return model
 
     return PlainLoader
+
+
+def _model_name(given: list[Any]) -> str:
+    """The model's path or name, of whichever argument has one: only a report needs it."""
+    names = (getattr(each, "model", None) for each in given)
+    return next((name for name in names if isinstance(name, str)), "a model")
+
+
+def _rank() -> int:
+    """Of this worker; torch knows it whatever vLLM's configuration calls it."""
+    distributed = torch.distributed
+    there = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if there else 0

@@ -7,10 +7,12 @@ its own pages and, through its mappings, the shared ones behind them too, for as
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.sharing import let_go_of_written, unshare
 from tensor_dedup.patches.vllm.seams import usable
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
+    from torch import nn
+
+_log = logging.getLogger(__name__)
 # Both generations of runners; the CPU runners inherit from them.
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 # The CPU worker inherits from it.
@@ -57,12 +62,19 @@ def _patch_updates(module: ModuleType) -> None:
 def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            draft = getattr(self, "get_draft_model", None)
-            for model in (self.get_model(), draft() if draft is not None else None):
-                if model is not None:
-                    let_go_of_written(model)
+        done = original(self, *args, **kwargs)
+        draft = getattr(self, "get_draft_model", None)
+        for model in (self.get_model(), draft() if draft is not None else None):
+            if model is not None:
+                _let_go(model)
+        return done
 
     return update
+
+
+def _let_go(model: nn.Module) -> None:
+    """It only saves memory, so an update that is done does not fail for want of it."""
+    try:
+        let_go_of_written(model)
+    except SharedMemoryError as error:
+        _log.warning("after an update, memory that was shared before stays mapped: %s", error)

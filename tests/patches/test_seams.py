@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,7 @@ def test_every_function_we_replace_is_listed() -> None:
         ("vllm.plugins:load_plugins_by_group", "(group, strict)", (), "is (group)"),
         ("vllm.plugins:load_plugins_by_group", "(group=None)", (), "is (group)"),
         ("vllm.plugins:load_plugins_by_group", "", ("group", "strict"), "without strict"),
+        ("vllm.version:__version__", "()", (), "without a signature"),
     ],
 )
 def test_a_change_is_a_mismatch_that_says_what_is_there(
@@ -209,3 +211,42 @@ def test_where_a_name_we_import_is_gone_a_model_loads_plainly_with_one_warning(
     assert engines.last_report().shared_bytes == 0
     assert plain.outputs(llm) == expected
     engines.drop(llm)
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("_forget")
+def test_where_loading_takes_another_argument_a_model_loads_plainly(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    expected = answers_shared_with_itself(model)
+    load = BaseModelLoader.load_model
+
+    def load_model(self: Any, *, vllm_config: Any, model_config: Any, **more: Any) -> Any:
+        return load(self, vllm_config, model_config, **more)
+
+    monkeypatch.setattr(BaseModelLoader, "load_model", load_model)
+    seams.why_not.cache_clear()
+    llm = engines.sharing(model)
+    report = engines.last_report()
+    [(_, why)] = report.skipped
+    assert "BaseModelLoader.load_model" in why
+    assert (report.name, report.shared_bytes) == (model, 0)
+    assert plain.outputs(llm) == expected
+    engines.drop(llm)
+
+
+def test_a_vllm_without_its_own_loader_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plug-ins are called in every process of every engine, who asked for us or not."""
+    from vllm.model_executor.model_loader import default_loader
+
+    monkeypatch.delattr(default_loader, "DefaultModelLoader")
+    for name in ("loader", "unusable"):
+        monkeypatch.delitem(sys.modules, f"tensor_dedup.patches.vllm.{name}", raising=False)
+    with caplog.at_level(logging.WARNING):
+        patches._register_loader.__wrapped__()
+    [said] = ours(caplog)
+    assert "DefaultModelLoader" in said
