@@ -7,26 +7,22 @@ resident with its bytes.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Final, TypeAlias
-from weakref import WeakSet
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
 
-from tensor_dedup.digest import submit
-from tensor_dedup.loader import families
+from tensor_dedup.loader import families, making
 from tensor_dedup.loader.aliases import Formers
 from tensor_dedup.loader.assembly import SHARED_STORAGE
-from tensor_dedup.loader.comparing import COLLISION, raise_audit, require_as_hashed, same_bytes
+from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
 from tensor_dedup.loader.copies import Copies, Share, came_up
 from tensor_dedup.loader.guarding import map_shared
 from tensor_dedup.loader.ledger import Ledger
-from tensor_dedup.loader.lender import Wanted
+from tensor_dedup.loader.making import Candidate, Missing, Terms
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.placing import (
     Mappings,
@@ -36,13 +32,8 @@ from tensor_dedup.loader.placing import (
     replace,
 )
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import Resident, pack, resident_key, sharable, tensor_bytes
+from tensor_dedup.loader.residents import Resident, resident_key, sharable
 from tensor_dedup.loader.whereabouts import is_mapping_of, residents_behind
-
-if TYPE_CHECKING:
-    from tensor_dedup.config import TensorDedupConfig
-    from tensor_dedup.loader.origins import Origins, Place
-    from tensor_dedup.loader.supply import Supply
 
 Named: TypeAlias = tuple[str, nn.Parameter]
 
@@ -54,49 +45,6 @@ _BATCH_BYTES: Final = 64 << 20
 _CLASSES: Final = frozenset(
     {"torch.nn.parameter.Parameter", "diffusers.quantizers.gguf.utils.GGUFParameter"}
 )
-
-
-@dataclass(slots=True)
-class Terms:
-    """What the adoptions of one load have in common. One thread.
-
-    `origins`: None where hints are no help, as after a cast. `remembered` and `unknown` count
-    tensors whose digest a hint gave, and others.
-    """
-
-    config: TensorDedupConfig
-    supply: Supply
-    origins: Origins | None = None
-    own: WeakSet[Resident] = field(default_factory=WeakSet)
-    bytes_hashed: int = 0
-    remembered: int = 0
-    unknown: int = 0
-    hash_seconds: float = 0.0
-    process_seconds: float = 0.0
-    collisions: int = 0
-    rng: random.Random = field(default_factory=random.Random)
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A parameter to share; `place`: the file range that it is."""
-
-    name: str
-    parameter: nn.Parameter
-    place: Place | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Missing:
-    """A parameter whose bytes are nowhere resident; it will be this copy of its key."""
-
-    candidate: _Candidate
-    copy: int
-    digest: str
-
-    @property
-    def data(self) -> torch.Tensor:
-        return data_of(self.candidate.parameter)
 
 
 class Adoption:
@@ -187,23 +135,24 @@ class Adoption:
     def _adopt(self, items: Sequence[Named]) -> None:
         began, hashed = time.perf_counter(), self._terms.hash_seconds
         candidates = [each for each in self._candidates(items) if not self._take_remembered(each)]
-        digests = self._digests([each.parameter for each in candidates])
+        assert self._files is not None  # the candidates were looked for in them
+        batch = making.Batch(candidates, self._terms, self._files)
         missing = []
-        for candidate, found in zip(candidates, digests, strict=True):
+        for number, (candidate, found) in enumerate(zip(candidates, batch.digests(), strict=True)):
             if candidate.place is not None and self._terms.origins is not None:
                 self._terms.origins.learn(candidate.place, found)
             key = resident_key(data_of(candidate.parameter), found)
             copy = self._copies.choose(key, candidate.name)
             resident = registry.lookup(key, copy)
             if resident is None:
-                missing.append(_Missing(candidate, copy, found))
+                missing.append(Missing(candidate, copy, found, number))
             else:
                 self._take(candidate.parameter, resident, copy, made=False)
-        self._make(missing)
+        self._make(batch, missing)
         spent = time.perf_counter() - began
         self._terms.process_seconds += spent - (self._terms.hash_seconds - hashed)
 
-    def _take_remembered(self, candidate: _Candidate) -> bool:
+    def _take_remembered(self, candidate: Candidate) -> bool:
         """Share what a hint names and what is resident, without reading it. False: hash it."""
         remembered = None if candidate.place is None else candidate.place.remembered
         if remembered is None:
@@ -219,7 +168,7 @@ class Adoption:
         self._take(candidate.parameter, resident, copy, made=False)
         return True
 
-    def _candidates(self, items: Sequence[Named]) -> list[_Candidate]:
+    def _candidates(self, items: Sequence[Named]) -> list[Candidate]:
         """Those to share. Of the others the reasons are kept, or the residents that they are."""
         together = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for number in together & self._shares.keys():
@@ -245,7 +194,7 @@ class Adoption:
             elif parameter.nbytes:
                 origins = self._terms.origins
                 place = None if origins is None else origins.place(parameter, files)
-                chosen.append(_Candidate(name, parameter, place))
+                chosen.append(Candidate(name, parameter, place))
         return chosen
 
     def _reason(self, parameter: nn.Parameter, together: set[int]) -> str | None:
@@ -282,44 +231,17 @@ class Adoption:
             self._reasons[number] = SHARED_STORAGE
         return share
 
-    def _digests(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        began = time.perf_counter()
-        algorithm = self._terms.config.hash_algorithm
-        futures = [submit(tensor_bytes(data_of(each)), algorithm) for each in parameters]
-        digests = [future.result() for future in futures]
-        self._terms.bytes_hashed += sum(each.nbytes for each in parameters)
-        self._terms.hash_seconds += time.perf_counter() - began
-        return digests
-
-    def _make(self, missing: Sequence[_Missing]) -> None:
-        firsts = [each for each in missing if each.copy == 0]
-        # Further copies are this process's own: a manager has one of each content.
-        twins = [each for each in missing if each.copy > 0]
+    def _make(self, batch: making.Batch, missing: Sequence[Missing]) -> None:
         try:
-            wanted = [(resident_key(each.data, each.digest), each) for each in firsts]
-            made = self._terms.supply.make(
-                [Wanted(f"content:{key}", each.data, each.digest) for key, each in wanted],
-                self._check_copied,
-            )
-            items = [(each.data, each.digest) for each in twins]
-            packed = pack(items, as_aligned=True) if items else []
-            self._check_copied(zip((each.data for each in twins), packed, strict=True))
+            made = batch.make(missing) if missing else []
         except SharedMemoryError as error:
             self._reasons.update((id(each.candidate.parameter), str(error)) for each in missing)
             return
-        for resident, each in zip(packed, twins, strict=True):
-            first = registry.publish(resident, each.copy)
-            made.append((first, first is resident))
-        for each, (resident, new) in zip([*firsts, *twins], made, strict=True):
+        for each, (resident, new) in zip(missing, made, strict=True):
             if new:
                 self._terms.own.add(resident)
                 came_up(resident, each.candidate.name)
             self._take(each.candidate.parameter, resident, each.copy, made=new)
-
-    def _check_copied(self, made: Iterable[tuple[torch.Tensor, Resident]]) -> None:
-        files = self._files
-        assert files is not None  # the candidates were looked for in them
-        require_as_hashed(made, files, self._terms.config.hash_algorithm)
 
     def _take(self, parameter: nn.Parameter, resident: Resident, copy: int, *, made: bool) -> None:
         if not made and not self._equal(resident, parameter):

@@ -306,6 +306,12 @@ class SlabWriter:
                 raise _refused("pwrite", rest.nbytes, error.errno or 0) from error
             rest, at = rest[written:], at + written
 
+    def get(self, into: memoryview, offset: int) -> None:
+        """Read back what `put` wrote. Any thread, several at once."""
+        fd, rest, at = self._open().fileno, into.cast("B"), offset
+        while rest.nbytes and (count := os.preadv(fd, [rest], at)):
+            rest, at = rest[count:], at + count
+
     def view(self, nbytes: int) -> tuple[int, ByteArray]:
         """Return an offset and a writable buffer of `nbytes` there, zeroed.
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.hints import QUIET_NS, FileIdentity, HintIndex
@@ -25,9 +25,16 @@ if TYPE_CHECKING:
     import torch
 
 
+# How much of a file the kernel is asked to read beyond what is hashed now.
+_AHEAD_BYTES: Final = 64 << 20
+
+
 @dataclass(slots=True)
 class _File:
-    """A mapped file, open. `known` by (start, nbytes): of hints; `learned`: hashed by this load."""
+    """A mapped file, open. `known` by (start, nbytes): of hints; `learned`: hashed by this load.
+
+    `asked` is where the part ends that the kernel was asked to read.
+    """
 
     fd: int
     path: str
@@ -35,6 +42,7 @@ class _File:
     began_ns: int
     known: Mapping[tuple[int, int], str]
     learned: dict[tuple[int, int], str] = field(default_factory=dict)
+    asked: int = 0
 
     @property
     def quiet(self) -> bool:
@@ -95,6 +103,20 @@ class Origins:
             return None
         known = self._hints.lookup(fd, self._algorithm) if self._trust else {}
         return _File(fd, mapped.path, identity, time.time_ns(), known)
+
+    def expect(self, places: Iterable[Place]) -> None:
+        """Have the kernel begin to read what is hashed next, and what lies behind it.
+
+        A page fault reads a few pages, and its thread waits for them: a cold file comes in pieces
+        too small for the disk. It costs little where the file is in memory.
+        """
+        for place in sorted(places, key=lambda each: (id(each.file), each.start)):
+            stop = place.start + place.nbytes
+            if stop > place.file.asked:
+                start = max(place.start, place.file.asked)
+                place.file.asked = stop + _AHEAD_BYTES
+                size = place.file.asked - start
+                os.posix_fadvise(place.file.fd, start, size, os.POSIX_FADV_WILLNEED)
 
     def learn(self, place: Place, digest: str) -> None:
         """Enter what was hashed there. StaleHintError when a hint said otherwise."""

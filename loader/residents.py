@@ -247,6 +247,8 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if span == 0 or a.device != b.device or a.device.type not in ("cpu", "cuda"):
         return False
     first, second = a.data_ptr(), b.data_ptr()
+    if not first or not second:  # of classes of their own, whose values are elsewhere
+        return False
     if first == second or PLACES.same(first, second, span):
         return True
     return a.device.type == "cpu" and _same_slab_pages(first, second, span)

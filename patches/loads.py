@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.adoption import Adoption
 from tensor_dedup.loader.heap import release_memory
 from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
+from tensor_dedup.loader.making import Terms
 from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
@@ -38,7 +39,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Modules that some entry of the report speaks of.
 _reported: Final[WeakSet[nn.Module]] = WeakSet()
+_DIFFUSERS: Final = "diffusers.models.modeling_utils"
 _OFFLOADED: Final = "accelerate moves its weights about"
+_GIVEN: Final = "whoever called brought it"
+_REFUSED: Final = "it was loaded with tensor_dedup=False"
+_NO_MODULES: Final = "a %s holds no module of torch"
 _SUMS: Final = (
     "total_bytes",
     "shared_bytes",
@@ -128,13 +133,19 @@ class Load:
             return
         adoption.settle()
 
-    def finish(self, models: Mapping[str, nn.Module]) -> ModelReport:
-        """All that was loaded is complete; `models` are those that came of it, by name."""
+    def finish(
+        self, models: Mapping[str, nn.Module], skipped: Iterable[tuple[str, str]] = ()
+    ) -> ModelReport:
+        """All that was loaded is complete; `models` are those that came of it, by name.
+
+        `skipped`: parts that are none of those, with the reason.
+        """
+        refused = [(n, _REFUSED) for n, m in models.items() if id(m) in self._left_alone]
         models = {n: m for n, m in models.items() if id(m) not in self._left_alone}
         for model in [*models.values(), *(a.model for a in list(self._adoptions.values()))]:
             self.settle(model)
         self._origins.finish()
-        report = ModelReport(name=self._name)
+        report = ModelReport(name=self._name, skipped=[*skipped, *refused])
         names = {id(model): name for name, model in models.items()}
         inside = {id(part) for a in self._adoptions.values() for part in _parts(a.model)}
         for key, adoption in self._adoptions.items():
@@ -202,8 +213,12 @@ def _run(
 ) -> Any:
     with _loading(config, name, trust=trust) as load:
         result = call()
-        models = {n: m for n, m in modules_of(result).items() if id(m) not in given}
-        add(load.finish(models))
+        every = modules_of(result)
+        skipped = [(name, _GIVEN) for name, model in every.items() if id(model) in given]
+        if not every:
+            skipped.append(("", _NO_MODULES % type(result).__name__))
+        models = {name: model for name, model in every.items() if id(model) not in given}
+        add(load.finish(models, skipped))
     return result
 
 
@@ -275,6 +290,10 @@ def _loading(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[L
         finally:
             _state.load = None
     watch(config, alone)
+    if _DIFFUSERS in sys.modules:
+        from tensor_dedup.patches.diffusers import offloading
+
+        offloading.install()
     del load
     release_memory()
 
@@ -285,7 +304,7 @@ def _replacements(load: Load) -> Iterator[Any]:
         from tensor_dedup.patches.transformers import seams as transformers
 
         yield from transformers.replacements(load.note)
-    if "diffusers.models.modeling_utils" in sys.modules:
+    if _DIFFUSERS in sys.modules:
         from tensor_dedup.patches.diffusers import seams as diffusers
 
         yield from diffusers.replacements(load.note)

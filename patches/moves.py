@@ -23,11 +23,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensor_dedup.loader import families
-from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.adoption import Adoption
 from tensor_dedup.loader.comparing import is_forgeable
 from tensor_dedup.loader.device_copies import COPIES, Known, cast_key
 from tensor_dedup.loader.guarding import map_shared, read_only
 from tensor_dedup.loader.lender import lender_for
+from tensor_dedup.loader.making import Terms
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.registry import registry

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,10 +24,12 @@ from checkpoint_methods import (
     Kind,
     Method,
     Ours,
+    Snapshots,
     emptied,
 )
 from results import estimate_scaled
 from stats import Estimate, estimate, verdict
+from tensor_dedup.store.checkpoints.adapters import SklearnAdapter, XGBoostAdapter
 
 HEAD: Final = "| what | method | ms | ours to it | aim | | the article, ms |\n" + "| --- " * 7 + "|"
 _MS: Final = 1e-3
@@ -69,7 +72,16 @@ def _more(folder: Path) -> list[Method]:
         Files("torch.save", folder / "synced", TORCH, synced=True),
         Distributed(folder / "dcp", behind=False),
         Distributed(folder / "dcp-async", behind=True),
+        *([Snapshots(folder / "snapshots")] if find_spec("torchsnapshot") else []),
     ]
+
+
+def _forests(folder: Path) -> list[Method]:
+    return [Ours(folder / "appended", appended=SklearnAdapter(append_only=True))]
+
+
+def _boosters(folder: Path) -> list[Method]:
+    return [Ours(folder / "appended", appended=XGBoostAdapter(append_only=True))]
 
 
 CASES: Final = (
@@ -84,15 +96,16 @@ CASES: Final = (
     ),
     Case("ResNet-18, LoRA-like", TORCH, lambda: _network("LoRA-like"), "14.9", _more),
     Case("ResNet-18, nothing changes", TORCH, lambda: _network(None), ""),
-    Case("500 trees, 10 new", SKLEARN, lambda: _forest(500), "63.5"),
-    Case("1,000 trees, 10 new", SKLEARN, lambda: _forest(1000), "70.5"),
-    Case("5,000 trees, 10 new", SKLEARN, lambda: _forest(5000), "70.2", most=0.030),
-    Case("500 rounds, 10 new", XGBOOST, lambda: _rounds(500), "50.4"),
+    Case("500 trees, 10 new", SKLEARN, lambda: _forest(500), "63.5", _forests),
+    Case("1,000 trees, 10 new", SKLEARN, lambda: _forest(1000), "70.5", _forests),
+    Case("5,000 trees, 10 new", SKLEARN, lambda: _forest(5000), "70.2", _forests, most=0.030),
+    Case("500 rounds, 10 new", XGBOOST, lambda: _rounds(500), "50.4", _boosters),
     Case(
         "5,000 rounds, 10 new",
         XGBOOST,
         lambda: _rounds(5000),
         "208.7",
+        _boosters,
         within=("save_raw", 0.010),
     ),
 )

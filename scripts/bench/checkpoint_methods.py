@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
 import tensorcas_method as tensorcas
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.adapters import ModelAdapter
 
 OURS: Final = "tensor-dedup"
 RAW: Final = "tensor-dedup, compress=None"
@@ -67,9 +69,13 @@ class Method:
 class Ours(Method):
     """A store of ours: durable when `save` returns, every byte verified by `load`."""
 
-    def __init__(self, folder: Path, *, raw: bool = False) -> None:
-        super().__init__(RAW if raw else OURS, folder)
-        self.store = CheckpointStore(folder, "run", compress=None if raw else "auto")
+    def __init__(
+        self, folder: Path, *, raw: bool = False, appended: ModelAdapter | None = None
+    ) -> None:
+        """`appended`: an adapter that was told that ensembles only grow."""
+        name = RAW if raw else OURS
+        super().__init__(f"{name}, append_only" if appended else name, folder)
+        self.store = CheckpointStore(folder, "run", appended, compress=None if raw else "auto")
 
     def save(self, model: Any, step: int) -> None:
         self.store.save(model, step)
@@ -199,6 +205,21 @@ class Distributed(Method):
         state = original.state_dict()
         dcp_loader.load(state, checkpoint_id=str(self.folder / str(step % 2)))
         original.load_state_dict(state)
+        return original
+
+
+class Snapshots(Method):
+    """torchsnapshot on one rank, where it is installed; not synced."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("torchsnapshot take", folder)
+        self._library: Any = import_module("torchsnapshot")
+
+    def save(self, model: Any, step: int) -> None:
+        self._library.Snapshot.take(str(self.folder / str(step % 2)), {"model": model})
+
+    def load(self, step: int, original: Any) -> Any:
+        self._library.Snapshot(str(self.folder / str(step % 2))).restore({"model": original})
         return original
 
 

@@ -15,11 +15,14 @@ from torch import nn
 import kernel
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.adoption import Adoption, Terms
+from tensor_dedup.loader.adoption import Adoption
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.lender import Wanted
+from tensor_dedup.loader.making import Terms
+from tensor_dedup.loader.memory import SlabWriter
 from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.placing import files_and_common
+from tensor_dedup.loader.pouring import POUR_FROM
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident
 from tensor_dedup.loader.supply import Supply
@@ -160,7 +163,7 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
         found.set_result(f"{algorithm}:" + "0" * 16)
         return found
 
-    monkeypatch.setattr("tensor_dedup.loader.adoption.submit", submit)
+    monkeypatch.setattr("tensor_dedup.loader.making.submit", submit)
     terms = Terms(TensorDedupConfig(hash_algorithm="xxhash64"), Supply(as_aligned=True))
     one = model_of(p=torch.full((LARGE,), 1.0), q=torch.full((LARGE,), 2.0))
     Adoption(one, terms).settle()
@@ -220,17 +223,17 @@ def test_a_mapping_that_is_seen_otherwise_is_another_tensor(change: object) -> N
     assert torch.equal(first.weight, torch.arange(4096.0).view(64, 64))
 
 
-COUNT = 1 << 16
+COUNT = POUR_FROM // 8  # of four bytes: too small to be copied while it is hashed
 
 
-def as_file(value: float) -> bytes:
-    return torch.full((COUNT,), value).numpy().tobytes()
+def as_file(value: float, count: int = COUNT) -> bytes:
+    return torch.full((count,), value).numpy().tobytes()
 
 
-def mapped(path: Path) -> Any:
+def mapped(path: Path, count: int = COUNT) -> Any:
     """A model of one parameter that lies in a mapped file, as loaders leave it."""
-    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=4 * COUNT)
-    return model_of(weight=torch.empty(0).set_(storage, 0, (COUNT,), (1,)))
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=4 * count)
+    return model_of(weight=torch.empty(0).set_(storage, 0, (count,), (1,)))
 
 
 @dataclass(slots=True)
@@ -270,6 +273,30 @@ def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
     other = model_of(weight=torch.ones(COUNT))
     shared(other)
     assert (other.weight == 1).all()
+    assert verify().ok
+
+
+def test_what_is_large_is_hashed_as_it_was_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody writes to the file in between: nobody gets other bytes than were hashed."""
+    path, count = tmp_path / "weights", 5 * COUNT
+    path.write_bytes(as_file(1.0, count))
+    get = SlabWriter.get
+
+    def meddle(self: SlabWriter, into: memoryview, offset: int) -> None:
+        with path.open("r+b") as file:
+            file.write(as_file(2.0, count))
+        get(self, into, offset)
+
+    monkeypatch.setattr(SlabWriter, "get", meddle)
+    model, other = mapped(path, count), model_of(weight=torch.ones(count))
+    Adoption(model, Terms(TensorDedupConfig(), Supply(as_aligned=True))).settle()
+    assert mapped(path, count).weight[0] == 2
+    monkeypatch.undo()
+    shared(other)
+    assert shares_memory(model.weight, other.weight)
+    assert (model.weight == 1).all()
     assert verify().ok
 
 

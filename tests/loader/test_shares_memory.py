@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from kernel import forked
 from tensor_dedup.errors import UnsupportedError
@@ -158,3 +160,11 @@ def test_without_proc_the_answer_is_an_error_and_no_guess(
     with pytest.raises(UnsupportedError, match="cannot be told"):
         shares_memory(one, two)
     assert not shares_memory(one, one.clone())
+
+
+def test_classes_whose_values_are_elsewhere_share_nothing() -> None:
+    """As those of quantisers: an address of none is the same for all of them."""
+    make: Any = TwoTensor
+    one, two = (make(matrix(), matrix()) for _ in range(2))
+    assert one.data_ptr() == two.data_ptr() == 0
+    assert not shares_memory(one, two)

@@ -277,7 +277,10 @@ def test_components_of_the_caller_are_left_alone(folder: Path) -> None:
     with enable():
         pipeline = load(folder / "sd", vae=vae)
     assert {name: p.data_ptr() for name, p in pipeline.vae.named_parameters()} == before
-    assert {each["name"] for each in report().models[-1].components} == {"text_encoder", "unet"}
+    last = report().models[-1]
+    assert {each["name"] for each in last.components} == {"text_encoder", "unet"}
+    assert last.skipped == [("vae", "whoever called brought it")]
+    assert "not shared: 1 x whoever called brought it" in str(report())
 
 
 def test_the_argument_is_taken_where_a_pipeline_is_loaded(folder: Path) -> None:

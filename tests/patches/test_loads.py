@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -95,7 +95,22 @@ def test_a_part_that_is_refused_is_left_alone(tmp_path: Path) -> None:
     again = load(pair.base, tensor_dedup=True)
     assert not shared(both.components["plain"], other)
     assert shared(both.components["shared"], again) == parameters(again).keys()
-    assert [each["name"] for each in report().models[-3].components] == ["shared"]
+    first = report().models[-3]
+    assert [each["name"] for each in first.components] == ["shared"]
+    assert first.skipped == [("plain", "it was loaded with tensor_dedup=False")]
+
+
+def test_what_holds_nothing_to_share_says_so() -> None:
+    class Session:
+        """As a pipeline of ONNX files: nothing in it is a module."""
+
+        components: ClassVar = {"unet": object(), "scheduler": None}
+
+    loaded = loads.run(Session, TensorDedupConfig(), "onnx", set())
+    assert isinstance(loaded, Session)
+    last = report().models[-1]
+    assert (last.name, last.total_bytes, last.components) == ("onnx", 0, [])
+    assert last.skipped == [("", "a Session holds no module of torch")]
 
 
 def test_a_model_inside_another_one_is_counted_once(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ def estimator_provider(package: str, title: str, base: str) -> StateProvider:
         return {"class": kind.__name__, "state": dict(vars(estimator))}
 
     def restore(state: Any, original: Any) -> Any:
-        kind: Any = getattr(importlib.import_module(package), state["class"], None)
+        found = getattr(importlib.import_module(package), state["class"], None)
         every = getattr(importlib.import_module(module), name)
-        if not isinstance(kind, type) or not issubclass(kind, every):
+        if not isinstance(found, type) or not issubclass(found, every):
             raise DamagedStateError.at("", f"{title} has no estimator {state['class']!r}")
+        kind: Any = found
         if original is not None and type(original) is not kind:
             article = "an" if package[0] in "aeioux" else "a"
             raise mismatched(original, f"{article} {package}.{kind.__name__}")

@@ -1,0 +1,172 @@
+"""Hashing parameters, and making residents of those whose bytes nobody has."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakSet
+
+from tensor_dedup.digest import submit
+from tensor_dedup.loader.comparing import require_as_hashed
+from tensor_dedup.loader.dtypes import dtype_name
+from tensor_dedup.loader.lender import Wanted
+from tensor_dedup.loader.memory import SharedMemoryError
+from tensor_dedup.loader.placing import Mappings, data_of
+from tensor_dedup.loader.pouring import POUR_FROM, Pouring
+from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents import Resident, pack, resident_key, tensor_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.origins import Origins, Place
+    from tensor_dedup.loader.supply import Supply
+
+_Geometry: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def _resident_geometries() -> set[_Geometry]:
+    return {(r.key.dtype, r.key.shape, r.key.stride) for r in registry.residents()}
+
+
+@dataclass(slots=True)
+class Terms:
+    """What the adoptions of one load have in common. One thread.
+
+    `origins`: None where hints are no help, as after a cast. `remembered` and `unknown` count
+    tensors whose digest a hint gave, and others. `before` is what residents there were.
+    """
+
+    config: TensorDedupConfig
+    supply: Supply
+    origins: Origins | None = None
+    own: WeakSet[Resident] = field(default_factory=WeakSet)
+    before: set[_Geometry] = field(default_factory=_resident_geometries)
+    bytes_hashed: int = 0
+    remembered: int = 0
+    unknown: int = 0
+    hash_seconds: float = 0.0
+    process_seconds: float = 0.0
+    collisions: int = 0
+    rng: random.Random = field(default_factory=random.Random)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A parameter to share; `place`: the file range that it is."""
+
+    name: str
+    parameter: nn.Parameter
+    place: Place | None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """What it holds."""
+        return data_of(self.parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A parameter whose bytes are nowhere resident; it will be this copy of its key.
+
+    `number`: which one of its batch it is.
+    """
+
+    candidate: Candidate
+    copy: int
+    digest: str
+    number: int
+
+
+class Batch:
+    """Some parameters that are hashed together, and of which some become residents. One thread.
+
+    What nobody can have, by its type and shape, is copied while it is hashed.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], terms: Terms, files: Mappings) -> None:
+        self.candidates = candidates
+        self._terms, self._files = terms, files
+        self._pouring: Pouring | None = None
+        self._poured: set[int] = set()
+
+    def digests(self) -> list[str]:
+        """The digest of each."""
+        began = time.perf_counter()
+        self._expect()
+        poured = self._pour()
+        algorithm = self._terms.config.hash_algorithm
+        futures = {
+            number: submit(tensor_bytes(each.data), algorithm)
+            for number, each in enumerate(self.candidates)
+            if number not in poured
+        }
+        found = poured | {number: future.result() for number, future in futures.items()}
+        self._terms.bytes_hashed += sum(each.data.nbytes for each in self.candidates)
+        self._terms.hash_seconds += time.perf_counter() - began
+        return [found[number] for number in range(len(self.candidates))]
+
+    def _expect(self) -> None:
+        if self._terms.origins is not None:
+            places = (each.place for each in self.candidates)
+            self._terms.origins.expect([place for place in places if place is not None])
+
+    def _pour(self) -> dict[int, str]:
+        """Digests of what was copied at once. None is where there is no memory for it."""
+        wanted = {n for n, each in enumerate(self.candidates) if self._is_new(each.data)}
+        if not wanted:
+            return {}
+        with suppress(SharedMemoryError):  # it is met again, and said, when they are made
+            pouring = Pouring([each.data for each in self.candidates], wanted)
+            found = {number: future.result() for number, future in pouring.begin().items()}
+            self._pouring, self._poured = pouring, wanted
+            return found
+        return {}
+
+    def _is_new(self, data: torch.Tensor) -> bool:
+        terms = self._terms
+        if terms.supply.lender is not None or terms.config.hash_algorithm != "blake3":
+            return False
+        geometry = dtype_name(data.dtype), tuple(data.shape), tuple(data.stride())
+        return data.nbytes >= POUR_FROM and geometry not in terms.before
+
+    def make(self, missing: Sequence[Missing]) -> list[tuple[Resident, bool]]:
+        """A resident for each, and whether it was made just now. SharedMemoryError."""
+        if self._pouring is None:
+            return self._make(missing)
+        made = self._pouring.seal({each.number: each.digest for each in missing})
+        self._check_copied(
+            (each.candidate.data, made[each.number])
+            for each in missing
+            if each.number not in self._poured
+        )
+        return [self._publish(made[each.number], each.copy) for each in missing]
+
+    def _make(self, missing: Sequence[Missing]) -> list[tuple[Resident, bool]]:
+        firsts = [each for each in missing if each.copy == 0]
+        # Further copies are this process's own: a manager has one of each content.
+        twins = [each for each in missing if each.copy > 0]
+        wanted = [(resident_key(m.candidate.data, m.digest), m) for m in firsts]
+        made = self._terms.supply.make(
+            [Wanted(f"content:{key}", each.candidate.data, each.digest) for key, each in wanted],
+            self._check_copied,
+        )
+        items = [(each.candidate.data, each.digest) for each in twins]
+        packed = pack(items, as_aligned=True) if items else []
+        self._check_copied(zip((data for data, _ in items), packed, strict=True))
+        more = [self._publish(r, each.copy) for r, each in zip(packed, twins, strict=True)]
+        found = dict(zip((id(each) for each in (*firsts, *twins)), (*made, *more), strict=True))
+        return [found[id(each)] for each in missing]
+
+    def _publish(self, resident: Resident, copy: int) -> tuple[Resident, bool]:
+        first = registry.publish(resident, copy)
+        return first, first is resident
+
+    def _check_copied(self, made: Iterable[tuple[torch.Tensor, Resident]]) -> None:
+        require_as_hashed(made, self._files, self._terms.config.hash_algorithm)

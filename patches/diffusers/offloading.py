@@ -1,0 +1,109 @@
+"""Group offloading of Diffusers: what was shared in host memory comes back to it shared.
+
+Diffusers copies a group of layers to a device before each use, and back afterwards, into memory of
+its own each time. What was not written on the device is given the mapping back that it had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableMapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import wrapt
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tensor_dedup.loader.placing import data_of, replace
+from tensor_dedup.loader.weak_storage import WeakStorage, number_of
+from tensor_dedup.loader.whereabouts import is_mapped
+from tensor_dedup.patches.signatures import Seam, usable
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
+_WITHOUT: Final = "pipelines with group offloading have host memory of their own"
+_VERSIONS: Final = "diffusers 0.42"
+ONLOAD: Final = Seam(
+    "diffusers.hooks.group_offloading:ModuleGroup._transfer_tensor_to_device",
+    "(self, tensor, source_tensor, default_stream)",
+    "a parameter goes to the device here; its mapping is kept meanwhile",
+    _WITHOUT,
+    _VERSIONS,
+)
+OFFLOAD: Final = Seam(
+    "diffusers.hooks.group_offloading:ModuleGroup._offload_to_memory",
+    "(self)",
+    "parameters come back here, and would be copied into private memory",
+    _WITHOUT,
+    _VERSIONS,
+)
+
+
+class _Away(NamedTuple):
+    """A mapping whose parameter is on a device: there in this storage, written so often."""
+
+    mapping: torch.Tensor
+    storage: WeakStorage
+    version: int
+
+
+_away: Final[MutableMapping[torch.Tensor, _Away]] = WeakTensorKeyDictionary()
+
+
+@functools.cache
+def install() -> None:
+    """Wrap what moves groups, loaded already or later. Once a process; idle where none shares."""
+    wrapt.when_imported("diffusers.hooks.group_offloading")(_patch)
+
+
+def _patch(module: ModuleType) -> None:
+    if usable(ONLOAD) and usable(OFFLOAD):
+        group: Any = module.ModuleGroup
+        group._transfer_tensor_to_device = onloading(group._transfer_tensor_to_device)
+        group._offload_to_memory = offloading(group._offload_to_memory)
+
+
+def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a parameter onto its device, and keep the mapping that it had."""
+
+    @functools.wraps(original)
+    def transfer(self: Any, tensor: Any, source_tensor: Any, default_stream: Any) -> Any:
+        # With streams Diffusers keeps what it copies, and gives that back itself.
+        held = source_tensor if self.stream is None and is_mapped(source_tensor) else None
+        result = original(self, tensor, source_tensor, default_stream)
+        if held is not None and not is_mapped(tensor):
+            storage = WeakStorage(data_of(tensor).untyped_storage())
+            _away[tensor] = _Away(held, storage, _version(tensor))
+        return result
+
+    return transfer
+
+
+def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take a group back to host memory: to its mappings, where nobody wrote on the device."""
+
+    @functools.wraps(original)
+    def offload(self: Any) -> Any:
+        if len(_away) and self.offload_device.type == "cpu":
+            modules = (module.parameters() for module in self.modules)
+            for parameter in chain(*modules, self.parameters):
+                _come_back(parameter)
+        return original(self)
+
+    return offload
+
+
+def _come_back(parameter: torch.Tensor) -> None:
+    away = _away.pop(parameter, None)
+    if away is None or _version(parameter) != away.version:
+        return
+    if number_of(data_of(parameter).untyped_storage()) == away.storage.number:
+        replace(parameter, away.mapping)
+
+
+def _version(parameter: torch.Tensor) -> int:
+    """How often torch has seen it written through this object."""
+    return 0 if parameter.is_inference() else parameter._version

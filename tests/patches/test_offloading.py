@@ -1,0 +1,194 @@
+"""Pipelines whose weights Diffusers or accelerate take away between uses, beside others.
+
+With a CPU for the device: what is shown is that neighbours stay as they are, and what stays shared.
+"""
+
+import gc
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kernel
+import tiny_pipelines
+from tensor_dedup import disable, enable, sweep, verify
+from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.whereabouts import is_mapped
+from tensor_dedup.patches.diffusers import offloading
+from tensor_dedup.patches.loads import modules_of
+from tensor_dedup.patches.signatures import usable
+from tiny_pipelines import equal, image, load, parameters, shared
+
+CPU = torch.device("cpu")
+Offload = Callable[[Any, Path], None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, which wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pipelines")
+    tiny_pipelines.make(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, bytes]:
+    """What each pipeline draws when it is loaded plainly."""
+    return {name: image(load(folder / name)) for name in ("sd", "tuned")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    gc.collect()
+    before = len(registry.residents()), kernel.slabs()
+    yield
+    disable()
+    gc.collect()
+    assert (len(registry.residents()), kernel.slabs()) == before
+
+
+def by_leaf(pipeline: Any, _: Path) -> None:
+    pipeline.enable_group_offload(onload_device=CPU, offload_type="leaf_level")
+
+
+def by_block(pipeline: Any, _: Path) -> None:
+    pipeline.enable_group_offload(
+        onload_device=CPU, offload_type="block_level", num_blocks_per_group=1
+    )
+
+
+def to_disk(pipeline: Any, disk: Path) -> None:
+    for name, model in modules_of(pipeline).items():
+        hooks: Any = importlib.import_module("diffusers.hooks")
+        hooks.apply_group_offloading(
+            model,
+            onload_device=CPU,
+            offload_type="leaf_level",
+            offload_to_disk_path=str(disk / name),
+        )
+
+
+def by_model(pipeline: Any, _: Path) -> None:
+    """As enable_model_cpu_offload does it, which asks for an accelerator."""
+    accelerate: Any = importlib.import_module("accelerate")
+    for model in modules_of(pipeline).values():
+        accelerate.cpu_offload_with_hook(model, CPU)
+
+
+def in_sequence(pipeline: Any, _: Path) -> None:
+    """As enable_sequential_cpu_offload does it."""
+    accelerate: Any = importlib.import_module("accelerate")
+    for model in modules_of(pipeline).values():
+        accelerate.cpu_offload(model, CPU, offload_buffers=True)
+
+
+@pytest.mark.parametrize("offload", [by_leaf, by_block, to_disk, by_model, in_sequence])
+def test_an_offloaded_pipeline_leaves_its_neighbours(
+    folder: Path, tmp_path: Path, alone: dict[str, bytes], offload: Offload
+) -> None:
+    with enable():
+        one, other, third = load(folder / "sd"), load(folder / "tuned"), load(folder / "sd")
+    same = equal(one, other)
+    assert shared(one, other) == same
+    assert shared(one, third) == parameters(one).keys()
+    memory = kernel.slab_memory()["Anonymous"]
+    offload(other, tmp_path)
+    for _ in range(2):
+        assert image(other) == alone["tuned"]
+        assert image(one) == image(third) == alone["sd"]
+    assert shared(one, third) == parameters(one).keys()
+    assert kernel.slab_memory()["Anonymous"] == memory
+    assert verify().ok
+
+
+@pytest.mark.parametrize("offload", [by_leaf, by_block, by_model])
+def test_what_is_offloaded_to_host_memory_stays_shared_there(
+    folder: Path, tmp_path: Path, alone: dict[str, bytes], offload: Offload
+) -> None:
+    with enable():
+        one, other = load(folder / "sd"), load(folder / "tuned")
+    same = equal(one, other)
+    assert shared(one, other) == same
+    for pipeline in (one, other):
+        offload(pipeline, tmp_path)
+        image(pipeline)
+    assert shared(one, other) == same
+    assert [image(one), image(other)] == [alone["sd"], alone["tuned"]]
+
+
+class Used(nn.Linear):
+    """Says where its weight is while it is used, and may write to it there."""
+
+    mapped: bool | None = None
+    writes = False
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result = super().forward(values)
+        self.mapped = is_mapped(self.weight)
+        if self.writes:
+            with torch.no_grad():
+                self.weight.add_(1)
+        return result
+
+
+def linear() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), Used(64, 64))
+
+
+def pair_with_a_device(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Two that share, of which one goes for each use to what does as a device: memory elsewhere."""
+    first, second = linear(), linear()
+    for model in (first, second):
+        sweep(model)
+    assert shared(first, second) == parameters(first).keys()
+    group: Any = importlib.import_module("diffusers.hooks.group_offloading").ModuleGroup
+    offload = inspect.unwrap(group._offload_to_memory)
+
+    def transfer(_: Any, tensor: Any, source_tensor: Any, default_stream: Any) -> None:
+        tensor.data = source_tensor.clone()
+
+    monkeypatch.setattr(group, "_transfer_tensor_to_device", offloading.onloading(transfer))
+    monkeypatch.setattr(group, "_offload_to_memory", offloading.offloading(offload))
+    hooks: Any = importlib.import_module("diffusers.hooks")
+    hooks.apply_group_offloading(first, onload_device=CPU, offload_type="leaf_level")
+    return first, second
+
+
+def test_what_was_on_a_device_gets_its_mapping_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair_with_a_device(monkeypatch)
+    values = torch.ones(1, 64)
+    for _ in range(2):
+        assert torch.equal(first(values), second(values))
+        assert shared(first, second) == parameters(first).keys()
+        assert (first[2].mapped, second[2].mapped) == (False, True)
+    assert verify().ok
+
+
+def test_what_was_written_on_a_device_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair_with_a_device(monkeypatch)
+    first[2].writes = True
+    values = torch.ones(1, 64)
+    assert torch.equal(first(values), second(values))
+    assert shared(first, second) == parameters(first).keys() - {"2.weight"}
+    assert torch.equal(first[2].weight, second[2].weight + 1)
+    assert not torch.equal(first(values), second(values))
+    assert verify().ok
+
+
+def test_the_seams_are_what_was_recorded() -> None:
+    assert usable(offloading.ONLOAD)
+    assert usable(offloading.OFFLOAD)
