@@ -26,7 +26,7 @@ from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.supply import Supply
-from tensor_dedup.loader.trace import Tracer, UntraceableError
+from tensor_dedup.loader.trace import Tracer, UntraceableError, without_collections
 from tensor_dedup.loader.virtual import within
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.experts import BALANCED, balanced
@@ -128,15 +128,16 @@ class Run:
 
     def conclude(self, model: nn.Module) -> None:
         """After tracing: settle what there is to do."""
-        conclude(model, self._deferred, self.tracer)
-        settle_strays(model, self.tracer, self.assembly.evaluator.value)
-        for parameter in balanced(model):
-            if (each := self._deferred.get(id(parameter))) is not None:
-                each.private = BALANCED
-        parameters = list(self._deferred.values())
-        self.assembly.expect(parameters)
-        shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]
-        self._known = bool(shareable) and all(self.assembly.known(p) for p in shareable)
+        with without_collections():
+            conclude(model, self._deferred, self.tracer)
+            settle_strays(model, self.tracer, self.assembly.evaluator.value)
+            for parameter in balanced(model):
+                if (each := self._deferred.get(id(parameter))) is not None:
+                    each.private = BALANCED
+            parameters = list(self._deferred.values())
+            self.assembly.expect(parameters)
+            shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]
+            self._known = bool(shareable) and all(self.assembly.known(p) for p in shareable)
         # A packed weight cannot leave this process; where a manager lends, weights stay plain.
         lent = self.assembly.supply.lender is not None
         packed = self._config.cpu_weights != "plain" and not lent

@@ -8,20 +8,22 @@ into docs/benchmarks.md instead of the one there.
 """
 
 import cProfile
-import datetime
 import os
 import pstats
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from stats import estimate, machine, verdict, write_section
+from stats import Section, estimate, verdict
 from tensor_dedup.demo import models
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from results import Row
 
 MOST_S = 5.0
@@ -40,7 +42,7 @@ _NOTES = """\
   `load_weights` of vLLM over tensors without data, with nobody watching. Processor time of the
   thread.
 - *Same model again*: `load_model` of vLLM's loader with every weight resident, against plain
-  vLLM's, wall clock; the module tree is built in both.
+  vLLM's; the module tree is built and dropped in both. Processor time of all threads.
 - Weights are small, so reading and processing them costs less here than in real models; planning
   does not depend on their size.
 """
@@ -78,12 +80,18 @@ def measured(name: str, work: Path, pairs: int) -> "list[Row]":
     both = in_pairs(
         pairs,
         f"{name}, again",
-        lambda: load_and_drop(path, dedup=False).seconds,
-        lambda: load_and_drop(path, dedup=True).seconds,
+        lambda: _processor_seconds(lambda: load_and_drop(path, dedup=False)),
+        lambda: _processor_seconds(lambda: load_and_drop(path, dedup=True)),
     )
     rows.append(ratio_row(f"{label}: same model again, whole load", both))
     del resident
     return rows
+
+
+def _processor_seconds(work: "Callable[[], object]") -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
 
 
 def _profile(name: str, work: Path) -> None:
@@ -121,7 +129,8 @@ def main(pairs: int, only: tuple[str, ...], work: Path | None, profile: bool, wr
     """Measure planning of large mixtures of experts."""
     folder = work or models.default_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    lines, names = machine(), only or NAMES
+    section = Section("moe_plan.py", "Planning large mixtures of experts")
+    names = only or NAMES
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
         os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         # They load vllm, which reads the environment then.
@@ -135,15 +144,8 @@ def main(pairs: int, only: tuple[str, ...], work: Path | None, profile: bool, wr
                 _profile(name, folder)
             return
         rows = [row for name in names for row in measured(name, folder, pairs)]
-    today = datetime.datetime.now(tz=datetime.UTC).date()
-    head = f"`scripts/bench/moe_plan.py`, {today}, {pairs} pairs."
-    load = f"- load average at the end {os.getloadavg()[0]:.1f}"
-    table = [HEAD, *(row.text() for row in rows)]
-    title = "## Planning large mixtures of experts"
-    text = "\n".join([title, "", head, "", *lines, load, "", *table, "", _NOTES])
-    click.echo(text)
-    if write:
-        write_section("moe_plan", text)
+    body = [HEAD, *(row.text() for row in rows)]
+    section.finish("moe_plan", f"{pairs} pairs", body, _NOTES, write=write)
 
 
 if __name__ == "__main__":
