@@ -49,9 +49,11 @@ def _register_loader() -> None:
 def _loader_class() -> "type[DefaultModelLoader]":
     """The loader; where this vLLM lost a name that it imports, one that loads plainly."""
     try:
+        from tensor_dedup.patches.vllm.afterwards import install as keep_format
         from tensor_dedup.patches.vllm.loader import TensorDedupLoader
     except ImportError as error:
         from tensor_dedup.patches.vllm.unusable import plain_loader
 
         return plain_loader(f"this vLLM is not one that tensor-dedup knows: {error}")
+    keep_format()
     return TensorDedupLoader

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
@@ -31,7 +32,13 @@ from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.stored import FromDisk, FromStore, Opening, store_behind
 from tensor_dedup.loader.trace import UntraceableError
-from tensor_dedup.patches.vllm import stored_weights, versions, weight_iterators, writers
+from tensor_dedup.patches.vllm import (
+    afterwards,
+    stored_weights,
+    versions,
+    weight_iterators,
+    writers,
+)
 from tensor_dedup.patches.vllm.budget import held_elsewhere
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
@@ -91,13 +98,18 @@ class TensorDedupLoader(DefaultModelLoader):
         refusal = self._refusal(vllm_config)
         if refusal is not None:
             return self._load_plainly(refusal, vllm_config, model_config, prefix)
+        other = afterwards.other_format(self.load_config.load_format, model_config)
+        if other is not None:
+            reason = f"{other} has a loader of its own; shared afterwards"
+            return self._load_plainly(reason, vllm_config, model_config, prefix, share=True)
+        share = False
         try:
             return self._load_trusting_hints(vllm_config, model_config, prefix)
         except (UnsupportedError, SharedMemoryError) as error:
             _log.debug("sharing was given up here", exc_info=True)
-            refusal = str(error)
+            refusal, share = str(error), isinstance(error, afterwards.QuantisedWhileLoadedError)
         # Outside the handler: the error's frames hold the model that was begun.
-        return self._load_plainly(refusal, vllm_config, model_config, prefix)
+        return self._load_plainly(refusal, vllm_config, model_config, prefix, share=share)
 
     # --- where the weights are
 
@@ -179,19 +191,55 @@ class TensorDedupLoader(DefaultModelLoader):
         return torch.device(device or "cpu")
 
     def _load_plainly(
-        self, reason: str, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
+        self,
+        reason: str,
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+        prefix: str,
+        *,
+        share: bool = False,
     ) -> _Loaded:
+        """Load as vLLM does, with the loader that the model asks for; `share`: what came of it."""
         _log.warning("%s: loading without sharing: %s", model_config.model, reason)
-        model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        model = self._loaded_by_vllm(vllm_config, model_config, prefix)
         name = self._name(model_config)
         report = ModelReport(name=name, rank=vllm_config.parallel_config.rank)
         report.tensors_total = sum(1 for _ in model.parameters())
         dtype = cast("torch.dtype", model_config.dtype)
         report.total_bytes = report.private_bytes = final_bytes(model, dtype)
         report.bytes_materialised = report.total_bytes
-        _describe_checkpoint(report, model_config.model)
+        _describe_checkpoint(report, afterwards.weights_of(model_config))
         report.skipped = [("<model>", reason)]
+        if share:
+            self._share_afterwards(model, model_config, report)
         return model, report
+
+    def _loaded_by_vllm(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
+    ) -> nn.Module:
+        other = afterwards.other_format(self.load_config.load_format, model_config)
+        if other is None:
+            loaded: nn.Module = super().load_model(vllm_config, model_config, prefix)
+            return loaded
+        config = dataclasses.replace(
+            self.load_config, load_format=other, model_loader_extra_config={}
+        )
+        theirs = get_model_loader(config)
+        made: nn.Module = theirs.load_model(
+            vllm_config=vllm_config, model_config=model_config, prefix=prefix
+        )
+        return made
+
+    def _share_afterwards(
+        self, model: nn.Module, model_config: ModelConfig, report: ModelReport
+    ) -> None:
+        skipped = report.skipped
+        dtype = cast("torch.dtype", model_config.dtype)
+        opening = self._opening(model_config.model, trust=False)
+        with Run(self.dedup, dtype, opening, report.name) as run:
+            afterwards.share_loaded(model, run.assembly, report.total_bytes)
+            run.assembly.ledger.enter(report)
+        report.skipped = skipped + report.skipped
 
     def _name(self, model_config: ModelConfig) -> str:
         """What the user called this model."""
@@ -248,7 +296,9 @@ class TensorDedupLoader(DefaultModelLoader):
     def _trace(self, run: Run, model: nn.Module, model_config: ModelConfig) -> None:
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
-                raise UntraceableError("weights are quantised while they are loaded")
+                raise afterwards.QuantisedWhileLoadedError(
+                    "weights are quantised while they are loaded; shared afterwards"
+                )
         began = time.perf_counter()
         try:
             run.defer(model)

@@ -89,6 +89,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "(load_format)",
     ),
     Seam(
+        f"{_LOADERS}:get_model_loader",
+        "loader",
+        "wrapped: a plug-in puts its own format in place of ours, and our settings would be lost; "
+        "called for such a format's own loader",
+        "(load_config)",
+    ),
+    Seam(
         f"{_LOADERS}.base_loader:BaseModelLoader.load_model",
         "loader",
         "overridden: the order of building, loading and processing is the loader's own",

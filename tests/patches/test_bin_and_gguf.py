@@ -13,6 +13,7 @@ import torch
 
 import engines
 import plain
+import quantised
 import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.hints import ENVIRONMENT
@@ -238,7 +239,56 @@ def _failure(path: Path, **options: Any) -> tuple[type, str]:
     return caught.type, str(caught.value)
 
 
-def test_gguf_is_another_loader(world: World) -> None:
-    """The plug-in for GGUF brings a loader of its own, which no format of ours is inside of."""
+# --- loaders of vLLM's plug-ins: what they make is shared afterwards
+
+
+def test_a_format_with_a_loader_of_its_own_is_not_asked_for_by_name(world: World) -> None:
     with pytest.raises(ConfigError, match="load_format='gguf'"):
         plain.engine(world.base, tensor_dedup=True, load_format="gguf")
+
+
+def test_gguf_is_shared_after_its_plug_in_has_loaded_it(world: World) -> None:
+    pytest.importorskip("vllm_gguf_plugin")
+    import reference_kernels
+
+    names = {world.base: "base.gguf", world.tuned: "tuned.gguf"}
+    files = [quantised.gguf_file(path, world.root / name, "Q8_0") for path, name in names.items()]
+    options = {"tokenizer": str(world.base), "hf_config_path": str(world.base)}
+    with reference_kernels.for_gguf():
+        assert_shared_afterwards(files, options)
+
+
+def test_bitsandbytes_is_shared_after_its_plug_in_has_loaded_it(world: World) -> None:
+    pytest.importorskip("vllm_bnb_plugin")
+    options = {"quantization": "bitsandbytes"}
+    assert_shared_afterwards([world.base, world.tuned], options)
+
+
+def assert_shared_afterwards(paths: list[Path], options: dict[str, Any]) -> None:
+    expected, held = [], []
+    for path in paths:
+        llm = plain.engine(path, **options)
+        held.append(contents(llm))
+        expected.append(plain.outputs(llm))
+        engines.drop(llm)
+        del llm
+        gc.collect()
+    first, second = (plain.engine(path, tensor_dedup=True, **options) for path in paths)
+    report = engines.last_report()
+    same = engines.equal(*held)
+    assert 0 < len(same) < len(held[0])
+    forms = engines.forms(plain.model(second), plain.model(first))
+    assert {name: forms[name] for name in held[0]} == {name: name in same for name in held[0]}
+    assert [contents(first), contents(second)] == held
+    assert 0 < report.shared_bytes < report.total_bytes
+    assert "loader of its own" in dict(report.skipped)["<model>"]
+    assert [plain.outputs(first), plain.outputs(second)] == expected
+    assert expected[0] != expected[1]
+    engines.drop(first, second)
+
+
+def contents(llm: "LLM") -> dict[str, str]:
+    """Every parameter with bytes but GGUF's types, whose bytes the plug-in leaves as they were."""
+    held = plain.model(llm).named_parameters()
+    chosen = {name: p for name, p in held if p.numel() and not name.endswith("qweight_type")}
+    return {name: engines.fingerprint(parameter) for name, parameter in chosen.items()}

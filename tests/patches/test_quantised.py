@@ -22,7 +22,6 @@ import torch
 import engines
 import plain
 import quantised
-import reference_kernels
 import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.hints import ENVIRONMENT
@@ -133,9 +132,9 @@ def packing() -> Iterator[list[str]]:
         yield seen
 
 
-def alone(path: Path) -> Alone:
+def alone(path: Path, **options: Any) -> Alone:
     with engines.assembled() as assembled, packing() as packed:
-        llm = plain.engine(path)
+        llm = plain.engine(path, **options)
     found = Alone(plain.outputs(llm), dict(assembled), finals(llm), packed)
     engines.drop(llm)
     del llm
@@ -170,6 +169,8 @@ def finals(llm: "LLM") -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    import reference_kernels  # which imports vllm
+
     made = World(tmp_path_factory.mktemp("quantised"))
     hints = made.root / "hints.sqlite"
     with (
@@ -296,6 +297,47 @@ def test_a_handler_outlives_the_model_that_packed_it(world: World, kind: str) ->
     assert plain.outputs(second) == expected.answers
     assert finals(second) == expected.final
     engines.drop(second)
+
+
+# --- quantised by vLLM while it loads, and what becomes no parameter
+
+
+def test_weights_that_vllm_quantises_are_shared_afterwards(world: World) -> None:
+    base, tuned = world.pair.base, world.pair.fine_tune
+    online: dict[str, Any] = {"quantization": "fp8_per_channel"}
+    expected = [alone(path, **online) for path in (base, tuned)]
+    same = engines.equal(expected[0].final, expected[1].final)
+    assert 0 < len(same) < len(expected[0].final)
+    loaded = [plain.engine(path, tensor_dedup=True, **online) for path in (base, tuned)]
+    report = engines.last_report()
+    litter()
+    forms = engines.forms(plain.model(loaded[1]), plain.model(loaded[0]))
+    plainly = {form: on for form, on in forms.items() if not form.endswith(engines.PACKED)}
+    assert plainly == {name: name in same for name in plainly}
+    assert [finals(llm) for llm in loaded] == [each.final for each in expected]
+    assert [plain.outputs(llm) for llm in loaded] == [each.answers for each in expected]
+    assert 0 < report.shared_bytes < report.total_bytes
+    assert "quantised while they are loaded" in dict(report.skipped)["<model>"]
+    engines.drop(*loaded)
+
+
+def test_scales_of_keys_and_values_are_each_engine_s_own(world: World) -> None:
+    path = quantised.with_kv_scales(world.paths["fp8 static"][0], world.root / "kv")
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+    expected = alone(path, **options)
+    first = plain.engine(path, tensor_dedup=True, **options)
+    second = plain.engine(path, tensor_dedup=True, **options)
+    assert all(engines.forms(plain.model(second), plain.model(first)).values())
+    assert plain.outputs(first) == plain.outputs(second) == expected.answers
+    assert finals(second) == expected.final
+    scales = [dict(plain.model(llm).named_buffers()) for llm in (first, second)]
+    keys = [name for name in scales[0] if name.endswith("_k_scale")]
+    assert len(keys) == 3
+    for number, name in enumerate(sorted(keys)):
+        assert scales[0][name].item() == pytest.approx(0.02 + number / 100, rel=0.01)
+        assert torch.equal(scales[0][name], scales[1][name])
+        assert scales[0][name].data_ptr() != scales[1][name].data_ptr()
+    engines.drop(first, second)
 
 
 # --- audits

@@ -20,6 +20,7 @@ EVERY_TARGET = [each.target for each in seams.SEAMS]
 HOLDERS = {
     "vllm:LLM",
     "vllm:_custom_ops",
+    "vllm.model_executor:model_loader",
     "vllm.model_executor.layers:utils",
     "vllm.model_executor.model_loader:default_loader",
     "vllm.model_executor.model_loader:utils",

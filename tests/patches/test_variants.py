@@ -142,22 +142,6 @@ def test_fp32_and_bf16_at_one_dtype_share_where_the_final_bytes_are_equal(world:
     assert found.shared
 
 
-def test_weights_of_another_kind_of_file_are_loaded_as_they_are(world: World) -> None:
-    pickled = world.root / "pickled"
-    pickled.mkdir()
-    (pickled / "config.json").write_text((world.base / "config.json").read_text())
-    torch.save(checkpoints.tensors(world.base), pickled / "pytorch_model.bin")
-    beside = engines.sharing(world.base)
-    again = engines.sharing(world.base)
-    assert all(engines.forms(plain.model(again), plain.model(beside)).values())
-    llm = engines.sharing(pickled)
-    report = engines.last_report()
-    assert [name for name, _ in report.skipped] == ["<model>"]
-    assert not any(engines.forms(plain.model(llm), plain.model(beside)).values())
-    assert plain.outputs(llm) == world.plainly(world.base).answers
-    engines.drop(beside, again, llm)
-
-
 def _load_beside_base(world: World, variant: Path, **options: Any) -> Shared:
     """Load the base, the variant beside it, and hold both to what plain vLLM makes of them."""
     base_alone, alone = world.plainly(world.base, **options), world.plainly(variant, **options)

@@ -72,6 +72,57 @@ def with_kv_scales(source: Path, target: Path) -> Path:
     return target
 
 
+_IN_GGUF = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_file(source: Path, target: Path, kind: str) -> Path:
+    """A llama as a GGUF file whose matrices are of this type, as the `gguf` package writes it."""
+    import gguf
+
+    config = json.loads((source / "config.json").read_text())
+    chosen = getattr(gguf.GGMLQuantizationType, kind)
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    for name, tensor in checkpoints.tensors(source).items():
+        values = tensor.float().numpy()
+        if tensor.dim() == 2:
+            packed = gguf.quants.quantize(values, chosen)
+            writer.add_tensor(_name_in_gguf(name), packed, raw_dtype=chosen)
+        else:
+            writer.add_tensor(_name_in_gguf(name), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _name_in_gguf(name: str) -> str:
+    parts = name.split(".")
+    block = f"blk.{parts[2]}." if parts[1] == "layers" else ""
+    return f"{block}{_IN_GGUF[parts[-2]]}.{parts[-1]}"
+
+
 # --- fp8
 
 

@@ -4,6 +4,7 @@ What is loaded, and how it is processed, is vLLM's own: each derives from the cl
 kernels of GPUs use, and only multiplies.
 """
 
+import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -89,4 +90,31 @@ def installed() -> Iterator[None]:
             tables: Any = table
             found = [*tables.get(PlatformEnum.CPU, []), kernel]
             stack.enter_context(mock.patch.dict(tables, {PlatformEnum.CPU: found}))
+        yield
+
+
+@contextmanager
+def for_gguf() -> Iterator[None]:
+    """The same for the plug-in for GGUF, whose kernels all need a GPU."""
+    import gguf
+
+    ops = importlib.import_module("vllm_gguf_plugin.ops")
+
+    def widened(weight: torch.Tensor, kind: int, dtype: torch.dtype) -> torch.Tensor:
+        values = gguf.quants.dequantize(weight.numpy(), gguf.GGMLQuantizationType(kind))
+        return torch.from_numpy(values).to(dtype)
+
+    def multiply(weight: torch.Tensor, x: torch.Tensor, kind: int, _row: int) -> torch.Tensor:
+        return functional.linear(x, widened(weight, kind, x.dtype))
+
+    def dequantize(
+        weight: torch.Tensor, kind: int, rows: int, columns: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return widened(weight, kind, dtype).view(rows, columns)
+
+    with (
+        mock.patch.object(ops, "ggml_mul_mat_a8", multiply),
+        mock.patch.object(ops, "ggml_mul_mat_vec_a8", multiply),
+        mock.patch.object(ops, "ggml_dequantize", dequantize),
+    ):
         yield
