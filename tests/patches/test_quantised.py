@@ -100,6 +100,7 @@ class World:
 
     def _run(self, kind: str) -> Result:
         base, tuned = self.paths[kind]
+        before = residents()
         result = Result(alone(base), alone(tuned))
         first, load = together(base, None)
         result.loads.append(load)
@@ -110,8 +111,14 @@ class World:
         engines.drop(first, second, third)
         del first, second, third
         gc.collect()
-        result.left_alive = len(registry.residents()) + len(registry.records())
+        result.left_alive = residents() - before
         return result
+
+
+def residents() -> int:
+    """How many there are. vLLM keeps some modules of models that it quantised while loading."""
+    gc.collect()
+    return len(registry.residents()) + len(registry.records())
 
 
 @contextmanager
