@@ -4,7 +4,6 @@ Every engine here is two workers below one process: half a minute of work on an 
 each rank loads is in test_parallel too, quickly and in one process.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,35 +61,36 @@ def digests(loaded: dict[str, Any]) -> list[dict[str, str]]:
     return [look["digests"] for look in looks]
 
 
+def made(loaded: dict[str, Any]) -> int:
+    """Bytes that the ranks of an engine made, and did not find."""
+    return sum(report["private_bytes"] for report in loaded["reports"])
+
+
 def test_ranks_hold_what_plain_ranks_hold_once(
     mode: Mode, tmp_path: Path, engines: fleet.Fleet
 ) -> None:
-    pair = mode.pair
-    assert mode.plain[pair.base]["outputs"] != mode.plain[pair.fine_tune]["outputs"]
+    base, fine_tune = mode.pair.base, mode.pair.fine_tune
     with fleet.manager(tmp_path) as manager:
         config = {"memory_manager": str(manager.socket)}
-        first, again, tuned = (
-            engines.start(path, config, ENVIRON, **mode.options)
-            for path in (pair.base, pair.base, pair.fine_tune)
+        first, tuned = (
+            engines.start(path, config, ENVIRON, **mode.options) for path in (base, fine_tune)
         )
-        for engine, path in ((first, pair.base), (again, pair.base), (tuned, pair.fine_tune)):
+        for engine, path in ((first, base), (tuned, fine_tune)):
             assert digests(engine.loaded) == digests(mode.plain[path])
             assert engine.loaded["outputs"] == mode.plain[path]["outputs"]
-        held = {
-            (rank, n, d)
-            for e in (first, tuned)
-            for rank, of in enumerate(digests(e.loaded))
-            for n, d in of.items()
-        }
+        assert first.loaded["outputs"] != tuned.loaded["outputs"]
         with Admin(manager.socket) as admin:
-            clients = admin.overview().clients
-            assert sum(bool(row.leases) for row in clients) == 6, json.dumps(str(clients))
-        # Of every content one was built, by one rank of one engine.
+            assert sum(bool(row.leases) for row in admin.overview().clients) == 4
+        # Whichever came first: of every content one was made, by one rank of one engine.
         assert len(manager.built()) == len(set(manager.built())) > 0
         total = sum(report["total_bytes"] for report in first.loaded["reports"])
-        made = [
-            sum(report["private_bytes"] for report in engine.loaded["reports"])
-            for engine in (first, again, tuned)
+        changed = [
+            {n for n, digest in mine.items() if digest != theirs[n]}
+            for mine, theirs in zip(digests(first.loaded), digests(tuned.loaded), strict=True)
         ]
-        assert sum(made) < 1.6 * total
-        assert len(held) > 20
+        assert any(changed)
+        assert all("layers.2." in name for names in changed for name in names)
+        # The one matrix that is changed, and what vLLM stacks with it.
+        assert made(first.loaded) + made(tuned.loaded) < 1.4 * total
+        again = [first.outputs(), tuned.outputs()]
+        assert again == [mode.plain[path]["outputs"] for path in (base, fine_tune)]
