@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from tensor_dedup.loader.aliases import Formers
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
 from tensor_dedup.loader.copies import Copies, Share, came_up
+from tensor_dedup.loader.cuda.adoption import GpuAdoption
 from tensor_dedup.loader.guarding import map_shared
 from tensor_dedup.loader.ledger import Ledger
 from tensor_dedup.loader.making import Candidate, Missing, Terms
@@ -33,18 +34,16 @@ from tensor_dedup.loader.placing import (
 )
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, resident_key, sharable
+from tensor_dedup.loader.terms import reason_of_class
 from tensor_dedup.loader.whereabouts import is_mapping_of, residents_behind
 
-Named: TypeAlias = tuple[str, nn.Parameter]
+if TYPE_CHECKING:
+    from tensor_dedup.loader.terms import Named
 
 # A slab is one descriptor, and is freed whole. Tensors from the first size on have their own;
 # smaller ones wait until there is enough for one, or until their model is complete.
 _OWN_SLAB_BYTES: Final = 16 << 20
 _BATCH_BYTES: Final = 64 << 20
-# Classes of parameters that are nothing but their bytes and plain attributes.
-_CLASSES: Final = frozenset(
-    {"torch.nn.parameter.Parameter", "diffusers.quantizers.gguf.utils.GGUFParameter"}
-)
 
 
 class Adoption:
@@ -64,6 +63,7 @@ class Adoption:
         self._reasons: dict[int, str] = {}
         self._copies = Copies()
         self._formers = Formers()
+        self._on_gpus = GpuAdoption(model, terms)
         self._files: Mappings | None = None
         # A part of a model takes nothing that another part of it has.
         whole = families.whole_of(model)
@@ -99,6 +99,7 @@ class Adoption:
         for batch in _batches(self._left()):
             self._adopt(batch)
         self._copies.order(self.model.named_parameters(), self._shares)
+        self._on_gpus.adopt(list(self._left()))
         self._let_files_go()
         self._account()
         self._end()
@@ -199,9 +200,9 @@ class Adoption:
 
     def _reason(self, parameter: nn.Parameter, together: set[int]) -> str | None:
         """Why this parameter is left alone, or None."""
-        kind = type(parameter)
-        if f"{kind.__module__}.{kind.__qualname__}" not in _CLASSES:
-            return f"a parameter of class {kind.__name__} is left alone"
+        reason = reason_of_class(parameter)
+        if reason is not None:
+            return reason
         if parameter.is_meta:
             return "it is not in memory (meta)"
         if parameter.device.type != "cpu":
@@ -283,8 +284,9 @@ class Adoption:
             _copy_out(buffer, files)
 
     def _account(self) -> None:
+        self._reasons |= self._on_gpus.reasons
         for name, parameter in self.model.named_parameters():
-            share = self._shares.get(id(parameter))
+            share = self._shares.get(id(parameter)) or self._on_gpus.shares.get(id(parameter))
             if share is not None:
                 self.ledger.add(name, parameter.nbytes, shared=share.before, made=share.made)
             elif parameter.nbytes:

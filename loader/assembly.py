@@ -18,6 +18,7 @@ from tensor_dedup.loader.dtypes import dtype_name, has_name
 from tensor_dedup.loader.layer_key import process_state
 from tensor_dedup.loader.ledger import Ledger
 from tensor_dedup.loader.lender import Wanted
+from tensor_dedup.loader.made import Made
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.parts import content_name
 from tensor_dedup.loader.recipe import (
@@ -27,7 +28,7 @@ from tensor_dedup.loader.recipe import (
     whole_source,
 )
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import Resident, pour, resident_key, sharable, tensor_bytes
+from tensor_dedup.loader.residents import key_anywhere, pour, sharable, tensor_bytes
 from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.virtual import View, as_view
 from tensor_dedup.types import ResidentKey
@@ -37,25 +38,12 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.evaluate import Evaluator
     from tensor_dedup.loader.scratch import Scratch
     from tensor_dedup.loader.sources import SourceReader, SourceTensor
+    from tensor_dedup.loader.supply import AnyResident, Home
 
 SHARED_STORAGE = "it shares its storage with another parameter"
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
 # memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
 POUR_BYTES = 512 << 20
-# Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
-_OWN_SLAB_BYTES = 64 << 10
-
-
-@dataclass(slots=True)
-class Made:
-    """A final tensor computed into borrowed memory: valid until the block is given back.
-
-    `escaped`: somebody keeps using the memory, so it is never lent again.
-    """
-
-    block: torch.Tensor
-    tensor: torch.Tensor
-    escaped: bool = False
 
 
 @dataclass(slots=True)
@@ -66,7 +54,7 @@ class Assembly:
     reader: SourceReader
     scratch: Scratch
     evaluator: Evaluator
-    supply: Supply = field(default_factory=Supply)
+    supply: Home = field(default_factory=Supply)
     ledger: Ledger = field(default_factory=Ledger)
     book: RecipeBook = field(default_factory=RecipeBook)
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
@@ -118,7 +106,7 @@ class Assembly:
         smallest = min(source.spec.nbytes for source in sources)
         if smallest < self.config.min_tensor_bytes:
             return f"a source of {smallest} bytes is below min_tensor_bytes"
-        return reason_to_keep_private(view)
+        return reason_to_keep_private(view) or self.supply.reason(each.name)
 
     def make(self, each: DeferredParameter) -> Made:
         """Compute a final tensor into borrowed memory; afterwards its digests are known."""
@@ -150,8 +138,8 @@ class Assembly:
         return self.digest_of(made.tensor)
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """Hash the bytes of a dense tensor."""
-        return self.reader.digest(tensor_bytes(tensor))
+        """Hash the bytes of a dense tensor, which are fetched from a GPU for it."""
+        return self.reader.digest(tensor_bytes(tensor.cpu()))
 
     def content_name(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
@@ -178,9 +166,13 @@ class Assembly:
             missed = self._share_one(each, made)
             if missed is None:
                 continue
+            if each.nbytes >= self.supply.own_slab_bytes or made is not None:
+                self._publish([(each, *missed)], borrowed=made is None)
+                continue
             small.append((each, *missed))
-            if each.nbytes >= _OWN_SLAB_BYTES or made is not None:
-                self._publish([small.pop()], borrowed=made is None)
+            if sum(one.nbytes for one, _, _ in small) >= self.supply.batch_bytes:
+                self._publish(small, borrowed=True)
+                small = []
         self._publish(small, borrowed=True)
 
     def _share_one(self, each: DeferredParameter, made: Made | None) -> tuple[Made, str] | None:
@@ -192,7 +184,7 @@ class Assembly:
                 return None
         return self._share_by_content(each, made)
 
-    def _resident_of(self, each: DeferredParameter) -> Resident | None:
+    def _resident_of(self, each: DeferredParameter) -> AnyResident | None:
         """The resident that the recipe alone, without a byte read, leads to."""
         dtype = each.parameter.dtype
         if not has_name(dtype):
@@ -203,14 +195,14 @@ class Assembly:
         wanted = ResidentKey(dtype_name(dtype), shape, stride, content or "")
         return self.supply.by_recipe(self._recipe_key(each), wanted)
 
-    def _install_checked(self, each: DeferredParameter, resident: Resident) -> None:
+    def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Install a hit by recipe; compared first where verify_bytes or audit ask for it."""
         verify, audit = self.config.verifies_bytes, self.sampled()
         if not verify and not audit:
             self._install(each, resident)
             return
         made = self.make(each)
-        if same_bytes(made.tensor, resident.map()):
+        if same_bytes(made.tensor, self.supply.map(resident).cpu()):
             self._install(each, resident)
         elif verify:
             self.ledger.collisions += 1
@@ -231,11 +223,11 @@ class Assembly:
             self._give_back_own(here, made)
             return None
         name = self.content_digest(each, here)
-        resident = registry.lookup(resident_key(here.tensor, name))
+        resident = self.supply.by_content(key_anywhere(here.tensor, name))
         if resident is None:
             return here, name
         if self.agrees(resident, here.tensor):
-            registry.publish_record(self._recipe_key(each), resident)
+            self.supply.note(self._recipe_key(each), resident)
             self._install(each, resident)
         else:
             self.keep_private(each, COLLISION, here)
@@ -291,7 +283,7 @@ class Assembly:
             # Somebody may have come first, be it another tensor of this very call.
             if new or self.agrees(resident, made.tensor):
                 self._install(each, resident, made=new)
-                registry.publish_record(self._recipe_key(each), resident)
+                self.supply.note(self._recipe_key(each), resident)
             else:
                 self.keep_private(each, COLLISION, made)
             if borrowed:
@@ -306,9 +298,11 @@ class Assembly:
             if borrowed:
                 self.give_back(made)
 
-    def _install(self, each: DeferredParameter, resident: Resident, *, made: bool = False) -> None:
+    def _install(
+        self, each: DeferredParameter, resident: AnyResident, *, made: bool = False
+    ) -> None:
         try:
-            tensor = resident.map()
+            tensor = self.supply.map(resident)
         except SharedMemoryError as error:
             self.keep_private(each, str(error))
             return
@@ -347,7 +341,7 @@ class Assembly:
                 as_view(flat, view).copy_(made.tensor)
             else:
                 self.evaluator.fill(view, flat)
-            self._flat[key] = flat
+            self._flat[key] = self.supply.private(flat)
         self.place(each, as_view(self._flat[key], view))
         self.ledger.add(each.name, each.nbytes, shared=False, sources=self.sources(each))
         self.ledger.skip(each.name, reason)
@@ -360,10 +354,12 @@ class Assembly:
         """Is this hit one of those to audit?"""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
-    def agrees(self, resident: Resident, tensor: torch.Tensor) -> bool:
+    def agrees(self, resident: AnyResident, tensor: torch.Tensor) -> bool:
         """On a hit by content: compare when asked to. Counts a collision, or AuditError."""
         verify = self.config.verifies_bytes
-        if not (verify or self.sampled()) or same_bytes(tensor, resident.map()):
+        if not (verify or self.sampled()):
+            return True
+        if same_bytes(tensor.cpu(), self.supply.map(resident).cpu()):
             return True
         if not verify:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")

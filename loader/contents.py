@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from tensor_dedup.loader.comparing import COLLISION
 from tensor_dedup.loader.lender import Wanted
 from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import Resident, resident_key
+from tensor_dedup.loader.residents import key_anywhere
 
 if TYPE_CHECKING:
     import torch
 
     from tensor_dedup.loader.assembly import Assembly
+    from tensor_dedup.loader.supply import AnyResident
 
 Named = tuple[str, "torch.Tensor"]
-Found = tuple[Resident | None, bool]
+Found = tuple["AnyResident | None", bool]
 # What is smaller shares a slab with others of its layer. A slab is a descriptor, and a quantised
 # layer has several tensors where another has one.
 _OWN_SLAB_BYTES = 16 << 20
@@ -32,10 +32,10 @@ def residents_for(assembly: Assembly, finals: Sequence[Named]) -> list[Found]:
     wanted = []
     for _, tensor in finals:
         content = assembly.digest_of(tensor)
-        wanted.append(Wanted(f"content:{resident_key(tensor, content)}", tensor, content))
+        wanted.append(Wanted(f"content:{key_anywhere(tensor, content)}", tensor, content))
     found: dict[int, Found] = {}
     for number, each in enumerate(wanted):
-        resident = registry.lookup(resident_key(each.tensor, each.digest))
+        resident = assembly.supply.by_content(key_anywhere(each.tensor, each.digest))
         if resident is not None:
             found[number] = (resident, False)
     for group in _slabs(wanted, [n for n in range(len(wanted)) if n not in found]):

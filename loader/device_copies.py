@@ -1,8 +1,8 @@
 """Copies of residents on other devices, each there once for all models of this process.
 
-Memory of another device is not copied when somebody writes to it: who writes in place must have
-made its own first (`tensor_dedup.loader.guarding`). Until device memory can be mapped read-only
-this is a stop-gap, within one process.
+For devices whose memory cannot be mapped read-only (`tensor_dedup.loader.cuda.devices` says which
+can): ordinary tensors, within one process. Such memory is not copied when somebody writes to it:
+who writes in place must have made its own first (`tensor_dedup.loader.guarding`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,16 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tensor_dedup.loader.dtypes import dtype_name, torch_dtype
+from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.weak_storage import WeakStorage, number_of
-from tensor_dedup.types import ResidentKey
 
-# A cast of a cast of a cast is followed no further.
-_MAX_CASTS: Final = 3
-_CAST: Final = "cast:"
-_LOSSLESS: Final = frozenset(
-    {("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")}
-)
-
-
-class Known(NamedTuple):
-    """What a tensor is: a resident's key, and the number of the copy."""
-
-    key: ResidentKey
-    copy: int
+if TYPE_CHECKING:
+    from tensor_dedup.loader.known import Known
+    from tensor_dedup.types import ResidentKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,28 +108,6 @@ class DeviceCopies:
         for number, found in list(self._by_storage.items()):
             if found.reference.expired:
                 del self._by_storage[number]
-
-
-def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
-    """The key of what a cast makes of a resident, by what it follows from; None: not followed.
-
-    A cast that lost nothing and the way back lead to the key that they began with.
-    """
-    name = dtype_name(dtype)
-    if name == key.dtype:
-        return key
-    before, _, origin = key.digest.removeprefix(_CAST).partition(":")
-    is_cast = key.digest.startswith(_CAST)
-    if is_cast and before == name and (before, key.dtype) in _LOSSLESS:
-        return ResidentKey(name, key.shape, key.stride, origin)
-    if key.digest.count(_CAST) >= _MAX_CASTS:
-        return None
-    return ResidentKey(name, key.shape, key.stride, f"{_CAST}{key.dtype}:{key.digest}")
-
-
-def is_of_bytes(key: ResidentKey) -> bool:
-    """Does the key name bytes, and not what they follow from?"""
-    return not key.digest.startswith(_CAST)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:

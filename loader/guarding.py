@@ -1,27 +1,33 @@
 """Memory that is shared without copy-on-write, and making a tensor's own before it is written.
 
 An ordinary mapping of a resident needs none of this: the kernel gives the writer a page of its
-own. Two kinds of memory do: copies of residents on other devices, where a neighbour would see the
-write, and mappings made under TENSOR_DEDUP_READ_ONLY=1, where a write stops the process.
+own. Three kinds of memory do: residents on a GPU, where a write ends the process's use of it;
+copies on other devices, where a neighbour would see the write; and mappings made under
+TENSOR_DEDUP_READ_ONLY=1, where a write stops the process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader import memory
+from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.placing import data_of, replace
 from tensor_dedup.loader.weak_storage import WeakStorage, number_of
+from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.residents import Resident
 
+_log = logging.getLogger(__name__)
 READ_ONLY_VARIABLE: Final = "TENSOR_DEDUP_READ_ONLY"
 
 
@@ -40,6 +46,8 @@ def is_guarded(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.nbytes:
         return False
     data = data_of(tensor)
+    if DEVICES.holds(data):
+        return True
     if data.device.type == "cpu":
         return MAPPINGS.is_read_only(data.data_ptr())
     return COPIES.holds(data)
@@ -58,6 +66,27 @@ def make_private(tensors: Iterable[torch.Tensor]) -> int:
     return own.nbytes
 
 
+def make_private_in_place(tensor: torch.Tensor) -> int:
+    """Make a whole mapping of a GPU's shared memory this model's own, where it is; bytes copied.
+
+    0 when the tensor is in none, or it cannot be replaced there: `Own` does what this does not.
+    Waits for all work of the GPU.
+    """
+    data = data_of(tensor)
+    if not DEVICES.holds(data):
+        return 0
+    for gpu in DEVICES.opened():
+        mapping = gpu.mapping_behind(data)
+        if mapping is not None:
+            try:
+                mapping.make_private()
+            except (BackendError, UnsupportedError) as error:
+                _log.debug("not in place: %s", error)
+                return 0
+            return mapping.nbytes
+    return 0
+
+
 class Own:
     """Copies of the storages that some tensors are in, one of each. One thread.
 
@@ -72,7 +101,7 @@ class Own:
     def give(self, tensor: torch.Tensor) -> None:
         """Make it the same part of the copy of its storage; its object stays."""
         data = data_of(tensor)
-        if data.device.type == "cpu":
+        if data.device.type == "cpu" and not DEVICES.holds(data):
             self.nbytes += memory.make_private(data.data_ptr(), data.nbytes)
             return
         empty = torch.empty(0, dtype=data.dtype, device=data.device)

@@ -214,7 +214,7 @@ def lender_for(where: str | os.PathLike[str] | None, checkpoint: str) -> Lender 
     if where is None:
         return None
     try:
-        return Lender(_client(os.fspath(where)), checkpoint_name(checkpoint))
+        return Lender(client_of(os.fspath(where)), checkpoint_name(checkpoint))
     except MemoryManagerError as error:
         _log.warning("%s: loading without a memory manager: %s", checkpoint, error)
         return None
@@ -225,30 +225,35 @@ def checkpoint_name(path: str) -> str:
     return "".join(char for char in path if char.isprintable())[-MAX_NAME:]
 
 
-_clients: dict[tuple[int, str], Client] = {}
+_clients: dict[tuple[int, str, str], Client] = {}
 _clients_lock = threading.Lock()
 os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=threading.Lock()))
 
 
-def _client(where: str) -> Client:
+def client_of(where: str, device: str = "") -> Client:
+    """This process's connection to a manager, of the machine's memory or of a GPU's, by its UUID.
+
+    MemoryManagerError.
+    """
     with _clients_lock:
-        key = os.getpid(), where
+        key = os.getpid(), where, device
         client = _clients.get(key)
         if client is None or client.closed:
-            client = _clients[key] = connect(where, name=f"process {os.getpid()}")
+            client = connect(where, name=f"process {os.getpid()}", device=device)
+            _clients[key] = client
         elif not client.connected:
-            _reconnect(client, where)
+            _reconnect(client, where, device)
         return client
 
 
-def _reconnect(client: Client, where: str) -> None:
+def _reconnect(client: Client, where: str, device: str) -> None:
     """What is held here is offered to the manager there is now, or to one that is started."""
     try:
         client.reconnect()
     except ManagerGoneError:
         if where != AUTO:
             raise
-        connect(AUTO, name="starting", keep_connected=False).close()
+        connect(AUTO, name="starting", keep_connected=False, device=device).close()
         client.reconnect()
 
 

@@ -75,19 +75,22 @@ class ModelReport:
 class Report:
     """All loads in the order of time, and what the residents and their table take now, in bytes.
 
-    The two sizes include workers', as of each one's last load.
+    The two sizes include workers', as of each one's last load. `devices`: why memory of a device is
+    shared less than it could be, as this process met it last.
     """
 
     models: list[ModelReport]
     registry_bytes: int
     resident_bytes: int
+    devices: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only: `models`, `registry_bytes`, `resident_bytes`."""
+        """Plain values only: `models`, `registry_bytes`, `resident_bytes`, `devices`."""
         return {
             "models": [model.to_dict() for model in self.models],
             "registry_bytes": self.registry_bytes,
             "resident_bytes": self.resident_bytes,
+            "devices": dict(self.devices),
         }
 
     def __str__(self) -> str:
@@ -110,6 +113,7 @@ class _Collection:
         self.entries: list[_Entry] = []
         self.directories: list[Path] = []
         self.refused: set[Path] = set()
+        self.devices: dict[str, str] = {}
         self.gauges: tuple[Callable[[], int], Callable[[], int]] = (int, int)
         self.numbers = itertools.count(1)
         self.lock = threading.Lock()
@@ -144,6 +148,13 @@ def add(model: ModelReport) -> None:
     directory = os.environ.get(REPORT_DIR_VARIABLE)
     if directory:
         _hand_over(entry, Path(directory))
+
+
+def note(device: str, reason: str) -> None:
+    """Say why memory of a device is shared less than it could be. Safe from any thread."""
+    if _collection.devices.get(device) != reason:
+        _collection.devices[device] = reason
+        _log.warning("%s: %s", device, reason)
 
 
 def _hand_over(entry: _Entry, directory: Path) -> None:
@@ -204,6 +215,7 @@ def report() -> Report:
         models=[entry.model for entry in ordered],
         registry_bytes=registry_bytes + sum(entry.registry_bytes for entry in last.values()),
         resident_bytes=resident_bytes + sum(entry.resident_bytes for entry in last.values()),
+        devices=dict(_collection.devices),
     )
 
 

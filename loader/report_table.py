@@ -42,8 +42,9 @@ def human(nbytes: int) -> str:
 def render(report: Mapping[str, Any]) -> str:
     """The table of a report (its `to_dict()`), and what it comes to. No colours, no terminal."""
     models: list[Mapping[str, Any]] = report["models"]
+    devices = [f"{name}: {reason}" for name, reason in report.get("devices", {}).items()]
     if not models:
-        return "tensor-dedup: no model was loaded yet"
+        return "\n".join(["tensor-dedup: no model was loaded yet", *devices])
     # This box is also a Markdown table, so that it can go into an issue as it is.
     table = Table(box=box.MARKDOWN)
     table.add_column("model", max_width=_NAME_WIDTH, overflow="fold")
@@ -55,7 +56,7 @@ def render(report: Mapping[str, Any]) -> str:
     out = StringIO()
     Console(file=out, width=_WIDTH, color_system=None).print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-    return "\n".join([*lines, "", _saved(report), *_reasons(models)])
+    return "\n".join([*lines, "", _saved(report), *_reasons(models), *devices])
 
 
 def _cells(models: list[Mapping[str, Any]]) -> list[str]:

@@ -45,9 +45,13 @@ Write = Callable[[memoryview, int], None]
 
 def sharable(tensor: torch.Tensor) -> bool:
     """Whether a tensor can become a resident: on the CPU, gap-free, its bytes are its values."""
+    return tensor.device.type == "cpu" and sharable_anywhere(tensor)
+
+
+def sharable_anywhere(tensor: torch.Tensor) -> bool:
+    """The same wherever the tensor is."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
         and not tensor.is_conj()
         and not tensor.is_neg()
         and has_name(tensor.dtype)
@@ -85,6 +89,11 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:
     """The key of a sharable tensor whose `tensor_bytes` have this digest."""
     _require_sharable(tensor)
+    return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
+
+
+def key_anywhere(tensor: torch.Tensor, digest: str) -> ResidentKey:
+    """`resident_key` wherever a gap-free tensor is."""
     return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
 
 
@@ -244,7 +253,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
         return a.storage_offset() * a.itemsize == b.storage_offset() * b.itemsize
     span = _span(a)
-    if span == 0 or a.device != b.device or a.device.type not in ("cpu", "cuda"):
+    if span == 0 or a.device != b.device or a.is_meta:
         return False
     first, second = a.data_ptr(), b.data_ptr()
     if not first or not second:  # of classes of their own, whose values are elsewhere

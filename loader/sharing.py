@@ -12,10 +12,11 @@ from torch import nn
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.device_copies import COPIES, is_of_bytes
-from tensor_dedup.loader.guarding import Own
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.device_copies import COPIES
+from tensor_dedup.loader.guarding import Own, is_guarded, make_private_in_place
+from tensor_dedup.loader.known import is_of_bytes
 from tensor_dedup.loader.mappings import is_as_mapped
-from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import tensor_bytes
@@ -52,8 +53,9 @@ class Verification:
 def verify() -> Verification:
     """Hash every resident of this process again. Safe from any thread; takes as long as hashing.
 
-    Copies on other devices are fetched for it. Packed copies are opaque: they are listed by layer
-    key and never read.
+    What is on GPUs and other devices is fetched for it, tensor by tensor: whether a write went past
+    the hardware's protection only its bytes can tell. Packed copies are opaque: they are listed by
+    layer key and never read.
     """
     unknown = [
         key
@@ -77,6 +79,12 @@ def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
             yield entry.known.key.digest, tensor
         else:
             unknown.append(f"{entry.device}:{entry.known.key.digest}")
+    for gpu in DEVICES.opened():
+        for known, lent in gpu.alive():
+            if is_of_bytes(known.key):
+                yield known.key.digest, gpu.seen(lent)
+            else:
+                unknown.append(f"{gpu.device}:{known.key.digest}")
 
 
 def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
@@ -89,17 +97,20 @@ def unshare(target: object) -> int:
 
     `target`: an engine that runs in this process (`LLM`), a module, or an object with a `modules()`
     or `components` of modules. On the CPU nothing moves: compiled code goes on with the addresses
-    it has; on other devices addresses change, so not under captured graphs. A packed copy is never
-    written by anybody and stays shared. Nobody may write to the model meanwhile in another thread.
-    Raises UnsupportedError for anything else, OutOfMemoryError.
+    it has. On a GPU whole slabs become private, at the addresses they have, so that captured graphs
+    go on with them; where its memory cannot be replaced in place, and on other devices, addresses
+    change. A packed copy is never written by anybody and stays shared. Nobody may use the model
+    meanwhile in another thread. Raises UnsupportedError for anything else, OutOfMemoryError.
     """
     own = Own()
+    replaced = 0
     for module in _modules(target):
         _forget_records(module)
         for tensor in chain(module.parameters(), module.buffers()):
-            if is_mapped(tensor) or COPIES.holds(data_of(tensor)):
+            replaced += make_private_in_place(tensor)
+            if is_guarded(tensor) or is_mapped(tensor):
                 own.give(tensor)
-    return own.nbytes
+    return own.nbytes + replaced
 
 
 def let_go_of_written(model: nn.Module) -> int:

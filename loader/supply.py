@@ -1,9 +1,12 @@
-"""Where residents come from: this process, the memory manager, or made for the purpose."""
+"""Where residents come from: this process, the memory manager, or made for the purpose.
+
+`Supply` has them in the machine's memory; `tensor_dedup.loader.cuda.supply` has them on a GPU.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack
@@ -13,11 +16,65 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tensor_dedup.loader.cuda.residents import DeviceResident
     from tensor_dedup.loader.lender import Lender, Wanted
     from tensor_dedup.types import ResidentKey
 
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.
     Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
+    AnyResident: TypeAlias = Resident | DeviceResident
+
+# Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
+_OWN_SLAB_BYTES: Final = 64 << 10
+
+
+class Home(Protocol):
+    """Where the final tensors of one vLLM load live. One thread.
+
+    `own_slab_bytes`: from here on a tensor has a slab of its own; smaller ones are made together,
+    `batch_bytes` at a time. `local`: is what is made kept in this process, in the machine's memory,
+    at any alignment? `plain`: must weights be left plain, for whoever else maps them? `not_lent`:
+    why other processes do not get it, or not all, although that was asked for.
+    """
+
+    @property
+    def own_slab_bytes(self) -> int: ...
+
+    @property
+    def batch_bytes(self) -> int: ...
+
+    @property
+    def local(self) -> bool: ...  # see the class
+
+    @property
+    def plain(self) -> bool: ...
+
+    @property
+    def not_lent(self) -> str | None: ...
+
+    def by_recipe(self, recipe: str, wanted: ResidentKey) -> AnyResident | None:
+        """The resident that a recipe leads to, without a byte read."""
+
+    def by_content(self, key: ResidentKey) -> AnyResident | None:
+        """The resident of this process with these bytes."""
+
+    def note(self, recipe: str, resident: AnyResident) -> None:
+        """Remember what a recipe leads to, while the resident lives."""
+
+    def make(self, wanted: Sequence[Wanted]) -> Sequence[tuple[AnyResident, bool]]:
+        """A resident for each, and whether it was made by this call. SharedMemoryError."""
+
+    def map(self, resident: AnyResident) -> torch.Tensor:
+        """A resident as the model of this load sees it. SharedMemoryError."""
+
+    def private(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A private tensor of the host where the model wants it."""
+
+    def reason(self, name: str) -> str | None:
+        """Why a tensor of that name stays private here, or None."""
+
+    def close(self) -> None:
+        """The load has ended."""
 
 
 @dataclass(slots=True)
@@ -29,11 +86,49 @@ class Supply:
 
     lender: Lender | None = None
     as_aligned: bool = False
+    own_slab_bytes: int = _OWN_SLAB_BYTES
+    batch_bytes: int = 1 << 62  # all that a call wants
+    asked: bool = False  # for a manager, whether or not one answers
 
     @property
     def local(self) -> bool:
         """Is what is made kept in this process, at any alignment?"""
         return self.lender is None and not self.as_aligned
+
+    @property
+    def plain(self) -> bool:
+        """Must weights be left plain? A packed one cannot leave this process."""
+        return self.lender is not None
+
+    @property
+    def not_lent(self) -> str | None:
+        """Why a memory manager that was asked for is not used for all, or None."""
+        if self.lender is not None:
+            return self.lender.failed or self.lender.refused
+        return "no memory manager answered" if self.asked else None
+
+    def by_content(self, key: ResidentKey) -> Resident | None:
+        """The resident of this process with these bytes."""
+        return registry.lookup(key)
+
+    def note(self, recipe: str, resident: AnyResident) -> None:
+        """Remember what a recipe leads to, while the resident lives."""
+        registry.publish_record(recipe, resident)
+
+    def map(self, resident: AnyResident) -> torch.Tensor:
+        """A mapping, copied on write."""
+        assert isinstance(resident, Resident)
+        return resident.map()
+
+    def private(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor: it is where the model wants it."""
+        return tensor
+
+    def reason(self, name: str) -> str | None:
+        """None: whoever writes gets pages of its own."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
         """The resident that a recipe leads to, without a byte read.

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tensor_dedup.loader.device_copies import COPIES, Known
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.device_copies import COPIES
+from tensor_dedup.loader.known import Known
 from tensor_dedup.loader.mappings import MAPPINGS, is_as_mapped
 from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.registry import registry
@@ -39,10 +41,17 @@ def known_of(parameters: Iterable[nn.Parameter]) -> dict[int, Known]:
     every = list(parameters)
     found = {number: known for number, (known, _) in residents_behind(every).items()}
     for parameter in every:
-        copy = COPIES.known(data_of(parameter))
-        if copy is not None:
-            found[id(parameter)] = copy.known
+        data = data_of(parameter)
+        copy = COPIES.known(data)
+        known = copy.known if copy is not None else DEVICES.known(data)
+        if known is not None:
+            found[id(parameter)] = known
     return found
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Is it read-only memory that models share on a GPU?"""
+    return DEVICES.holds(data_of(tensor))
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:

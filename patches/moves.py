@@ -1,9 +1,10 @@
 """`.to(...)`, `.half()`, `.cuda()` and the like: what was shared before is shared after.
 
-To another device: the first model that goes there makes a copy of each resident, later ones get
-that copy (`tensor_dedup.loader.device_copies`). A cast in host memory gives every model a private
-copy, and the same one to each: it is hashed as it is, and what it was a cast of is remembered, so
-that the next model's needs neither a cast nor a hash.
+To a GPU: the first model that goes there makes a resident of each, later ones map it, read-only
+(`tensor_dedup.patches.gpu_moves`). To a device whose memory cannot be mapped so: they get the copy
+that the first one made (`tensor_dedup.loader.device_copies`). A cast in host memory gives every
+model a private copy, and the same one to each: it is hashed as it is, and what it was a cast of is
+remembered, so that the next model's needs neither a cast nor a hash.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tensor_dedup.loader import families
+from tensor_dedup.loader import families, report
 from tensor_dedup.loader.adoption import Adoption
 from tensor_dedup.loader.comparing import is_forgeable
-from tensor_dedup.loader.device_copies import COPIES, Known, cast_key
+from tensor_dedup.loader.cuda.borrowing import borrowing_from
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.loader.device_copies import COPIES
+from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.guarding import map_shared, read_only
+from tensor_dedup.loader.known import Known, cast_key
 from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.making import Terms
 from tensor_dedup.loader.mappings import MAPPINGS
@@ -34,12 +40,14 @@ from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.weak_storage import number_of
-from tensor_dedup.loader.whereabouts import is_mapped, known_of, residents_behind
+from tensor_dedup.loader.whereabouts import is_mapped, is_on_gpu, known_of, residents_behind
 from tensor_dedup.patches import writers
+from tensor_dedup.patches.gpu_moves import Going, GpuMove
 from tensor_dedup.patches.signatures import Seam, usable
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.residents import Resident
 
 APPLY: Final = Seam(
@@ -103,7 +111,7 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
     this one, which shares by itself.
     """
     _watch.config = config
-    if read_only():
+    if read_only() or len(PLACES):
         writers.install()
     if not usable(APPLY) or hasattr(nn.Module._apply, "_tensor_dedup"):
         return
@@ -111,7 +119,8 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
 
     @functools.wraps(original)
     def _apply(self: nn.Module, fn: Function, recurse: bool = True) -> Any:
-        if not len(MAPPINGS) and not len(COPIES) and nn.Module._apply is _apply:
+        nothing = not (len(MAPPINGS) or len(COPIES) or len(PLACES))
+        if nothing and nn.Module._apply is _apply:
             nn.Module._apply = original  # type: ignore[method-assign]
         if _moves.busy or getattr(fn, "__qualname__", "") not in _CONVERSIONS:
             return original(self, fn, recurse)
@@ -120,6 +129,7 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
             return original(self, fn, recurse)
         with alone() as nothing_loads:
             move = Move(self, parameters, fn)
+            move.prepare(parameters)
             result = _convert(move, lambda: original(self, move, recurse))
             if nothing_loads:
                 _share_again(self, parameters)
@@ -135,7 +145,11 @@ def _shared(model: nn.Module) -> list[nn.Parameter]:
     # Layerwise casting converts before and after every use of a layer: hashing would never end.
     if hasattr(model, "_diffusers_hook"):
         return []
-    return [each for each in model.parameters() if is_mapped(each) or COPIES.holds(data_of(each))]
+    return [
+        each
+        for each in model.parameters()
+        if is_mapped(each) or is_on_gpu(each) or COPIES.holds(data_of(each))
+    ]
 
 
 def _convert(move: Move, convert: Callable[[], Any]) -> Any:
@@ -179,29 +193,73 @@ class Move:
         whole = list(families.whole_of(model).parameters())
         self._in_use = {_storage(each) for each in whole if COPIES.holds(data_of(each))}
         self._residents = {id(resident) for _, resident in residents_behind(whole).values()}
+        self._on_gpus = [k for each in whole if (k := DEVICES.known(data_of(each))) is not None]
+        self._ready: dict[int, torch.Tensor] = {}
         self._casts: dict[int, Known] = {}
         closure = inspect.getclosurevars(fn).nonlocals if inspect.isfunction(fn) else {}
         self._format = closure.get("convert_to_format")
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the function would give, or an equal tensor that is there already."""
+    def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have on GPUs what goes to one, before anything is converted."""
+        going: dict[SharedGpu, list[Going]] = {}
+        for each in parameters:
+            wanted = self._wanted(each)
+            gpu = None if wanted is None else DEVICES.at(wanted[1])
+            if wanted is None or gpu is None or gpu.holds(each, wanted[0].key):
+                continue
+            going.setdefault(gpu, []).append(Going(each, wanted[0], self._known[id(each)]))
+            self._keep(self._known[id(each)])
+        for gpu, items in going.items():
+            self._bring(gpu, items)
+
+    def _bring(self, gpu: SharedGpu, going: Sequence[Going]) -> None:
+        config = _watch.config
+        assert config is not None
+        writers.install()
+        borrowing = borrowing_from(config.memory_manager, type(self._model).__name__, gpu.gpu)
+        views = gpu.views_of(families.whole_of(self._model))
+        move = GpuMove(gpu, views, borrowing, self._on_gpus)
+        self._ready |= move.bring(going, self._fn)
+        why = move.failed or borrowing.failed or borrowing.refused
+        if why is not None:
+            report.note(str(gpu.device), why)
+
+    def _wanted(self, tensor: torch.Tensor) -> tuple[Known, torch.device] | None:
+        """What a tensor that is followed becomes, and where; None: it goes through the function."""
         known = self._known.get(id(tensor))
         reformatted = self._format is not None and tensor.dim() in (4, 5)
         if known is None or reformatted:
-            return self._fn(tensor)
+            return None
         device, dtype = self._target(tensor)
         key = cast_key(known.key, dtype)
-        if key is None or (device, dtype) == (tensor.device, tensor.dtype):
+        return None if key is None else (Known(key, known.copy), device)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the function would give, or an equal tensor that is there already."""
+        ready = self._ready.pop(id(tensor), None)
+        if ready is not None:
+            return ready
+        found = self._wanted(tensor)
+        if found is None:
             return self._fn(tensor)
-        wanted = Known(key, known.copy)
+        wanted, device = found
+        if (device, torch_dtype(wanted.key.dtype)) == (tensor.device, tensor.dtype):
+            return self._fn(tensor)
         if tensor.is_meta and device.type != "meta":
             return self._fn(tensor)  # as torch says it: there are no values
         if device.type == "cpu":
             return self._here(tensor, wanted)
+        self._keep(self._known[id(tensor)])
+        why_not = DEVICES.why_not(device)
+        if why_not is not None:
+            report.note(str(device), why_not)
+        return self._there(tensor, wanted, device)
+
+    def _keep(self, known: Known) -> None:
+        """Of an offloaded model: keep what it comes back to in host memory."""
         if self._comes_back is not None:
             resident = registry.lookup(*known)
             self._comes_back.update(() if resident is None else (resident,))
-        return self._there(tensor, wanted, device)
 
     def _target(self, tensor: torch.Tensor) -> _Form:
         """Where the function puts such a tensor, asked with one that has no elements."""

@@ -104,6 +104,7 @@ class Gpu:
         self.device: Final[Device] = find_device(driver, device)
         self.aside: Final[deque[_Grave]] = deque()
         self.stuck: Final[list[_Grave]] = []
+        self._alive: Final[weakref.WeakSet[DeviceMapping]] = weakref.WeakSet()
         self._marked: list[tuple[int, list[_Grave]]] = []
         self._lock = threading.Lock()
 
@@ -128,7 +129,15 @@ class Gpu:
         for extent in extents:
             PLACES.add(at, extent.nbytes, extent.serial)
             at += extent.nbytes
-        return DeviceMapping(self, _Grave(address, tuple(extents), opener, {id(owner): owner}))
+        made = DeviceMapping(self, _Grave(address, tuple(extents), opener, {id(owner): owner}))
+        self._alive.add(made)
+        return made
+
+    def mapping_at(self, address: int) -> DeviceMapping | None:
+        """The mapping that an address lies in, be it private by now."""
+        return next(
+            (m for m in list(self._alive) if m.address <= address < m.address + m.nbytes), None
+        )
 
     def fill(self, extent: Extent, opener: Opener, write: Callable[[int], object]) -> None:
         """Map a slab to be written, have `write(address)` fill it, wait for that, and unmap it.

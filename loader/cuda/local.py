@@ -26,12 +26,14 @@ class LocalDevice:
         self.gpu: Final = gpu
         self._backend = VmmBackend(gpu.driver, gpu.device.uuid)
         self._opener = gpu.vmm()
-        self._residents: WeakValueDictionary[str, DeviceResident] = WeakValueDictionary()
+        self._residents: WeakValueDictionary[tuple[str, int], DeviceResident] = (
+            WeakValueDictionary()
+        )
         self._lock = threading.Lock()
 
-    def by_content(self, key: ResidentKey) -> DeviceResident | None:
+    def by_content(self, key: ResidentKey, copy: int = 0) -> DeviceResident | None:
         """The resident with these bytes, in this geometry; held by the caller from now on."""
-        found = self._residents.get(key.digest)
+        found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)
 
     def put(self, wanted: Sequence[DeviceWanted]) -> list[DeviceResident]:
@@ -40,7 +42,8 @@ class LocalDevice:
             found = {
                 index: resident
                 for index, each in enumerate(wanted)
-                if each.key.digest and (resident := self.by_content(each.key)) is not None
+                if each.key.digest
+                and (resident := self.by_content(each.key, each.copy)) is not None
             }
             missing = [index for index in range(len(wanted)) if index not in found]
             made = self._write([wanted[index] for index in missing]) if missing else []
@@ -63,7 +66,10 @@ class LocalDevice:
             DeviceResident(key, [slab], offset) for key, offset in zip(keys, offsets, strict=True)
         ]
         # Equal bytes of one slab: the first that has them is what others find, in their geometry.
-        return [_as(each.key, self._residents.setdefault(each.key.digest, each)) for each in made]
+        return [
+            _as(each.key, self._residents.setdefault((each.key.digest, its.copy), each))
+            for each, its in zip(made, wanted, strict=True)
+        ]
 
 
 def _as(key: ResidentKey, found: DeviceResident) -> DeviceResident:

@@ -43,6 +43,10 @@ class PlaceTable:
             address += taken
         return found
 
+    def holds(self, address: int) -> bool:
+        """Is this the address of a slab's memory?"""
+        return bool(self._found) and bool(self.of(address, 1))
+
     def same(self, first: int, second: int, nbytes: int) -> bool:
         """Are two ranges the same memory, wherever they are mapped?"""
         places = self.of(first, nbytes) if self._found else []

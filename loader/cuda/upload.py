@@ -14,10 +14,12 @@ import torch
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.cuda.tensors import CPU, CUDA, tensor_at
+from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
+from tensor_dedup.loader.memory import bytes_at
 
 BUFFER_BYTES: Final = 8 * LEAF_BYTES
 BUFFERS: Final = 4
+Fill = Callable[[memoryview, int], None]  # puts what begins at an offset into a buffer
 
 
 class _Buffer:
@@ -49,44 +51,65 @@ class Uploader:
         """`nbytes`: of one buffer, a multiple of LEAF_BYTES."""
         self._device = (kind, ordinal)
         self._nbytes = nbytes
-        pinned = kind != CPU
+        pinned = kind == CUDA
         make: Any = torch.cuda.Stream  # which has no types
         self._stream = make(ordinal) if pinned else None
         self._free = [_Buffer(nbytes, pinned=pinned) for _ in range(buffers)]
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tensor-dedup-upload")
 
-    def writer(self, fd: int, start: int, nbytes: int) -> Callable[[int], str]:
+    def writer(
+        self, fd: int, start: int, nbytes: int, *, hashed: bool = True
+    ) -> Callable[[int], str]:
         """Who writes so many bytes of a file to an address, and returns their digest.
 
-        The GPU may still be copying when it returns: `Gpu.fill` waits for that. ChangedFileError
-        when the file ends before; OSError.
+        The GPU may still be copying when it returns: `Gpu.fill` waits for that. `hashed=False`
+        where the digest is known for certain: then it is "". ChangedFileError when the file ends
+        before; OSError.
         """
 
+        return self._writer(lambda into, at: _read(fd, start + at, into), nbytes, hashed=hashed)
+
+    def sender(self, tensor: torch.Tensor) -> Callable[[int], str]:
+        """Who writes a gap-free tensor of the host, which it holds, to an address; returns ""."""
+        source = memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor)).cast("B")
+
+        def fill(into: memoryview, at: int) -> None:
+            into[:] = source[at : at + len(into)]
+
+        return self._writer(fill, tensor.nbytes, hashed=False)
+
+    def _writer(self, fill: Fill, nbytes: int, *, hashed: bool) -> Callable[[int], str]:
         def write(address: int) -> str:
             geometry = (torch.uint8, (nbytes,), (1,))
             target = tensor_at(address, geometry, self._device, None)
             leaves = []
             for at in range(0, nbytes, self._nbytes):
                 size = min(self._nbytes, nbytes - at)
-                leaves.append(self._send(fd, start + at, target[at : at + size]))
+                sent = self._send(fill, at, target[at : at + size], hashed=hashed)
+                leaves += [] if sent is None else [sent]
+            if not hashed:
+                return ""
             return combine(nbytes, [leaf for part in leaves for leaf in part.result()])
 
         return write
 
-    def _send(self, fd: int, start: int, target: torch.Tensor) -> "Future[list[bytes]]":
+    def _send(
+        self, fill: Fill, at: int, target: torch.Tensor, *, hashed: bool
+    ) -> "Future[list[bytes]] | None":
         buffer = self._free.pop(0)
         self._free.append(buffer)  # the one that was used longest ago comes next
         buffer.wait()
         size = target.numel()
-        _read(fd, start, buffer.bytes[:size])
-        buffer.hashed = self._pool.submit(leaf_digests, buffer.bytes[:size])
+        fill(buffer.bytes[:size], at)
+        hashing = self._pool.submit(leaf_digests, buffer.bytes[:size]) if hashed else None
+        buffer.hashed = hashing
         if self._stream is None:
             target.copy_(buffer.tensor[:size])
         else:
             with torch.cuda.stream(self._stream):
                 target.copy_(buffer.tensor[:size], non_blocking=True)
                 buffer.copied = self._stream.record_event()
-        return buffer.hashed
+        return hashing
 
     def __enter__(self) -> Self:
         return self

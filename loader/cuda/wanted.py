@@ -15,13 +15,15 @@ class DeviceWanted:
     """A tensor to be resident on a GPU: what it follows from, its key, and who writes its bytes.
 
     `write(address)` puts them there, on any stream of the current context. It returns their digest
-    when it is known only then, the key's is "" in that case; else None.
+    when it is known only then, the key's is "" in that case; else None. `copy`: which of
+    several residents with this key that must not become one.
     """
 
     recipe: str
     key: ResidentKey
     nbytes: int
     write: Callable[[int], str | None]
+    copy: int = 0
 
     def written(self, digest: str | None) -> ResidentKey:
         """The key, when `write` has returned this."""

@@ -33,8 +33,11 @@ class DeviceSlab:
 class VmmBackend:
     """The `vmm` backend: one GPU, by its UUID (or its ordinal, for people)."""
 
-    def __init__(self, driver: Driver, device: str) -> None:
-        """Raise NoDriverError, DeviceError."""
+    def __init__(self, driver: Driver, device: str, handle: int = 0) -> None:
+        """`handle`: what slabs, a handle of the driver each, are multiples of; 0: the least it has.
+
+        NoDriverError; DeviceError, also for a handle that the GPU does not have.
+        """
         driver.init()
         self._driver = driver
         self.device: Final[Device] = find_device(driver, device)
@@ -44,6 +47,14 @@ class VmmBackend:
                 "backend `ipc`",
                 device=self.device.uuid,
             )
+        granule = driver.granularity(self.device.ordinal)
+        if handle % granule:
+            raise DeviceError(
+                f"handles of {handle} bytes: {self.device.uuid} has them in multiples of {granule}",
+                device=self.device.uuid,
+                handle=handle,
+            )
+        self._granule: Final = granule
         self._closed = threading.Event()
         self.capabilities: Final = Capabilities(
             "vmm",
@@ -52,7 +63,7 @@ class VmmBackend:
             zeroed=False,
             device=self.device.uuid,
             device_bytes=self.device.nbytes,
-            layout=Layout(driver.granularity(self.device.ordinal), ALIGNMENT),
+            layout=Layout(handle or granule, ALIGNMENT),
         )
 
     def reserve(self, nbytes: int) -> DeviceSlab:
@@ -88,10 +99,11 @@ class VmmBackend:
             raise NotSealedError(f"whose memory this is cannot be told: {error}") from error
         finally:
             self._driver.release(handle)
-        if found != self.device.ordinal or nbytes % self.capabilities.layout.unit:
+        # An earlier manager may have had larger handles.
+        if found != self.device.ordinal or nbytes % self._granule:
             raise NotSealedError(
                 f"{nbytes} bytes of GPU {found}; this manager has {self.device.uuid}, in units of "
-                f"{self.capabilities.layout.unit}"
+                f"{self._granule}"
             )
         return slab
 

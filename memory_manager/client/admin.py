@@ -49,6 +49,11 @@ class Admin:
         """The numbers."""
         return self._connection.ask(Status(), Totals)[0]
 
+    @property
+    def device(self) -> str:
+        """The UUID of the GPU whose memory this manager lends; "" for the machine's memory."""
+        return self._connection.welcome.device
+
     def overview(self, *, residents: bool = True) -> Overview:
         """The numbers and the tables; this command is left out of the clients."""
         clients = [row for page in self._pages("clients") for row in page.clients]

@@ -31,6 +31,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stall-timeout", type=float, default=10.0)
     parser.add_argument("--device", default="")
     parser.add_argument("--backend", default="vmm", choices=("vmm", "ipc"))
+    parser.add_argument("--handle", type=int, default=0)
     parser.add_argument("--detach", action="store_true")
     return parser.parse_args()
 
@@ -48,6 +49,7 @@ def main(make: Callable[[Start], Backend] = backend_for) -> int:
             given.stall_timeout,
             given.device,
             given.backend,
+            given.handle,
         )
         if given.detach:
             return _detached(start)

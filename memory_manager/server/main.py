@@ -33,7 +33,8 @@ class Start:
     """What `tensor-dedup serve` was told; sizes in bytes, times in seconds.
 
     `device`: a GPU's UUID or ordinal; its socket then stands beside `socket`. "" for the machine's
-    memory. `backend`: for a GPU, "vmm" or "ipc".
+    memory. `backend`: for a GPU, "vmm" or "ipc"; `handle`: with "vmm", what handles are
+    multiples of, 0 for the least there is.
     """
 
     socket: Path
@@ -44,6 +45,7 @@ class Start:
     stall_timeout_s: float = 10.0
     device: str = ""
     backend: str = "vmm"
+    handle: int = 0
 
 
 def backend_for(start: Start) -> Backend:
@@ -52,7 +54,7 @@ def backend_for(start: Start) -> Backend:
         return MemfdBackend()
     if start.backend == "ipc":
         return IpcBackend(Helper(start.device))
-    return VmmBackend(NvidiaDriver(), start.device)
+    return VmmBackend(NvidiaDriver(), start.device, start.handle)
 
 
 def serve(

@@ -32,6 +32,7 @@ class LayerContext:
     deferred: dict[int, DeferredParameter]
     packed: bool
     model_dtype: torch.dtype
+    on_gpu: bool = False
     process: str = field(default_factory=process_text)
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:

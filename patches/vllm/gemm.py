@@ -21,8 +21,8 @@ from tensor_dedup.loader.structure import structure_of
 from tensor_dedup.patches.vllm.kernels import holds_memory, packed_linear, unpacked_linear
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.assembly import Made
     from tensor_dedup.loader.layer_key import LayerKey
+    from tensor_dedup.loader.made import Made
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 

@@ -2,7 +2,7 @@
 
 vLLM's own loop calls `quant_method.process_weights_after_loading(layer)`; for the time of a load
 that call comes here first. A (quantisation method, kernel) pair is shared by layer key only when
-it is named in `_GEMM_METHODS`, `_PREPROCESSED` or `quantised.py`, which the tests cover; every
+it is named in `CONSTANT_METHODS`, `_PREPROCESSED` or `quantised.py`, which the tests cover; every
 other layer is processed as vLLM does it and its final tensors are then shared by content.
 """
 
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
 from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
@@ -34,11 +35,13 @@ from tensor_dedup.patches.vllm.versions import (
 )
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.assembly import Assembly, Made
+    from tensor_dedup.loader.assembly import Assembly
     from tensor_dedup.loader.layer_key import LayerKey
+    from tensor_dedup.loader.made import Made
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
-_GEMM_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+# Everywhere but on a CPU, where weights may be packed, processing leaves their weights alone.
+CONSTANT_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _PREPROCESSED = (UnquantizedFusedMoEMethod,)
 
 
@@ -65,9 +68,9 @@ class LayerProcessor:
         parameters = self.context.parameters(layer)
         if not parameters:
             original(layer)
-        elif type(method) in _GEMM_METHODS and "weight" in parameters and layer.weight.ndim == 2:
+        elif type(method) in CONSTANT_METHODS and "weight" in parameters and layer.weight.ndim == 2:
             self._gemm(original, layer, parameters)
-        elif not (_takes_processed(layer) or packs_int8(layer)):
+        elif self.context.on_gpu or not (_takes_processed(layer) or packs_int8(layer)):
             self._plainly(original, layer, parameters)
         elif (private := self._private(layer, parameters)) is not None:
             self.assembly.ledger.skip(*private)
@@ -96,6 +99,10 @@ class LayerProcessor:
         others = [each for name, each in parameters.items() if name != "weight"]
         keeps_weight = isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
         self.assembly.share(others)
+        if not current_platform.is_cpu():
+            self.assembly.share([parameters["weight"]])
+            original(layer)  # which leaves the weight as it is on every other platform we know
+            return
         if getattr(layer, KEEP_PLAIN, False) or not self.context.packed:
             self.assembly.share([parameters["weight"]])
             setattr(layer, "cpu_linear", nn.functional.linear)  # noqa: B010 - modules take any

@@ -23,6 +23,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from tensor_dedup.errors import TensorDedupError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import Checkout, stored_in
+from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.keeping import keep
 from tensor_dedup.loader.lender import checkpoint_name
@@ -40,6 +41,7 @@ from tensor_dedup.patches.vllm import (
     writers,
 )
 from tensor_dedup.patches.vllm.budget import held_elsewhere
+from tensor_dedup.patches.vllm.construction import parameters_on_host
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.run import Run
@@ -171,8 +173,8 @@ class TensorDedupLoader(DefaultModelLoader):
         device = self._device(vllm_config)
         if not self.dedup.enabled:
             return "tensor_dedup is switched off"
-        if device.type != "cpu":
-            return f"sharing on {device.type} is not in this version"
+        if device.type != "cpu" and DEVICES.at(device) is None:
+            return DEVICES.why_not(device) or f"sharing on {device.type} is not in this version"
         return None
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
@@ -274,15 +276,18 @@ class TensorDedupLoader(DefaultModelLoader):
                 dtype,
                 self._opening(model_config.model, trust=trust_hints),
                 self._name(model_config),
+                DEVICES.at(device),
             ) as run,
             set_default_torch_dtype(dtype),
         ):
-            with device:
+            with device, parameters_on_host(device):
                 model = versions.create_model(self, vllm_config, model_config, prefix)
             self._trace(run, model, model_config)
             began = time.perf_counter()
+            run.bring_the_rest(model)
             run.share_outside_layers(model)
             with run.retied(model, model_config), _hooked(model, run):
+                run.share_constant_layers(model)
                 loader_utils.process_weights_after_loading(model, model_config, device)
             run.share_left_over(model)
             run.finish()

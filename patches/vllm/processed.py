@@ -18,11 +18,11 @@ from tensor_dedup.loader.comparing import raise_audit, same_bytes
 from tensor_dedup.loader.contents import residents_for
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.records import RECORD
-from tensor_dedup.loader.residents import sharable
+from tensor_dedup.loader.residents import Resident, sharable_anywhere
 from tensor_dedup.patches.vllm.kernels import held_elsewhere, pin
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.assembly import Made
+    from tensor_dedup.loader.made import Made
     from tensor_dedup.loader.records import LayerRecord
     from tensor_dedup.loader.sources import SourceTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
@@ -60,7 +60,7 @@ class ProcessedLayer:
             tensor.copy_(here.tensor)
             if name not in made:
                 assembly.give_back(here)
-            replace_data(each.parameter, tensor)
+            replace_data(each.parameter, assembly.supply.private(tensor))
             self.context.done(each)
 
     def process(self, original: Original) -> None:
@@ -88,9 +88,9 @@ class ProcessedLayer:
             if resident is None:
                 assembly.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
                 continue
-            replace_data(parameter, resident.map())
+            replace_data(parameter, assembly.supply.map(resident))
             assembly.enter(label, parameter.nbytes, resident, made=made, sources=sources)
-            if record is not None:
+            if record is not None and isinstance(resident, Resident):
                 record.residents[name] = (resident, type(parameter))
 
     def complete(self, record: LayerRecord) -> bool:
@@ -138,7 +138,7 @@ class ProcessedLayer:
                 continue
             each = self._deferred_of(parameter)
             label = each.name if each is not None else f"{self._path}.{name}"
-            reason = self._reason(each, parameter)
+            reason = self._reason(label, each, parameter)
             if reason is None and parameter.numel():
                 found.append((name, label, parameter))
             elif reason != SHARED_STORAGE:  # entered when it got its memory
@@ -149,14 +149,18 @@ class ProcessedLayer:
                     ledger.skip(label, reason)
         return found
 
-    def _reason(self, each: DeferredParameter | None, parameter: nn.Parameter) -> str | None:
+    def _reason(
+        self, label: str, each: DeferredParameter | None, parameter: nn.Parameter
+    ) -> str | None:
         """Why a processed parameter stays private, or None.
 
         One that processing made may follow from any that the layer had.
         """
         of = self.deferred.values() if each is None else (each,)
         reason = next((r for one in of if (r := self.context.assembly.reason(one))), None)
-        if reason is None and not sharable(parameter.detach()):
+        if reason is None:
+            reason = self.context.assembly.supply.reason(label)
+        if reason is None and not sharable_anywhere(parameter.detach()):
             return "its processed form has gaps"
         if reason is None and held_elsewhere(parameter, self._pins):
             return "something beside the layer keeps its memory"

@@ -16,7 +16,15 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.pytorch.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
 from tensor_dedup.loader.assembly import Assembly
-from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer, settle_strays
+from tensor_dedup.loader.cuda.borrowing import borrowing_from
+from tensor_dedup.loader.cuda.supply import GpuSupply
+from tensor_dedup.loader.deferred import (
+    DeferredParameter,
+    conclude,
+    defer,
+    replace_data,
+    settle_strays,
+)
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.evaluate import Evaluator
 from tensor_dedup.loader.heap import release_memory
@@ -30,7 +38,7 @@ from tensor_dedup.loader.trace import Tracer, UntraceableError, without_collecti
 from tensor_dedup.loader.virtual import within
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.experts import BALANCED, balanced
-from tensor_dedup.patches.vllm.layers import LayerProcessor
+from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
 from tensor_dedup.patches.vllm.versions import untied_lm_head
 
 if TYPE_CHECKING:
@@ -39,8 +47,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.sources import SourceFile
     from tensor_dedup.loader.stored import Opening
+    from tensor_dedup.loader.supply import Home
     from tensor_dedup.loader.virtual import View
 
 
@@ -48,13 +58,19 @@ class Run:
     """Owns what one load opens and borrows; a context manager. One thread, under the load lock."""
 
     def __init__(
-        self, config: TensorDedupConfig, model_dtype: torch.dtype, opening: Opening, name: str
+        self,
+        config: TensorDedupConfig,
+        model_dtype: torch.dtype,
+        opening: Opening,
+        name: str,
+        gpu: SharedGpu | None = None,
     ) -> None:
-        """`name` of the model, for people who look at a memory manager's tables."""
+        """`name` of the model, for people who look at a memory manager's tables. `gpu`: its."""
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
         evaluator = Evaluator(reader, scratch)
-        supply = Supply(lender_for(config.memory_manager, name))
+        supply = _home(config, name, gpu)
+        self._gpu = gpu
         self.assembly = Assembly(config, reader, scratch, evaluator, supply)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
@@ -78,6 +94,7 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self.assembly.reader.abandon()
+        self.assembly.supply.close()
         self.assembly.ahead.close()
         for file in self._files:
             file.close()
@@ -128,21 +145,25 @@ class Run:
 
     def conclude(self, model: nn.Module) -> None:
         """After tracing: settle what there is to do."""
+        assembly = self.assembly
         with without_collections():
             conclude(model, self._deferred, self.tracer)
-            settle_strays(model, self.tracer, self.assembly.evaluator.value)
+            settle_strays(
+                model,
+                self.tracer,
+                lambda view: assembly.supply.private(assembly.evaluator.value(view)),
+            )
             for parameter in balanced(model):
                 if (each := self._deferred.get(id(parameter))) is not None:
                     each.private = BALANCED
             parameters = list(self._deferred.values())
-            self.assembly.expect(parameters)
-            shareable = [p for p in parameters if p.sources and self.assembly.reason(p) is None]
-            self._known = bool(shareable) and all(self.assembly.known(p) for p in shareable)
-        # A packed weight cannot leave this process; where a manager lends, weights stay plain.
-        lent = self.assembly.supply.lender is not None
-        packed = self._config.cpu_weights != "plain" and not lent
+            assembly.expect(parameters)
+            shareable = [p for p in parameters if p.sources and assembly.reason(p) is None]
+            self._known = bool(shareable) and all(assembly.known(p) for p in shareable)
+        packed = self._config.cpu_weights != "plain" and not assembly.supply.plain
+        on_gpu = self._gpu is not None
         self._processor = LayerProcessor(
-            LayerContext(self.assembly, self._deferred, packed, self._model_dtype)
+            LayerContext(assembly, self._deferred, packed, self._model_dtype, on_gpu)
         )
 
     def hook(self, original: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
@@ -165,6 +186,28 @@ class Run:
                 else:
                     outside[id(parameter)] = self._deferred[id(parameter)]
         self.assembly.share([each for key, each in outside.items() if key not in inside])
+
+    def share_constant_layers(self, model: nn.Module) -> None:
+        """On a GPU: parameters of layers whose processing leaves them as they are, all at once.
+
+        They then fill slabs; one for each layer would leave half a handle empty in each.
+        """
+        if self._gpu is not None:
+            every = (
+                self._deferred.get(id(parameter))
+                for module in model.modules()
+                if type(getattr(module, "quant_method", None)) in CONSTANT_METHODS
+                for parameter in module._parameters.values()
+            )
+            unique = {id(each): each for each in every if each is not None and not each.installed}
+            self.assembly.share(list(unique.values()))
+
+    def bring_the_rest(self, model: nn.Module) -> None:
+        """Parameters that loading code made itself: where the model wants them."""
+        if self._gpu is not None:
+            for parameter in model.parameters():
+                if not parameter.is_meta and parameter.device.type != self._gpu.device.type:
+                    replace_data(parameter, self.assembly.supply.private(parameter.detach()))
 
     def share_left_over(self, model: nn.Module) -> None:
         """Parameters that no layer's processing asked for."""
@@ -255,10 +298,14 @@ class Run:
 
     def _not_lent(self) -> str | None:
         """Why a memory manager that was asked for was not used for all, or None."""
-        lender = self.assembly.supply.lender
-        if lender is not None:
-            return lender.failed or lender.refused
-        return None if self._config.memory_manager is None else "no memory manager answered"
+        return self.assembly.supply.not_lent
+
+
+def _home(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> Home:
+    if gpu is not None:
+        return GpuSupply(gpu, borrowing_from(config.memory_manager, name, gpu.gpu))
+    asked = config.memory_manager is not None
+    return Supply(lender_for(config.memory_manager, name), asked=asked)
 
 
 def _dtype(source: SourceTensor) -> torch.dtype:

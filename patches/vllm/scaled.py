@@ -21,9 +21,9 @@ from tensor_dedup.patches.vllm.quantised import linear_kernel
 if TYPE_CHECKING:
     from torch import nn
 
-    from tensor_dedup.loader.assembly import Made
     from tensor_dedup.loader.deferred import DeferredParameter
     from tensor_dedup.loader.layer_key import LayerKey
+    from tensor_dedup.loader.made import Made
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 

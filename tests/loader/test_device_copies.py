@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from tensor_dedup.loader.device_copies import COPIES, Known, cast_key, is_of_bytes
+from tensor_dedup.loader.device_copies import COPIES
+from tensor_dedup.loader.known import Known, cast_key, is_of_bytes
 from tensor_dedup.loader.residents import resident_key
 from tensor_dedup.types import ResidentKey
 

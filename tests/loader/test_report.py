@@ -72,7 +72,12 @@ def test_to_dict_does_not_alias_the_report() -> None:
 
 
 def test_loads_are_listed_in_order() -> None:
-    assert report.report().to_dict() == {"models": [], "registry_bytes": 0, "resident_bytes": 0}
+    assert report.report().to_dict() == {
+        "models": [],
+        "registry_bytes": 0,
+        "resident_bytes": 0,
+        "devices": {},
+    }
     for name in ("b", "a", "c"):
         report.add(ModelReport(name=name))
     assert names(report.report()) == ["b", "a", "c"]

@@ -302,3 +302,19 @@ def test_a_manager_of_a_gpu_that_is_not_there_says_what_to_install(tmp_path: Pat
     assert done.returncode == 1
     assert "tensor-dedup[cuda]" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mib", [2, 4, 64])
+def test_slabs_are_whole_handles_of_the_size_that_was_asked_for(mib: int) -> None:
+    backend = VmmBackend(FakeDriver(), "0", mib * MIB)
+    assert backend.capabilities.layout.unit == mib * MIB
+    small = VmmBackend(FakeDriver(), "0")
+    assert small.capabilities.layout.unit == GRANULARITY
+    # What an earlier manager made in smaller handles is taken over all the same.
+    slab = small.reserve(GRANULARITY)
+    assert backend.adopt(os.dup(slab.fileno), GRANULARITY).nbytes == GRANULARITY
+
+
+def test_a_handle_that_the_gpu_does_not_have_is_refused() -> None:
+    with pytest.raises(DeviceError, match="multiples of"):
+        VmmBackend(FakeDriver(), "0", GRANULARITY + 4096)

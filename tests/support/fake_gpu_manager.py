@@ -36,7 +36,7 @@ def make(start: Start) -> Backend:
     """The kind of memory that was asked for, on the fake GPU."""
     if start.backend == "ipc":
         return IpcBackend(Helper(start.device, "tensor_dedup.memory_manager.cuda.fake:FakeDriver"))
-    return VmmBackend(Moody(), start.device)
+    return VmmBackend(Moody(), start.device, start.handle)
 
 
 if __name__ == "__main__":

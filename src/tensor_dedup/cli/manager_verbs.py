@@ -10,6 +10,7 @@ from rich.table import Table
 from tensor_dedup.cli.store_verbs import say
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
+from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
 from tensor_dedup.memory_manager.paths import ENVIRONMENT, device_socket, socket_path
 
 _DEVICE: Final = "tensor_dedup.device"
@@ -61,17 +62,27 @@ def set_pin(name: str, socket: str | None, as_json: bool, *, pinned: bool) -> No
     """Pin or unpin a checkpoint or a digest, and say how much that is."""
     with Admin(socket) as admin:
         done = admin.pin(name, pinned=pinned)
-    document = {"name": name, "pinned": pinned, "tensors": done.count, "bytes": done.nbytes}
+    changed = {"name": name, "pinned": pinned, "tensors": done.count, "bytes": done.nbytes}
     concerned = f"{done.count} tensors, {human(done.nbytes)}"
     text = (
         f"{name} is pinned: {concerned} so far"
         if pinned
         else f"{name} is not pinned any more: {concerned} of it are here"
     )
-    say(document, as_json, text)
+    say(changed, as_json, text)
 
 
-def numbers(overview: Overview) -> Table:
+def on_device(admin: Admin) -> DeviceUse | NotAvailable | None:
+    """What NVML says of the GPU whose memory a manager lends; None for the machine's memory."""
+    return use_of(admin.device) if admin.device else None
+
+
+def document(overview: Overview, use: DeviceUse | NotAvailable | None) -> dict[str, Any]:
+    """All of it as JSON can hold it; `device` for a GPU's manager only."""
+    return overview.to_dict() | ({} if use is None else {"device": use.to_dict()})
+
+
+def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
     """The totals, one a line."""
     t = overview.totals
     table = Table.grid(padding=(0, 2))
@@ -91,22 +102,41 @@ def numbers(overview: Overview) -> Table:
         table.add_row(name, value)
     if t.lingering_bytes:
         table.add_row("lingering", f"{human(t.lingering_bytes)} of processes that were cut off")
+    if isinstance(use, DeviceUse):
+        others = len({each.pid for each in use.processes} - {row.pid for row in overview.clients})
+        table.add_row(
+            "GPU", f"{use.name}: {human(use.used)} of {human(use.total)} in use, as NVML counts"
+        )
+        table.add_row("", f"{len(use.processes)} processes on it, {others} no clients of this")
+    elif use is not None:
+        table.add_row("GPU", f"not available: {use.reason}")
     return table
 
 
-def clients(overview: Overview) -> Table:
-    """Who holds what."""
-    table = _table("pid", "client", "leases", "leased", "builds", "connected")
+def clients(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
+    """Who holds what; with NVML, what each process has of the GPU in all."""
+    gpu = ("on the GPU",) if isinstance(use, DeviceUse) else ()
+    table = _table("pid", "client", "leases", "leased", "builds", "connected", *gpu)
     for row in overview.clients:
-        table.add_row(
+        cells = [
             str(row.pid),
             row.name,
             str(row.leases),
             human(row.leased_bytes),
             str(row.builds),
             _time(row.connected_s),
-        )
+        ]
+        if isinstance(use, DeviceUse):
+            cells.append(_of_process(use, row.pid))
+        table.add_row(*cells)
     return table
+
+
+def _of_process(use: DeviceUse, pid: int) -> str:
+    found = use.of(pid)
+    if found is None:
+        return "-"
+    return "?" if found.nbytes is None else human(found.nbytes)
 
 
 def checkpoints(overview: Overview) -> Table:

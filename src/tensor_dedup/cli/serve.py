@@ -12,6 +12,7 @@ from tensor_dedup.memory_manager.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
 from tensor_dedup.memory_manager.server.preload import Preload
 
+_HANDLES = tuple(2 << power for power in range(20, 26))
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -25,6 +26,14 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
     nbytes = int(match[1]) << _UNITS[match[2].upper()]
     if nbytes < MIN_BUDGET:
         raise click.BadParameter(f"{nbytes} bytes are too few, {MIN_BUDGET} the least")
+    return nbytes
+
+
+def _handle(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
+    """2, 4, 8, 16, 32 or 64 MiB."""
+    nbytes = _bytes(ctx, param, value) or 0
+    if nbytes and nbytes not in _HANDLES:
+        raise click.BadParameter(f"{value!r} is not 2, 4, 8, 16, 32 or 64 MiB")
     return nbytes
 
 
@@ -79,6 +88,12 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     help="With --device: ipc only where memory cannot be handed on as descriptors.",
 )
 @click.option(
+    "--handle",
+    callback=_handle,
+    metavar="BYTES",
+    help="With --device: memory comes in multiples of this, 2M (the default) to 64M.",
+)
+@click.option(
     "--preload",
     multiple=True,
     metavar="PATH...",
@@ -104,6 +119,7 @@ def command(
     build_timeout: float,
     device: str,
     backend: str,
+    handle: int,
     socket: str | None,
     as_json: bool,
 ) -> None:
@@ -115,6 +131,8 @@ def command(
         raise click.UsageError(f"{more[0]!r} belongs to no option; did you mean --preload?")
     if device and preload:
         raise click.UsageError("--preload fills the machine's memory, not that of a --device")
+    if handle and (not device or backend != "vmm"):
+        raise click.UsageError("--handle is for the memory of a --device, with the backend vmm")
     start = Start(
         socket_path(socket),
         budget,
@@ -123,6 +141,7 @@ def command(
         build_timeout,
         device=device,
         backend=backend,
+        handle=handle,
     )
     log_to()
     helpers = Preload(start.socket, (*preload, *more), engine_args)

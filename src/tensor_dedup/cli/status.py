@@ -12,16 +12,21 @@ from tensor_dedup.memory_manager.client.admin import Admin
 @manager_verbs.place_options
 @json_option
 def command(socket: str | None, as_json: bool) -> None:
-    """Show residents, bytes by checkpoint, leases and who holds them, hits, misses, budget."""
+    """Show residents, bytes by checkpoint, leases and who holds them, hits, misses, budget.
+
+    Of a GPU's manager also what NVML counts, where the package nvidia-ml-py is installed.
+    """
     with Admin(socket) as admin:
         overview = admin.overview(residents=as_json)
+        use = manager_verbs.on_device(admin)
     if as_json:
-        say(overview.to_dict(), as_json)
+        say(manager_verbs.document(overview, use), as_json)
         return
     console = Console()
-    console.print(manager_verbs.numbers(overview))
+    console.print(manager_verbs.numbers(overview, use))
+    if overview.clients:
+        console.print(manager_verbs.clients(overview, use))
     for rows, table in (
-        (overview.clients, manager_verbs.clients),
         (overview.checkpoints, manager_verbs.checkpoints),
         (overview.builds, manager_verbs.builds),
     ):

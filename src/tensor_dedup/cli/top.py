@@ -22,7 +22,8 @@ def command(every: float, socket: str | None, as_json: bool) -> None:
     """Show the manager's numbers and tables until Ctrl-C. With --json: once, as `status` does."""
     with suppress(KeyboardInterrupt), Admin(socket) as admin:
         if as_json:
-            say(admin.overview().to_dict(), as_json)
+            overview = admin.overview()
+            say(manager_verbs.document(overview, manager_verbs.on_device(admin)), as_json)
             return
         console = Console()
         live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
@@ -34,9 +35,10 @@ def command(every: float, socket: str | None, as_json: bool) -> None:
 
 def _screen(admin: Admin) -> Group:
     overview = admin.overview(residents=False)
+    use = manager_verbs.on_device(admin)
     return Group(
-        manager_verbs.numbers(overview),
-        manager_verbs.clients(overview),
+        manager_verbs.numbers(overview, use),
+        manager_verbs.clients(overview, use),
         manager_verbs.checkpoints(overview),
         manager_verbs.builds(overview),
     )

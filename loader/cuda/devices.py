@@ -1,0 +1,121 @@
+"""Which devices of torch are GPUs whose memory can be shared here, and why another one is not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.loader.cuda.shared import SharedGpu
+from tensor_dedup.loader.cuda.tensors import CUDA
+from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
+from tensor_dedup.memory_manager.errors import BackendError
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.known import Known
+
+Open = Callable[[torch.device], SharedGpu]
+
+
+def _open_cuda(device: torch.device) -> SharedGpu:
+    """A GPU of NVIDIA's. UnsupportedError, NoDriverError, DeviceError."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise UnsupportedError("this torch is not built for CUDA, or sees no GPU")
+    ask: Any = torch.cuda.get_device_properties  # without types
+    # By UUID: the driver's numbers are torch's only as long as nobody changes the environment.
+    gpu = Gpu(NvidiaDriver(), f"GPU-{ask(device).uuid}")
+    return SharedGpu(gpu, device, CUDA)
+
+
+class Devices:
+    """GPUs by torch's device, each opened when it is first asked for. Safe from any thread.
+
+    A forked child has none: no GPU that its parent has used works there.
+    """
+
+    def __init__(self) -> None:
+        self._openers: dict[str, Open] = {"cuda": _open_cuda}
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        """Forget what was opened."""
+        self._found: dict[torch.device, SharedGpu] = {}
+        self._reasons: dict[torch.device, str] = {}
+        self._lock = threading.Lock()
+
+    def at(self, device: torch.device) -> SharedGpu | None:
+        """The GPU, or None: `reasons` says why, where one might expect it to be one."""
+        opener = self._openers.get(device.type)
+        if opener is None:
+            return None
+        device = _numbered(device)
+        with self._lock:
+            if device not in self._found and device not in self._reasons:
+                try:
+                    self._found[device] = opener(device)
+                except (BackendError, UnsupportedError) as error:
+                    self._reasons[device] = str(error)
+            return self._found.get(device)
+
+    def reasons(self) -> dict[str, str]:
+        """Why memory of a device that was asked for cannot be shared between processes."""
+        return {str(device): reason for device, reason in list(self._reasons.items())}
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why this one is not shared, when it was asked for."""
+        return self._reasons.get(_numbered(device))
+
+    def opened(self) -> list[SharedGpu]:
+        """Those in use."""
+        return list(self._found.values())
+
+    def known(self, tensor: torch.Tensor) -> Known | None:
+        """What a tensor is that lies in memory shared on a GPU; None for any other."""
+        if not len(PLACES):
+            return None
+        return next((k for gpu in self.opened() if (k := gpu.known(tensor)) is not None), None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Does this tensor begin in memory shared on a GPU, which must not be written?"""
+        return (
+            len(PLACES) > 0
+            and tensor.layout is torch.strided
+            and not tensor.is_meta
+            and tensor.nbytes > 0
+            and PLACES.holds(tensor.data_ptr())
+        )
+
+    @contextmanager
+    def replaced(self, kind: str, opener: Open) -> Iterator[None]:
+        """For tests: devices of that type are opened so, within the block."""
+        before = self._openers.get(kind)
+        self._openers[kind] = opener
+        self.reset()
+        try:
+            yield
+        finally:
+            self._openers.pop(kind)
+            if before is not None:
+                self._openers[kind] = before
+            self.reset()
+
+
+def _numbered(device: torch.device) -> torch.device:
+    index: int | None = device.index  # None for "cuda" alone, whatever the annotation says
+    if index is not None or device.type == "cpu":
+        return device
+    # "cuda" alone is the current one.
+    here = device.type == "cuda" and torch.cuda.is_available()
+    current = torch.cuda.current_device() if here else 0
+    return torch.device(device.type, current)
+
+
+DEVICES: Final = Devices()

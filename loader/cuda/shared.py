@@ -1,0 +1,187 @@
+"""What the models of this process share on one GPU: made once, mapped read-only by each.
+
+A tensor is found by what it is: a resident's key, and the number of the copy. Names of one model
+with equal bytes have copies of their own there too, and so addresses of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import nn
+
+from tensor_dedup.loader.cuda.local import LocalDevice
+from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.loader.cuda.residents import DeviceResident, Views
+from tensor_dedup.loader.cuda.tensors import tensor_at
+from tensor_dedup.loader.cuda.wanted import DeviceWanted
+from tensor_dedup.loader.dtypes import dtype_name, has_name, torch_dtype
+from tensor_dedup.loader.known import Known, is_of_bytes
+from tensor_dedup.loader.placing import data_of
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.cuda.borrowing import Borrowing
+    from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
+
+Write = Callable[[int], str | None]
+_Place = tuple[int, int, ResidentKey]  # the slab's serial, the offset, the geometry
+# A slab is a handle of the driver, in whole granules of 2 MiB, and is freed whole: tensors from the
+# first size on have their own, smaller ones lie in one together.
+OWN_SLAB_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 64 << 20
+
+
+class SharedGpu:
+    """See the module. Safe from any thread. Tables hold residents weakly: models keep them."""
+
+    def __init__(self, gpu: Gpu, device: torch.device, kind: int) -> None:
+        """`device` is torch's, `kind` DLPack's. DeviceError where no memory can be handed on."""
+        self.gpu: Final = gpu
+        self.device: Final = device
+        self.kind: Final = kind
+        self._local = LocalDevice(gpu)
+        self._residents: WeakValueDictionary[Known, DeviceResident] = WeakValueDictionary()
+        self._places: WeakValueDictionary[_Place, DeviceResident] = WeakValueDictionary()
+        self._known: WeakKeyDictionary[DeviceResident, Known] = WeakKeyDictionary()
+        self.recipes: Final[WeakValueDictionary[str, DeviceResident]] = WeakValueDictionary()
+        self._views: WeakKeyDictionary[nn.Module, Views] = WeakKeyDictionary()
+        self._lock = threading.RLock()
+
+    def lookup(self, known: Known, borrowing: Borrowing | None = None) -> DeviceResident | None:
+        """The resident that is this, here or, with a manager, in any process."""
+        found = self._residents.get(known)
+        if found is not None or borrowing is None or not _can_be_lent(known):
+            return found
+        [lent] = borrowing.by_content([known.key])
+        return None if lent is None else self.enter(known, lent)
+
+    def make(
+        self, wanted: Sequence[tuple[Known, str, Write]], borrowing: Borrowing
+    ) -> list[tuple[DeviceResident, bool]]:
+        """A resident for each (what, recipe, who writes it), and whether it was written just now.
+
+        BackendError when the GPU has no room, or its driver refuses: keep them private.
+        """
+        with self._lock:
+            found: dict[int, tuple[DeviceResident, bool]] = {}
+            written: set[int] = set()
+            missing = []
+            for index, (known, recipe, write) in enumerate(wanted):
+                resident = self._residents.get(known) if known.key.digest else None
+                if resident is not None:
+                    found[index] = resident, False
+                else:
+                    noted = _noting(write, written, index)
+                    one = DeviceWanted(recipe, known.key, _nbytes(known.key), noted, known.copy)
+                    missing.append((index, one))
+            lendable = [item for item in missing if _can_be_lent(wanted[item[0]][0])]
+            lent = borrowing.put([each for _, each in lendable])
+            made = {i: r for (i, _), r in zip(lendable, lent, strict=True) if r is not None}
+            rest = [(i, each) for i, each in missing if i not in made]
+            if rest:
+                local = self._local.put([each for _, each in rest])
+                made |= dict(zip((i for i, _ in rest), local, strict=True))
+            for index, resident in made.items():
+                known = Known(resident.key, wanted[index][0].copy)
+                found[index] = self.enter(known, resident), index in written
+            return [found[index] for index in range(len(wanted))]
+
+    def enter(self, known: Known, resident: DeviceResident) -> DeviceResident:
+        """Note what a resident is; the one that was there first, which is to be used."""
+        with self._lock:
+            first = self._residents.setdefault(known, resident)
+            self._known[first] = known
+            self._places[_place_of(first)] = first
+            return first
+
+    def views_of(self, model: nn.Module) -> Views:
+        """The mappings of a model: each model has its own, and so can be made private."""
+        with self._lock:
+            found = self._views.get(model)
+            if found is None:
+                found = self._views[model] = Views(self.kind)
+            return found
+
+    def holds(self, tensor: torch.Tensor, key: ResidentKey) -> bool:
+        """Is this tensor here already, as something of that key?"""
+        known = self.known(data_of(tensor))
+        return known is not None and known.key == key
+
+    def known(self, tensor: torch.Tensor) -> Known | None:
+        """What a tensor is that a model sees here; None when it is private or a part of one."""
+        resident = self.resident_behind(tensor)
+        return None if resident is None else self._known.get(resident)
+
+    def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
+        """The resident that a tensor is all of."""
+        if not _can_be_asked(tensor) or not has_name(tensor.dtype):
+            return None
+        places = PLACES.of(tensor.data_ptr(), tensor.nbytes)
+        if len(places) != 1:
+            return None
+        [place] = places
+        key = ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), "")
+        return self._places.get((place.serial, place.offset, key))
+
+    def mapping_behind(self, tensor: torch.Tensor) -> DeviceMapping | None:
+        """The mapping that a tensor lies in, be it private by now."""
+        return self.gpu.mapping_at(tensor.data_ptr()) if _can_be_asked(tensor) else None
+
+    def alive(self) -> list[tuple[Known, DeviceResident]]:
+        """Every resident that some model uses."""
+        return list(self._residents.items())
+
+    def seen(self, resident: DeviceResident) -> torch.Tensor:
+        """A resident as a tensor, to be looked at by nobody's model. BackendError."""
+        return Views(self.kind).tensor(resident)
+
+    def copy_of(self, tensor: torch.Tensor) -> Write:
+        """Who writes a gap-free tensor's bytes to an address here, wherever the tensor is."""
+        geometry = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+        place = self.kind, self.gpu.device.ordinal
+
+        def write(address: int) -> None:
+            # By torch, in the order of its stream: what made the tensor may be under way there.
+            tensor_at(address, geometry, place, None).copy_(tensor)
+
+        return write
+
+
+def _noting(write: Write, written: set[int], index: int) -> Write:
+    def noted(address: int) -> str | None:
+        written.add(index)
+        return write(address)
+
+    return noted
+
+
+def _can_be_lent(known: Known) -> bool:
+    # A manager has one of each content, and names bytes.
+    return known.copy == 0 and is_of_bytes(known.key)
+
+
+def _can_be_asked(tensor: torch.Tensor) -> bool:
+    return (
+        len(PLACES) > 0
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and tensor.nbytes > 0
+    )
+
+
+def _place_of(resident: DeviceResident) -> _Place:
+    key = resident.key
+    geometry = ResidentKey(key.dtype, tuple(key.shape), tuple(key.stride), "")
+    return resident.slabs[0].serial, resident.offset, geometry
+
+
+def _nbytes(key: ResidentKey) -> int:
+    nbytes = torch_dtype(key.dtype).itemsize
+    for size in key.shape:
+        nbytes *= size
+    return nbytes

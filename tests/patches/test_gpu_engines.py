@@ -1,0 +1,249 @@
+"""vLLM engines whose weights are a GPU's shared memory, over the fake driver: no GPU ran this.
+
+The fake's memory is host memory, so vLLM's CPU engine computes with it; every mapping is read-only,
+and a write to one would end this process.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.utils import mem_utils
+
+import engines
+import gpus
+import plain
+import shared
+import tiny_checkpoints as checkpoints
+from tensor_dedup import report, shares_memory, unshare, verify
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.shared import SharedGpu
+from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, refused
+from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver
+from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
+
+pytestmark = pytest.mark.vllm
+_PLACE = torch.device("cpu")
+_GPUS: list[SharedGpu] = []
+
+
+class Full(FakeDriver):
+    """A fake GPU that has only so much memory."""
+
+    room = 1 << 40
+
+    def create(self, device: int, nbytes: int) -> int:
+        if in_use() + nbytes > self.room:
+            raise refused("cuMemCreate", Result.OUT_OF_MEMORY, nbytes)
+        return super().create(device, nbytes)
+
+
+def in_use() -> int:
+    """Bytes of the fake GPU that this process keeps alive, by whatever reference."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if "fake-gpu:" in str(entry.readlink()):
+                found[entry.stat().st_ino] = entry.stat().st_size
+        except FileNotFoundError:
+            continue
+    return sum(found.values())
+
+
+@contextmanager
+def on(driver: object) -> Iterator[SharedGpu]:
+    """Within the block vLLM's device is a GPU of this driver's."""
+    gpu = SharedGpu(Gpu(cast("Driver", driver), "0"), _PLACE, CPU)
+    with DEVICES.replaced("cpu", lambda _device: gpu):
+        _GPUS.append(gpu)
+        yield gpu
+
+
+@pytest.fixture
+def driver() -> Iterator[Full]:
+    made = Full()
+    yield made
+    layerwise.LAYERWISE_INFO.clear()  # where vLLM keeps what it has reloaded
+    gc.collect()
+    assert all(gpu.gpu.reap(wait=True) == 0 for gpu in _GPUS)
+    _GPUS.clear()
+    assert made.left() == {}
+    assert in_use() == 0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[checkpoints.Pair]:
+    folder = tmp_path_factory.mktemp("gpu-engines")
+    # vLLM makes the groups of a model with experts only when a process's first engine has some.
+    with engines.quick(checkpoints.make("mixtral", folder).base):
+        yield checkpoints.make("llama", folder)
+
+
+def tokens_of(path: Path) -> list[Any]:
+    llm = plain.engine(path)
+    found = plain.tokens(plain.outputs(llm))
+    engines.drop(llm)
+    del llm
+    gc.collect()
+    return found
+
+
+def accesses(llm: Any, driver: FakeDriver) -> dict[str, Access]:
+    return {name: driver.access(p.data_ptr()) for name, p in shared.parameters(llm).items()}
+
+
+def test_the_second_engine_costs_what_differs_and_both_answer_as_plain_ones(
+    llama: checkpoints.Pair, driver: Full
+) -> None:
+    expected = [tokens_of(path) for path in (llama.base, llama.fine_tune)]
+    with on(driver):
+        base = engines.sharing(llama.base)
+        first = in_use()
+        assert set(accesses(base, driver).values()) == {Access.READ}
+        unique = sum(each.nbytes for each in shared.parameters(base).values())
+        assert unique <= first <= unique + 2 * GRANULARITY
+        # What is resident needs no room: so little is left that nothing else would fit.
+        different = checkpoints.different(llama.base, llama.fine_tune)
+        driver.room = first + unique // 2
+        tuned = engines.sharing(llama.fine_tune)
+        last = engines.last_report()
+        assert last.shared_bytes > last.total_bytes / 2
+        assert in_use() - first <= last.private_bytes + 2 * GRANULARITY < unique
+        assert not last.skipped, last.skipped
+        together = shared.shared_parameters(tuned, base)
+        assert together
+        assert len(together) < len(shared.parameters(base)), different
+        assert [plain.tokens(plain.outputs(llm)) for llm in (base, tuned)] == expected
+        assert verify().ok
+        assert verify().residents >= len(shared.parameters(base))
+        engines.drop(base, tuned)
+        del base, tuned
+
+
+def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(
+    llama: checkpoints.Pair, driver: Full
+) -> None:
+    tuned_alone = tokens_of(llama.fine_tune)
+    with on(driver):
+        first, second = engines.sharing(llama.base), engines.sharing(llama.base)
+        assert shared.everything(first, second)
+        assert engines.last_report().bytes_materialised == 0
+        before = shared.contents(second)
+        places = {n: p.data_ptr() for n, p in shared.parameters(first).items()}
+        assert unshare(first) >= sum(len(each) for each in before.values())
+        assert {n: p.data_ptr() for n, p in shared.parameters(first).items()} == places
+        assert set(accesses(first, driver).values()) == {Access.READ_WRITE}
+        assert not shared.shared_parameters(first, second)
+        shared.reload(first, llama.fine_tune)
+        assert plain.tokens(plain.outputs(first)) == tuned_alone
+        assert shared.contents(second) == before
+        assert unshare(first) == 0
+        engines.drop(first, second)
+        del first, second
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("gpt2", marks=pytest.mark.long)])
+def test_what_vllm_processes_on_the_device_is_shared_by_content(
+    architecture: str, tmp_path: Path, driver: Full, llama: checkpoints.Pair
+) -> None:
+    pair = checkpoints.make(architecture, tmp_path)
+    expected = tokens_of(pair.base)
+    with on(driver):
+        first = engines.sharing(pair.base)
+        made = in_use()
+        second = engines.sharing(pair.base)
+        assert in_use() == made
+        assert shared.shared_parameters(first, second) == shared.parameters(first).keys()
+        assert plain.tokens(plain.outputs(second)) == expected
+        engines.drop(first, second)
+        del first, second
+
+
+def test_a_gpu_that_has_no_room_gets_private_weights_and_the_reason_is_said(
+    llama: checkpoints.Pair, driver: Full
+) -> None:
+    expected = tokens_of(llama.base)
+    refusing = RefusingDriver(driver)
+    with on(refusing):
+        driver.room = 0
+        llm = engines.sharing(llama.base)
+        reasons = {reason for _, reason in engines.last_report().skipped}
+        assert reasons
+        assert all("the GPU has no" in reason for reason in reasons)
+        assert set(accesses(llm, driver).values()) == {Access.NONE}
+        assert plain.tokens(plain.outputs(llm)) == expected
+        engines.drop(llm)
+        del llm
+
+
+def test_a_manager_keeps_what_no_engine_uses(
+    llama: checkpoints.Pair, driver: Full, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path) as manager, on(driver):
+        socket = str(tmp_path / "m.sock")
+        expected = None
+        for number in range(2):
+            llm = engines.sharing(llama.base, memory_manager=socket)
+            last = engines.last_report()
+            assert not last.skipped, last.skipped
+            assert last.shared_bytes == (last.total_bytes if number else 0)
+            expected = expected or plain.tokens(plain.outputs(llm))
+            assert plain.tokens(plain.outputs(llm)) == expected
+            [row] = manager.overview().checkpoints
+            assert row.name == str(llama.base)
+            assert row.nbytes == row.leased_bytes > 0
+            engines.drop(llm)
+            del llm
+            gc.collect()
+    # The manager's process is gone, and with it the memory.
+
+
+def test_what_engines_write_to_stays_private(driver: Full) -> None:
+    from tensor_dedup.loader.cuda.borrowing import Borrowing
+    from tensor_dedup.loader.cuda.supply import GpuSupply
+
+    with on(driver) as gpu:
+        supply = GpuSupply(gpu, Borrowing())
+        for name in ("layers.0.attn._k_scale", "layers.0.attn.v_scale", "moe.expert_map"):
+            assert supply.reason(name)
+        assert supply.reason("layers.0.attn.qkv_proj.weight_scale") is None
+
+
+def test_vllms_profile_counts_shared_memory_for_whoever_made_it_and_once(
+    llama: checkpoints.Pair, driver: Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own function, over the memory of the fake GPU: torch's allocator has none of it."""
+    total = 1 << 30
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "memory_stats", lambda *_: {})
+    monkeypatch.setattr(accelerator, "memory_reserved", lambda *_: 0)
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - in_use(), total))
+    monkeypatch.setattr(accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(accelerator, "reset_peak_memory_stats", lambda *_: None)
+    monkeypatch.setattr(mem_utils.current_platform, "is_integrated_gpu", lambda *_: False)
+
+    def measured() -> tuple[Any, int]:
+        before = mem_utils.MemorySnapshot(device=_PLACE)
+        llm = engines.sharing(llama.base)
+        with mem_utils.memory_profiling(before) as result:
+            pass
+        return llm, result.non_kv_cache_memory
+
+    with on(driver):
+        first, counted = measured()
+        unique = sum(each.nbytes for each in shared.parameters(first).values())
+        assert unique <= counted <= unique + 2 * GRANULARITY
+        second, again = measured()
+        assert again == 0
+        assert shares_memory(*[next(iter(shared.parameters(m).values())) for m in (first, second)])
+        engines.drop(first, second)
+        del first, second
+    assert report().models
