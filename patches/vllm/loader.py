@@ -45,7 +45,7 @@ from tensor_dedup.patches.vllm.construction import parameters_on_host
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.run import Run
-from tensor_dedup.patches.vllm.seams import why_not
+from tensor_dedup.patches.vllm.seams import usable, why_not
 from tensor_dedup.patches.vllm.unusable import plain_loader
 from tensor_dedup.store.store import Store
 
@@ -173,7 +173,9 @@ class TensorDedupLoader(DefaultModelLoader):
         device = self._device(vllm_config)
         if not self.dedup.enabled:
             return "tensor_dedup is switched off"
-        if device.type != "cpu" and DEVICES.at(device) is None:
+        if DEVICES.at(device) is not None:
+            usable("profile")  # says so, once, where vLLM plans a GPU's memory in another way
+        elif device.type != "cpu":
             return DEVICES.why_not(device) or f"sharing on {device.type} is not in this version"
         return None
 
@@ -186,7 +188,9 @@ class TensorDedupLoader(DefaultModelLoader):
         manager = self.dedup.memory_manager
         if manager is None or self._refusal(vllm_config) is not None:
             return 0
-        return held_elsewhere(manager, checkpoint_name(self._name(vllm_config.model_config)))
+        gpu = DEVICES.at(self._device(vllm_config))
+        name = checkpoint_name(self._name(vllm_config.model_config))
+        return held_elsewhere(manager, name, "" if gpu is None else gpu.gpu.device.uuid)
 
     def _device(self, vllm_config: VllmConfig) -> torch.device:
         device = self.load_config.device or vllm_config.device_config.device

@@ -68,6 +68,23 @@ SEAMS: Final[tuple[Seam, ...]] = (
         versions=(RECORDED_VERSION,),
     ),
     Seam(
+        "vllm.utils.mem_utils:memory_profiling",
+        "profile",
+        "relied on: an engine's own memory is what disappears of a GPU's free memory meanwhile, "
+        "so shared weights count for the engine that made them, and for no other",
+        "(baseline_snapshot, weights_memory=0)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
+    ),
+    Seam(
+        f"{_RUNNER}.utils:request_memory",
+        "profile",
+        "relied on: takes what others hold already off the engine's part of a GPU",
+        "(init_snapshot, cache_config, external_weight_memory=0)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
+    ),
+    Seam(
         f"{_LOADERS}.utils:initialize_model",
         "loader",
         "called where BaseModelLoader.create_model is missing, as its load_model does",
@@ -120,8 +137,8 @@ SEAMS: Final[tuple[Seam, ...]] = (
     Seam(
         "vllm.platforms:current_platform",
         "loader",
-        "read for the layer key: does this CPU pack weights in another way",
-        has=("is_zen_cpu",),
+        "read: may weights be packed, as on a CPU, and does this CPU do it in another way",
+        has=("is_cpu", "is_zen_cpu"),
     ),
     Seam(
         "vllm.utils.torch_utils:set_default_torch_dtype",

@@ -13,13 +13,14 @@ from typing import Any, Literal
 OLDEST, RECORDED_VERSION = "0.28", "0.32"
 EVERY = (OLDEST, RECORDED_VERSION)
 
-Part = Literal["arguments", "loader", "reload", "updates"]
+Part = Literal["arguments", "loader", "reload", "updates", "profile"]
 # What a load does without that part; one sentence, so that the log can say it.
 WITHOUT: dict[Part, str] = {
     "arguments": "`tensor_dedup=` loads weights plainly and `--tensor-dedup` is not offered",
     "loader": "weights are loaded plainly, without sharing",
     "reload": "weights are loaded plainly, because a reload might reach other models",
     "updates": "a weight update keeps the memory that was shared before it, as long as the model",
+    "profile": "on a GPU it may count shared weights otherwise than once",
 }
 
 

@@ -12,12 +12,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.utils import mem_utils
 
 import engines
 import gpus
 import plain
+import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report, shares_memory, unshare, verify
@@ -80,10 +82,9 @@ def driver() -> Iterator[Full]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[checkpoints.Pair]:
-    folder = tmp_path_factory.mktemp("gpu-engines")
-    # vLLM makes the groups of a model with experts only when a process's first engine has some.
-    with engines.quick(checkpoints.make("mixtral", folder).base):
-        yield checkpoints.make("llama", folder)
+    pair = checkpoints.make("llama", tmp_path_factory.mktemp("gpu-engines"))
+    with engines.quick(pair.base):
+        yield pair
 
 
 def tokens_of(path: Path) -> list[Any]:
@@ -149,18 +150,19 @@ def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(
         del first, second
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_what_vllm_processes_on_the_device_is_shared_by_content(
-    architecture: str, tmp_path: Path, driver: Full, llama: checkpoints.Pair
+    tmp_path: Path, driver: Full, llama: checkpoints.Pair
 ) -> None:
-    pair = checkpoints.make(architecture, tmp_path)
-    expected = tokens_of(pair.base)
+    path = quantised.make("w8a8", llama.base, tmp_path / "quantised")
+    expected = tokens_of(path)
     with on(driver):
-        first = engines.sharing(pair.base)
+        first = engines.sharing(path)
         made = in_use()
-        second = engines.sharing(pair.base)
+        second = engines.sharing(path)
+        last = engines.last_report()
         assert in_use() == made
-        assert shared.shared_parameters(first, second) == shared.parameters(first).keys()
+        assert last.shared_bytes > 0.99 * last.total_bytes, last.skipped
+        assert [n for n in shared.shared_parameters(first, second) if "qkv_proj.weight" in n]
         assert plain.tokens(plain.outputs(second)) == expected
         engines.drop(first, second)
         del first, second
@@ -183,6 +185,12 @@ def test_a_gpu_that_has_no_room_gets_private_weights_and_the_reason_is_said(
         del llm
 
 
+def external_bytes(llm: Any) -> int:
+    """What the plan of another such engine on this GPU leaves out, for somebody has it already."""
+    config = llm.llm_engine.vllm_config
+    return get_model_loader(config.load_config).get_external_weight_memory(config)
+
+
 def test_a_manager_keeps_what_no_engine_uses(
     llama: checkpoints.Pair, driver: Full, tmp_path: Path
 ) -> None:
@@ -200,6 +208,7 @@ def test_a_manager_keeps_what_no_engine_uses(
             [row] = manager.overview().checkpoints
             assert row.name == str(llama.base)
             assert row.nbytes == row.leased_bytes > 0
+            assert external_bytes(llm) == row.nbytes
             engines.drop(llm)
             del llm
             gc.collect()
