@@ -20,7 +20,7 @@ from tensor_dedup.loader.mappings import is_as_mapped
 from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import tensor_bytes
-from tensor_dedup.loader.whereabouts import is_mapped
+from tensor_dedup.loader.whereabouts import is_mapped, is_on_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,20 @@ def unshare(target: object) -> int:
             replaced += make_private_in_place(tensor)
             if is_guarded(tensor) or is_mapped(tensor):
                 own.give(tensor)
+    return own.nbytes + replaced
+
+
+def leave_gpus(model: nn.Module) -> int:
+    """Give a model all it has on GPUs to itself, as `unshare` does: there no write is a copy.
+
+    Host memory stays shared. The bytes copied.
+    """
+    own = Own()
+    replaced = 0
+    for tensor in chain(model.parameters(), model.buffers()):
+        replaced += make_private_in_place(tensor)
+        if is_on_gpu(tensor):
+            own.give(tensor)
     return own.nbytes + replaced
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.sharing import let_go_of_written, unshare
+from tensor_dedup.loader.sharing import leave_gpus, let_go_of_written, unshare
 from tensor_dedup.patches.vllm.seams import usable
 
 if TYPE_CHECKING:
@@ -62,14 +62,20 @@ def _patch_updates(module: ModuleType) -> None:
 def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for model in _models(self):
+            leave_gpus(model)  # where nothing is copied on write
         done = original(self, *args, **kwargs)
-        draft = getattr(self, "get_draft_model", None)
-        for model in (self.get_model(), draft() if draft is not None else None):
-            if model is not None:
-                _let_go(model)
+        for model in _models(self):
+            _let_go(model)
         return done
 
     return update
+
+
+def _models(worker: Any) -> list[nn.Module]:
+    draft = getattr(worker, "get_draft_model", None)
+    found = (worker.get_model(), draft() if draft is not None else None)
+    return [model for model in found if model is not None]
 
 
 def _let_go(model: nn.Module) -> None:

@@ -107,7 +107,7 @@ def test_status_and_top_show_what_nvml_counts(
     manager: gpus.GpuManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     client = connect(tmp_path / "m.sock", name="an engine", device=fake_uuid(0))
     shown = " ".join(run("status", *GPU).split())
     assert "A fake GPU: 12.0 GiB of 80.0 GiB in use" in shown
@@ -129,7 +129,7 @@ def test_where_nvml_cannot_be_asked_the_reason_is_shown(
     refuse: str, manager: gpus.GpuManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = None if refuse == "import" else FakeNvml(refuse=refuse)
-    monkeypatch.setitem(sys.modules, "pynvml", found)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", found)
     reason = json.loads(run("status", *GPU, "--json"))["device"]["not_available"]
     assert ("nvidia-ml-py" if refuse == "import" else "Driver Not Loaded") in reason
     assert "not available" in run("status", *GPU)

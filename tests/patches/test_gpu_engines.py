@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
 from vllm.utils import mem_utils
 
 import engines
@@ -237,7 +238,7 @@ def test_vllms_profile_counts_shared_memory_for_whoever_made_it_and_once(
     monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - in_use(), total))
     monkeypatch.setattr(accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(accelerator, "reset_peak_memory_stats", lambda *_: None)
-    monkeypatch.setattr(mem_utils.current_platform, "is_integrated_gpu", lambda *_: False)
+    monkeypatch.setattr(current_platform, "is_integrated_gpu", lambda *_: False)
 
     def measured() -> tuple[Any, int]:
         before = mem_utils.MemorySnapshot(device=_PLACE)
