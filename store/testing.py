@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -51,6 +52,11 @@ class _Undo:
     action: Callable[[], None]
 
 
+def _close_all(kept: list[int]) -> None:
+    while kept:
+        os.close(kept.pop())
+
+
 class FaultyFiles(Files):
     """The disk with faults. Does not really sync: what counts as durable is kept in a journal.
 
@@ -68,6 +74,8 @@ class FaultyFiles(Files):
         self._journal: list[_Undo] = []
         self._open: set[Handle] = set()
         self._kept: list[int] = []
+        # Of those that never lose anything; a thousand of them would use up all descriptors.
+        weakref.finalize(self, _close_all, self._kept)
 
     def lose(self, loss: Loss) -> None:
         """After a crash: let go of everything, as a dead process does, and lose what was unsynced.
@@ -80,9 +88,8 @@ class FaultyFiles(Files):
         for undo in reversed(self._journal):
             if loss == "everything" or (loss == "bytes" and isinstance(undo.key, int)):
                 undo.action()
-        for fd in self._kept:
-            os.close(fd)
-        self._kept, self._journal, self._open = [], [], set()
+        _close_all(self._kept)
+        self._journal, self._open = [], set()
 
     def _step(self, operation: str, tear: Callable[[], None] | None = None) -> None:
         with self._lock:
