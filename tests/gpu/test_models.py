@@ -1,0 +1,80 @@
+"""Models of real libraries that go to a GPU: the second costs what differs, and answers are plain.
+
+Each library is left out, with its name, where it is not installed. Without a GPU
+`tests/patches/test_gpu_moves.py` and `test_gpu_engines.py` do the like over the fake driver.
+"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_world
+from tensor_dedup import enable, report, shares_memory, verify
+from tensor_dedup.loader.cuda.devices import DEVICES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(gpu_world.REHEARSAL, reason="rehearsed by tests/patches/test_gpu_moves.py"),
+]
+
+
+def nothing_is_left() -> None:
+    gc.collect()
+    for each in DEVICES.opened():
+        assert each.gpu.reap(wait=True) == 0
+
+
+def test_a_pair_of_diffusers(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    tiny: Any = pytest.importorskip("tiny_pipelines")
+    tiny.make(tmp_path)
+    names = ("sd", "tuned")
+    alone = [tiny.image(tiny.load(tmp_path / name).to("cuda")) for name in names]
+    with enable():
+        two = [tiny.load(tmp_path / name) for name in names]
+    equal = tiny.equal(*two)
+    for each in two:
+        each.to("cuda")
+    assert not report().devices
+    assert tiny.shared(*two) == equal
+    assert [tiny.image(each) for each in two] == alone
+    assert verify().ok
+    del two, each
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("way", ["to", "device_map"])
+def test_a_pair_of_transformers(way: str, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    checkpoints: Any = pytest.importorskip("tiny_checkpoints")
+    made = checkpoints.make("llama_tied", tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    tokens = torch.arange(8, device="cuda")[None]
+    right = load(made.base).to("cuda")(tokens).logits.detach()
+    with enable():
+        options = {"device_map": "cuda"} if way == "device_map" else {}
+        two = [load(made.base, **options).to("cuda") for _ in range(2)]
+    first, second = (list(each.parameters()) for each in two)
+    assert all(shares_memory(p, q) for p, q in zip(first, second, strict=True))
+    assert torch.equal(two[1](tokens).logits.detach(), right)
+    del two, first, second
+    nothing_is_left()
+
+
+def test_a_pair_of_vllm(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    plain: Any = pytest.importorskip("plain")
+    shared: Any = pytest.importorskip("shared")
+    checkpoints: Any = pytest.importorskip("tiny_checkpoints")
+    made = checkpoints.make("llama", tmp_path)
+    alone = plain.engine(made.base)
+    right = plain.tokens(plain.outputs(alone))
+    plain.let_go(alone)
+    first, second = (shared.engine(made.base) for _ in range(2))
+    assert shared.everything(first, second)
+    assert plain.tokens(plain.outputs(second)) == right
+    assert not report().models[-1].skipped
