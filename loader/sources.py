@@ -16,7 +16,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from tensor_dedup.digest import digest, stream, submit
-from tensor_dedup.errors import ChangedFileError, FormatError, IntegrityError
+from tensor_dedup.errors import (
+    ChangedFileError,
+    FormatError,
+    IntegrityError,
+    UnreadableFileError,
+)
 from tensor_dedup.formats.weights import members_in, read_header
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.placed import Placed, placed
@@ -105,12 +110,12 @@ class SourceFile:
         """Fill `piece` (writable) with the tensor's bytes from `offset` on. Any thread.
 
         Returns the digest of a whole leaf when the bytes were just compared with it; else nothing.
-        FormatError when the file was truncated.
+        FormatError when the file was truncated, UnreadableFileError when reading it fails.
         """
         done = 0
         while done < piece.nbytes:
             with piece[done : done + _PIECE_BYTES] as part:
-                count = os.preadv(self._fd, [part], spec.start + offset + done)
+                count = self._read(part, spec, offset + done)
             if count == 0:
                 raise FormatError(
                     f"{self.path}: tensor {spec.name!r} ends after {offset + done} of "
@@ -121,6 +126,18 @@ class SourceFile:
                 )
             done += count
         return None
+
+    def _read(self, part: memoryview, spec: TensorSpec, offset: int) -> int:
+        try:
+            return os.preadv(self._fd, [part], spec.start + offset)
+        except OSError as error:
+            raise UnreadableFileError(
+                f"{self.path}: tensor {spec.name!r} cannot be read at byte {offset} of "
+                f"{spec.nbytes} ({error.strerror}); look at the disk or share it is on",
+                path=str(self.path),
+                tensor=spec.name,
+                errno=error.errno,
+            ) from error
 
     def read_range(self, start: int, nbytes: int) -> bytes:
         """Up to `nbytes` bytes from offset `start` of the file."""

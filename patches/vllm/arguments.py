@@ -16,6 +16,7 @@ from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.loader.checkout import stored_in
 from tensor_dedup.loader.report import share_with_workers
+from tensor_dedup.patches.vllm import inner
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
 from tensor_dedup.patches.vllm.store_urls import (
@@ -25,7 +26,17 @@ from tensor_dedup.patches.vllm.store_urls import (
     resolve,
 )
 
-INNER_FORMATS = ("auto", "hf", "safetensors")
+INNER_FORMATS = (*inner.DEFAULT, *inner.OWN)
+# Why the others that vLLM has are not among them.
+_REFUSED: Mapping[str, str] = {
+    "dummy": "it makes weights up",
+    "fastsafetensors": "it reads files straight into a device's memory",
+    "instanttensor": "it reads files straight into a device's memory",
+    "ipc_cache": "its weights are in the memory of another process already",
+    "modelexpress": "its weights come from another machine's memory",
+    "runai_streamer_sharded": "it streams each rank's state as it pleases",
+    "tensorizer": "tensorizer fills the model by itself, past vLLM's loading code",
+}
 
 _AddCliArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -65,9 +76,11 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
     if not request.config.enabled:
         return request.inner, rest
     if request.inner.lower() not in INNER_FORMATS:
+        reason = _REFUSED.get(request.inner.lower(), "that was not tried")
         raise ConfigError(
-            f"tensor_dedup does not combine with load_format={request.inner!r}: it shares weights "
-            f"read with one of {', '.join(INNER_FORMATS)}; drop one of the two arguments",
+            f"tensor_dedup does not combine with load_format={request.inner!r}: {reason}; weights "
+            f"are shared that one of {', '.join(INNER_FORMATS)} reads; drop one of the two "
+            "arguments",
             load_format=request.inner,
         )
     mine = {**request.config.to_dict(), "inner": request.inner.lower()}

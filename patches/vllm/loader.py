@@ -16,11 +16,10 @@ from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader import utils as loader_utils
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tensor_dedup.errors import TensorDedupError, UnsupportedError
+from tensor_dedup.errors import FormatError, TensorDedupError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import Checkout, stored_in
 from tensor_dedup.loader.cuda.devices import DEVICES
@@ -35,6 +34,7 @@ from tensor_dedup.loader.stored import FromDisk, FromStore, Opening, store_behin
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.patches.vllm import (
     afterwards,
+    inner,
     stored_weights,
     versions,
     weight_iterators,
@@ -44,6 +44,7 @@ from tensor_dedup.patches.vllm.budget import held_elsewhere
 from tensor_dedup.patches.vllm.construction import parameters_on_host
 from tensor_dedup.patches.vllm.kernels import final_bytes
 from tensor_dedup.patches.vllm.load_format import KEY, split
+from tensor_dedup.patches.vllm.reading import ReadingLoader
 from tensor_dedup.patches.vllm.run import Run
 from tensor_dedup.patches.vllm.seams import usable, why_not
 from tensor_dedup.patches.vllm.unusable import plain_loader
@@ -51,6 +52,7 @@ from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, LoadConfig, ModelConfig, VllmConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 _Loaded: TypeAlias = tuple[nn.Module, ModelReport]
 _log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ _TRACING_ERRORS = (
 )  # fmt: skip
 
 
-class TensorDedupLoader(DefaultModelLoader):
+class TensorDedupLoader(ReadingLoader):
     """Loads a model whose final tensors are shared with the models already in this process.
 
     Any weights it cannot share it loads as vLLM would, and `report()` says why. Loads of one
@@ -76,11 +78,13 @@ class TensorDedupLoader(DefaultModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         extra: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
         mine = extra.pop(KEY, None)
-        self.dedup, inner = split(mine)
+        self.dedup, inner_format = split(mine)
         self.checkout = stored_in(mine)
         self._folders: dict[str, str] = {}  # where vLLM found a model's weights
         super().__init__(
-            dataclasses.replace(load_config, load_format=inner, model_loader_extra_config=extra)
+            dataclasses.replace(
+                load_config, load_format=inner_format, model_loader_extra_config=extra
+            )
         )
         weight_iterators.install()
         writers.install()
@@ -97,9 +101,12 @@ class TensorDedupLoader(DefaultModelLoader):
         return model
 
     def _load(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> _Loaded:
+        inner.tie_again(self._format, model_config)
         refusal = self._refusal(vllm_config)
         if refusal is not None:
             return self._load_plainly(refusal, vllm_config, model_config, prefix)
+        if self._inner is not None:
+            return self._inner.load_model(vllm_config, model_config, prefix)
         other = afterwards.other_format(self.load_config.load_format, model_config)
         if other is not None:
             reason = f"{other} has a loader of its own; shared afterwards"
@@ -110,6 +117,12 @@ class TensorDedupLoader(DefaultModelLoader):
         except (UnsupportedError, SharedMemoryError) as error:
             _log.debug("sharing was given up here", exc_info=True)
             refusal, share = str(error), isinstance(error, afterwards.QuantisedWhileLoadedError)
+        except (FormatError, OSError) as error:
+            # vLLM has errors of its own for files that lie or do not open: let it raise those.
+            if self._stored(model_config.model) is not None:
+                raise
+            _log.debug("the checkpoint cannot be read", exc_info=True)
+            refusal, share = str(error), False
         # Outside the handler: the error's frames hold the model that was begun.
         return self._load_plainly(refusal, vllm_config, model_config, prefix, share=share)
 
@@ -284,9 +297,11 @@ class TensorDedupLoader(DefaultModelLoader):
             ) as run,
             set_default_torch_dtype(dtype),
         ):
-            with device, parameters_on_host(device):
+            with device, parameters_on_host(device), run.untouched.watching():
                 model = versions.create_model(self, vllm_config, model_config, prefix)
             self._trace(run, model, model_config)
+            if self._tracked and not inner.is_draft(vllm_config, model_config):
+                run.require_filled(model_config.model)
             began = time.perf_counter()
             run.bring_the_rest(model)
             run.share_outside_layers(model)
@@ -310,6 +325,7 @@ class TensorDedupLoader(DefaultModelLoader):
                 )
         began = time.perf_counter()
         try:
+            self._tracked = False
             run.defer(model)
             with weight_iterators.deferring(run.open_files), run.tracer.recording():
                 self.load_weights(model, model_config)

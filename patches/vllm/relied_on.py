@@ -85,6 +85,52 @@ SEAMS: Final[tuple[Seam, ...]] = (
         versions=(RECORDED_VERSION,),
     ),
     Seam(
+        f"{_LOADERS}.default_loader:DefaultModelLoader.track_weights_loading",
+        "loader",
+        "overridden: that it is called says that the model tells what it has loaded, so that "
+        "what no tensor fills is missing from the checkpoint",
+        needs=("model", "loaded_weights"),
+    ),
+    Seam(
+        f"{_LOADERS}.default_loader:DefaultModelLoader.get_all_weights",
+        "loader",
+        "overridden: what a reload reads, from the loader of the format that was loaded",
+        needs=("model_config", "model"),
+    ),
+    Seam(
+        "vllm.config:SpeculativeConfig",
+        "loader",
+        "read: which model is a draft, that may take weights from its target",
+        has=("draft_model_config", "target_model_config"),
+    ),
+    *(
+        Seam(
+            target,
+            "loader",
+            f"{how}; without it that load format is not one of those that share",
+            optional=True,
+            versions=(RECORDED_VERSION,),
+        )
+        for target, how in (
+            (
+                f"{_LOADERS}.sharded_state_loader:ShardedStateLoader.iterate_over_files",
+                "overridden: reads the files of a saved state, deferred while a load of ours asks",
+            ),
+            (
+                f"{_LOADERS}.sharded_state_loader:ShardedStateLoader._filter_subtensors",
+                "overridden: tells tensors of one memory by address, which deferred ones lack",
+            ),
+            (
+                f"{_LOADERS}.runai_streamer_loader:RunaiModelStreamerLoader._get_weights_iterator",
+                "overridden: streams files, which in a folder we read by ourselves",
+            ),
+            (
+                "vllm.transformers_utils.runai_utils:is_runai_obj_uri",
+                "called: whether files are in a folder or in object storage",
+            ),
+        )
+    ),
+    Seam(
         f"{_LOADERS}.utils:initialize_model",
         "loader",
         "called where BaseModelLoader.create_model is missing, as its load_model does",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.pytorch.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
 from tensor_dedup.loader.assembly import Assembly
@@ -35,6 +35,7 @@ from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.supply import Supply
 from tensor_dedup.loader.trace import Tracer, UntraceableError, without_collections
+from tensor_dedup.loader.untouched import Untouched, surely_unwritten
 from tensor_dedup.loader.virtual import within
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.experts import BALANCED, balanced
@@ -74,6 +75,7 @@ class Run:
         self.assembly = Assembly(config, reader, scratch, evaluator, supply)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
+        self.untouched = Untouched()
         self._config = config
         self._model_dtype = model_dtype
         self._opening = opening
@@ -81,6 +83,7 @@ class Run:
         self._sources: list[SourceTensor] = []
         self._deferred: dict[int, DeferredParameter] = {}
         self._without_memory: set[int] = set()
+        self._without_content: set[int] = set()
         self._processor: LayerProcessor | None = None
         self._known = False
 
@@ -110,6 +113,7 @@ class Run:
     def defer(self, model: nn.Module) -> None:
         """Make the parameters of `model` deferred tensors."""
         self._without_memory = {id(p) for p in model.parameters() if p.is_meta}
+        self._without_content = {id(p) for p in model.parameters() if self.untouched.holds(p)}
         self._deferred = defer(model, self.tracer)
 
     def open_files(
@@ -165,6 +169,17 @@ class Run:
         self._processor = LayerProcessor(
             LayerContext(assembly, self._deferred, packed, self._model_dtype, on_gpu)
         )
+
+    def require_filled(self, path: str) -> None:
+        """IncompleteCheckpointError where a parameter would be what memory held before."""
+        lacking = [
+            (each.name, missing)
+            for key, each in self._deferred.items()
+            if key in self._without_content and each.view is not None
+            if (missing := surely_unwritten(each.view.storage))
+        ]
+        if lacking:
+            raise IncompleteCheckpointError.of(path, lacking)
 
     def hook(self, original: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         """What vLLM's loop calls in place of a layer's own processing."""

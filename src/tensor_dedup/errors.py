@@ -7,6 +7,8 @@ TensorDedupError
           - NoSuchPathError         there is nothing at all
       - FormatError               the file lies about itself (one subclass for each way to lie)
       - ChangedFileError          the file changed while it was being read
+      - UnreadableFileError       the system fails to read a file that is there
+      - IncompleteCheckpointError weights that the model needs are not in it
   - SharedWeightsError          a write to weights that others share, which cannot be served
   - IntegrityError              bytes are not what their digest or their record says
       - AuditError                a shared layer differs from the one rebuilt from its checkpoint
@@ -60,6 +62,26 @@ class FormatError(CheckpointError):
 
 class ChangedFileError(CheckpointError):
     """The file changed while it was being read: load again."""
+
+
+class UnreadableFileError(CheckpointError):
+    """The system fails to read a file that is there: a bad disk, or a share that went away."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Weights that the model needs are not in the checkpoint."""
+
+    @classmethod
+    def of(cls, path: str, lacking: list[tuple[str, int]]) -> "IncompleteCheckpointError":
+        """`lacking`: parameters of the model, each with the bytes of it that nothing fills."""
+        shown = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in lacking[:4])
+        more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
+        return cls(
+            f"{path}: the checkpoint has nothing for {shown}{more}, which would be whatever memory "
+            "held before; fetch the checkpoint again, or load it with the model class it is for",
+            path=path,
+            parameters=tuple(name for name, _ in lacking),
+        )
 
 
 class SharedWeightsError(TensorDedupError):

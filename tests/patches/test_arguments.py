@@ -104,7 +104,9 @@ def test_the_callers_own_dict_is_not_changed(model: str) -> None:
     assert extra == {"num_threads": 2}
 
 
-@pytest.mark.parametrize("inner", ["auto", "hf", "safetensors", "SafeTensors"])
+@pytest.mark.parametrize(
+    "inner", ["auto", "hf", "safetensors", "SafeTensors", "runai_streamer", "sharded_state"]
+)
 def test_the_load_format_asked_for_is_kept_inside(inner: str, model: str) -> None:
     assert mine(EngineArgs(model=model, tensor_dedup=True, load_format=inner))["inner"] == (
         inner.lower()
@@ -116,9 +118,7 @@ def test_the_load_format_asked_for_is_kept_inside(inner: str, model: str) -> Non
     [
         "dummy",
         "tensorizer",
-        "runai_streamer",
         "runai_streamer_sharded",
-        "sharded_state",
         "fastsafetensors",
         "instanttensor",
         "ipc_cache",

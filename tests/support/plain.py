@@ -5,6 +5,9 @@ and small is set by tests/conftest.py, before vllm is first imported.
 """
 
 import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +41,43 @@ def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
     }
     if pooling:
         settings["runner"] = "pooling"
-    return LLM(**{**settings, **options})
+    with _without_numbas_library():
+        return LLM(**{**settings, **options})
 
 
-def outputs(llm: "LLM", *, pooling: bool = False) -> tuple[Answer, ...]:
-    """What `llm` answers to both prompts: equal only if every token and every float is equal."""
-    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+@contextmanager
+def _without_numbas_library() -> Iterator[None]:
+    """Once an n-gram draft has imported numba, vLLM makes no other engine in that process.
+
+    It asks every attribute of every module for its `__dict__`, and one of numba's answers to any
+    name with a function.
+    """
+    name = "llvmlite.binding.ffi"
+    held = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if held is not None:
+            sys.modules[name] = held
+
+
+def outputs(
+    llm: "LLM", *, pooling: bool = False, prompts: Any = None, **how: Any
+) -> tuple[Answer, ...]:
+    """What `llm` answers to both prompts: equal only if every token and every float is equal.
+
+    `prompts` are others, as vLLM takes them; `how` goes to `generate`.
+    """
+    prompts = prompts or [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
     if pooling:
-        embedded = llm.embed(prompts, use_tqdm=False)  # type: ignore[arg-type]
+        embedded = llm.embed(prompts, use_tqdm=False)
         return tuple(tuple(request.outputs.embedding) for request in embedded)
     from vllm import SamplingParams
 
     sampling = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=0, detokenize=False, logprobs=TOP, ignore_eos=True
     )
-    generated = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+    generated = llm.generate(prompts, sampling, use_tqdm=False, **how)
     return tuple(_answer(request.outputs[0]) for request in generated)
 
 
