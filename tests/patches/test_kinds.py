@@ -219,7 +219,7 @@ def _once_each() -> Iterator[Any]:
             yield pytest.param(name, policy, marks=[pytest.mark.long] if long else [])
 
 
-@pytest.mark.parametrize(("name", "policy"), _once_each())
+@pytest.mark.parametrize(("name", "policy"), list(_once_each()))
 def test_a_kind_of_model_shares_and_is_what_plain_vllm_has(
     name: str, policy: str, world: World
 ) -> None:
@@ -292,7 +292,7 @@ def test_a_frozen_vision_tower_is_most_of_what_two_models_that_see_share(world: 
     last = report().models[-1]
     assert last.total_bytes == sum(sizes.values())
     assert last.shared_bytes == sum(sizes[name] for name in tower)
-    assert 0.5 < last.shared_bytes / last.total_bytes < 1
+    assert round(last.shared_bytes / last.total_bytes, 2) == 0.59
     engines.drop(first, second)
 
 
