@@ -105,8 +105,6 @@ class TensorDedupLoader(ReadingLoader):
         refusal = self._refusal(vllm_config)
         if refusal is not None:
             return self._load_plainly(refusal, vllm_config, model_config, prefix)
-        if self._inner is not None:
-            return self._inner.load_model(vllm_config, model_config, prefix)
         other = afterwards.other_format(self.load_config.load_format, model_config)
         if other is not None:
             reason = f"{other} has a loader of its own; shared afterwards"
@@ -236,6 +234,8 @@ class TensorDedupLoader(ReadingLoader):
     def _loaded_by_vllm(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
     ) -> nn.Module:
+        if self._inner is not None:
+            return self._inner.load_model(vllm_config, model_config, prefix)
         other = afterwards.other_format(self.load_config.load_format, model_config)
         if other is None:
             loaded: nn.Module = super().load_model(vllm_config, model_config, prefix)
