@@ -21,13 +21,24 @@ Found = tuple["AnyResident | None", bool]
 # What is smaller shares a slab with others of its layer. A slab is a descriptor, and a quantised
 # layer has several tensors where another has one.
 _OWN_SLAB_BYTES = 16 << 20
+# What is smaller yet is often equal in models that have nothing else in common, and a slab stays as
+# long as one tensor of it: these share one among themselves.
+_SMALL_BYTES = 64 << 10
+
+
+def slabs(sizes: Sequence[int]) -> list[list[int]]:
+    """Which tensors of a layer, by their sizes in bytes, are to share a slab: numbers of each."""
+    large = [[n] for n, size in enumerate(sizes) if size >= _OWN_SLAB_BYTES]
+    middling = [n for n, size in enumerate(sizes) if _SMALL_BYTES <= size < _OWN_SLAB_BYTES]
+    small = [n for n, size in enumerate(sizes) if size < _SMALL_BYTES]
+    return [*large, *(group for group in (middling, small) if group)]
 
 
 def residents_for(assembly: Assembly, finals: Sequence[Named]) -> list[Found]:
     """The residents with the bytes of these sharable tensors; was each made for it just now?
 
-    None, with the reason in the ledger under the tensor's name, when another tensor has the same
-    digest or there is no shared memory to be had.
+    Those that are made share a slab. None, with the reason in the ledger under the tensor's name,
+    when another tensor has the same digest or there is no shared memory to be had.
     """
     wanted = []
     for _, tensor in finals:
@@ -38,23 +49,16 @@ def residents_for(assembly: Assembly, finals: Sequence[Named]) -> list[Found]:
         resident = assembly.supply.by_content(key_anywhere(each.tensor, each.digest))
         if resident is not None:
             found[number] = (resident, False)
-    for group in _slabs(wanted, [n for n in range(len(wanted)) if n not in found]):
-        try:
-            made = assembly.supply.make([wanted[number] for number in group])
-        except SharedMemoryError as error:
-            for number in group:
-                assembly.ledger.skip(finals[number][0], str(error))
-                found[number] = (None, False)
-        else:
-            found.update(zip(group, made, strict=True))
+    missing = [number for number in range(len(wanted)) if number not in found]
+    try:
+        made = assembly.supply.make([wanted[number] for number in missing]) if missing else []
+    except SharedMemoryError as error:
+        for number in missing:
+            assembly.ledger.skip(finals[number][0], str(error))
+            found[number] = (None, False)
+    else:
+        found.update(zip(missing, made, strict=True))
     return [_checked(assembly, finals[number], found[number]) for number in range(len(finals))]
-
-
-def _slabs(wanted: Sequence[Wanted], missing: Sequence[int]) -> list[list[int]]:
-    """Which of them go into one slab."""
-    large = [n for n in missing if wanted[n].tensor.nbytes >= _OWN_SLAB_BYTES]
-    small = [n for n in missing if wanted[n].tensor.nbytes < _OWN_SLAB_BYTES]
-    return [*([number] for number in large), *([small] if small else [])]
 
 
 def _checked(assembly: Assembly, final: Named, found: Found) -> Found:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import model_loader
 
-from tensor_dedup.loader.contents import residents_for
+from tensor_dedup.loader.contents import residents_for, slabs
 from tensor_dedup.loader.deferred import replace_data
 from tensor_dedup.loader.residents import sharable
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.patches.vllm.experts import BALANCED, balanced
-from tensor_dedup.patches.vllm.kernels import held_elsewhere, pin
+from tensor_dedup.patches.vllm.kernels import held_elsewhere
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -73,26 +73,27 @@ def install() -> None:
 def share_loaded(model: nn.Module, assembly: Assembly, total: int) -> None:
     """Replace the parameters of a loaded model by residents with equal bytes, module by module.
 
+    It was loaded under `scales_kept`: what its handlers hold is left as it is.
     `total`: the bytes of the model in all its forms; what is no parameter is entered as private.
     """
     overwritten = {id(parameter) for parameter in balanced(model)}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        pins = pin(module) if hasattr(module, "quant_method") else 0
         finals = []
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             label = f"{path}.{name}" if path else name
-            reason = _reason(parameter, pins, assembly.config.min_tensor_bytes)
+            reason = _reason(parameter, assembly.config.min_tensor_bytes)
             if id(parameter) in overwritten:
                 reason = BALANCED
             if reason is None and parameter.numel():
                 finals.append((label, parameter))
             else:
                 _enter_private(assembly, label, parameter, reason)
-        _share(assembly, finals)
+        for group in slabs([parameter.nbytes for _, parameter in finals]):
+            _share(assembly, [finals[number] for number in group])
     rest = total - sum(final.nbytes for final in assembly.ledger.finals.values())
     if rest > 0:
         assembly.ledger.add("<packed>", rest, shared=False)
@@ -113,12 +114,12 @@ def _share(assembly: Assembly, finals: list[tuple[str, nn.Parameter]]) -> None:
             assembly.enter(label, nbytes, resident, made=made)
 
 
-def _reason(parameter: nn.Parameter, pins: int, least: int) -> str | None:
+def _reason(parameter: nn.Parameter, least: int) -> str | None:
     if parameter.nbytes < least:
         return f"its {parameter.nbytes} bytes are below min_tensor_bytes"
     if not sharable(parameter.detach()):
         return "its type or layout cannot be shared"
-    if held_elsewhere(parameter, pins):
+    if held_elsewhere(parameter):
         return "something beside the layer keeps its memory"
     return None
 

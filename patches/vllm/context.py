@@ -26,13 +26,17 @@ Original = Callable[[nn.Module], None]
 
 @dataclass(slots=True)
 class LayerContext:
-    """One load, as its layers see it. `deferred` is by id of the parameter object."""
+    """One load, as its layers see it. `deferred` is by id of the parameter object.
+
+    `updated`: somebody may write weights in place later (`weight_transfer_config`).
+    """
 
     assembly: Assembly
     deferred: dict[int, DeferredParameter]
     packed: bool
     model_dtype: torch.dtype
     on_gpu: bool = False
+    updated: bool = False
     process: str = field(default_factory=process_text)
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +21,7 @@ from tensor_dedup.loader.layer_key import plain
 from tensor_dedup.patches.vllm.quantised import linear_kernel, packs_int8
 
 _PLAIN = (bool, int, float, str, type(None))
-_PINNED = "_tensor_dedup_pinned"
+_SCALES = "_tensor_dedup_scales"
 
 
 def dispatch() -> dict[str, bool]:
@@ -74,28 +76,43 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
     return handler if kernel.linear_method == kernel._apply_weights_onednn else None
 
 
-def pin(layer: nn.Module) -> int:
-    """Keep the memory of the layer's parameters for as long as a handler that knows its address.
+@contextmanager
+def scales_kept() -> Iterator[list[int]]:
+    """Give each int8 handler made in the block its scales' memory, which is then there as long.
 
     oneDNN is given the scales once, as a pointer; a parameter that is given other memory, or a
     layer that is dropped before one that shares its handler, would leave it pointing to nothing.
-    Returns how often each parameter is held for it: once or not at all.
+    Whose handler it is does not matter. Yields the storages kept so far, one entry a handler.
+    Replaces a function of vLLM's module meanwhile: one thread, under the load lock.
     """
-    handler = getattr(linear_kernel(layer), "dnnl_handler", None)
-    if handler is None:
-        return 0
-    held = [p.detach() for p in layer._parameters.values() if p is not None]
-    setattr(handler, _PINNED, held)
-    return 1
+    kept: list[int] = []
+    create = _custom_ops.create_onednn_scaled_mm
+
+    @functools.wraps(create)
+    def keeping(
+        weight: torch.Tensor, weight_scales: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> CPUDNNLGEMMHandler:
+        handler = create(weight, weight_scales, *args, **kwargs)
+        memory = weight_scales.detach()  # not the parameter, whose memory will be another
+        setattr(handler, _SCALES, memory)
+        kept.append(memory.untyped_storage()._cdata)
+        return handler
+
+    _custom_ops.create_onednn_scaled_mm = keeping
+    try:
+        yield kept
+    finally:
+        _custom_ops.create_onednn_scaled_mm = create
 
 
-def held_elsewhere(parameter: nn.Parameter, pins: int = 0) -> bool:
+def held_elsewhere(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
     """Does anything but the parameter itself keep its memory, such as a kernel's own view of it?
 
-    `pins`: so many are known of (`pin`).
+    `kept`: what `scales_kept` has given to handlers, which does not count.
     """
+    storage = parameter.untyped_storage()._cdata
     # The parameter holds its storage once, and the handle asked for here once more.
-    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2 + pins
+    return torch._C._storage_Use_Count(storage) > 2 + kept.count(storage)
 
 
 def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:

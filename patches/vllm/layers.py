@@ -8,7 +8,6 @@ other layer is processed as vLLM does it and its final tensors are then shared b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +136,7 @@ class LayerProcessor:
         original: Original,
         layer: ProcessedLayer,
         record: LayerRecord,
-        made: Mapping[str, Made],
+        made: dict[str, Made],
     ) -> None:
         if self.assembly.sampled():
             layer.materialise(made)
@@ -152,7 +151,7 @@ class LayerProcessor:
         set_attributes(layer.layer, record.attributes)
 
     def _build(
-        self, original: Original, layer: ProcessedLayer, made: Mapping[str, Made], key: LayerKey
+        self, original: Original, layer: ProcessedLayer, made: dict[str, Made], key: LayerKey
     ) -> None:
         layer.materialise(made)
         layer.process(original)

@@ -42,7 +42,7 @@ from tensor_dedup.patches.vllm import (
 )
 from tensor_dedup.patches.vllm.budget import held_elsewhere
 from tensor_dedup.patches.vllm.construction import parameters_on_host
-from tensor_dedup.patches.vllm.kernels import final_bytes
+from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.reading import ReadingLoader
 from tensor_dedup.patches.vllm.run import Run
@@ -218,7 +218,8 @@ class TensorDedupLoader(ReadingLoader):
     ) -> _Loaded:
         """Load as vLLM does, with the loader that the model asks for; `share`: what came of it."""
         _log.warning("%s: loading without sharing: %s", model_config.model, reason)
-        model = self._loaded_by_vllm(vllm_config, model_config, prefix)
+        with scales_kept():
+            model = self._loaded_by_vllm(vllm_config, model_config, prefix)
         name = self._name(model_config)
         report = ModelReport(name=name, rank=vllm_config.parallel_config.rank)
         report.tensors_total = sum(1 for _ in model.parameters())
@@ -299,7 +300,7 @@ class TensorDedupLoader(ReadingLoader):
         ):
             with device, parameters_on_host(device), run.untouched.watching():
                 model = versions.create_model(self, vllm_config, model_config, prefix)
-            self._trace(run, model, model_config)
+            self._trace(run, model, vllm_config, model_config)
             if self._tracked and not inner.is_draft(vllm_config, model_config):
                 run.require_filled(model_config.model)
             began = time.perf_counter()
@@ -317,7 +318,9 @@ class TensorDedupLoader(ReadingLoader):
             )
         return model.eval(), report
 
-    def _trace(self, run: Run, model: nn.Module, model_config: ModelConfig) -> None:
+    def _trace(
+        self, run: Run, model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
+    ) -> None:
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
                 raise afterwards.QuantisedWhileLoadedError(
@@ -329,7 +332,7 @@ class TensorDedupLoader(ReadingLoader):
             run.defer(model)
             with weight_iterators.deferring(run.open_files), run.tracer.recording():
                 self.load_weights(model, model_config)
-            run.conclude(model)
+            run.conclude(model, updated=vllm_config.weight_transfer_config is not None)
         except _TRACING_ERRORS as error:
             # A checkpoint that does not fit the model fails again, plainly, with vLLM's own words.
             raise UntraceableError(f"its loading code cannot be deferred ({error})") from error

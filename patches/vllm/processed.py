@@ -6,28 +6,32 @@ layer has afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.comparing import raise_audit, same_bytes
-from tensor_dedup.loader.contents import residents_for
+from tensor_dedup.loader.contents import residents_for, slabs
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.records import RECORD
 from tensor_dedup.loader.residents import Resident, sharable_anywhere
-from tensor_dedup.patches.vllm.kernels import held_elsewhere, pin
+from tensor_dedup.patches.vllm.kernels import held_elsewhere, scales_kept
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tensor_dedup.loader.made import Made
     from tensor_dedup.loader.records import LayerRecord
     from tensor_dedup.loader.sources import SourceTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 Deferred = dict[str, DeferredParameter]
+Final = tuple[str, str, nn.Parameter]  # name, label, object
+# What stands in a report for a layer that is packed with an address and may be written later.
+UPDATED = "weight_transfer_config: scales may be written, and its kernel knows their address"
 
 
 @dataclass(slots=True)
@@ -38,15 +42,18 @@ class ProcessedLayer:
     layer: nn.Module
     deferred: Deferred
     _path: str = ""
-    _pins: int = 0  # how many hold each parameter's memory for a kernel that knows its address
+    _kept: list[int] = field(default_factory=list)  # storages that a kernel knows by address
     _others: list[nn.Parameter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         first = next(iter(self.deferred.values()))
         self._path = first.name.rpartition(".")[0]
 
-    def materialise(self, made: Mapping[str, Made]) -> None:
-        """Give each parameter memory of its own: processing may keep any part of it."""
+    def materialise(self, made: dict[str, Made]) -> None:
+        """Give each parameter memory of its own: processing may keep any part of it.
+
+        What `made` brings is given back, and taken out, as soon as it is copied.
+        """
         assembly = self.context.assembly
         for name, each in self.deferred.items():
             reason = assembly.reason(each)
@@ -56,10 +63,9 @@ class ProcessedLayer:
             tensor = torch.empty_strided(
                 each.parameter.shape, each.parameter.stride(), dtype=each.parameter.dtype
             )
-            here = made.get(name) or assembly.make(each)
+            here = made.pop(name, None) or assembly.make(each)
             tensor.copy_(here.tensor)
-            if name not in made:
-                assembly.give_back(here)
+            assembly.give_back(here)
             replace_data(each.parameter, assembly.supply.private(tensor))
             self.context.done(each)
 
@@ -67,7 +73,8 @@ class ProcessedLayer:
         """Process as vLLM does, and let go of the parameters that it put others in place of."""
         mine = {id(each.parameter) for each in self.deferred.values()}
         self._others = [p for _, p in self._parameters() if id(p) not in mine]
-        original(self.layer)
+        with scales_kept() as self._kept:
+            original(self.layer)
         held = {id(parameter) for _, parameter in self._parameters()}
         for name, each in self.deferred.items():
             if id(each.parameter) not in held:
@@ -75,11 +82,18 @@ class ProcessedLayer:
                 self.context.deferred.pop(id(each.parameter), None)
                 now = self.layer._parameters.get(name)
                 each.parameter = nn.Parameter(torch.empty(0), False) if now is None else now
-        self._pins = pin(self.layer)
 
     def share(self, record: LayerRecord | None = None) -> None:
-        """Replace what the layer has by residents with equal bytes; enter them into `record`."""
-        assembly, finals = self.context.assembly, self._finals()
+        """Replace what the layer has by residents with equal bytes; enter them into `record`.
+
+        One slab after the other: never is the layer there twice.
+        """
+        finals = self._finals()
+        for group in slabs([parameter.nbytes for _, _, parameter in finals]):
+            self._share_slab([finals[number] for number in group], record)
+
+    def _share_slab(self, finals: Sequence[Final], record: LayerRecord | None) -> None:
+        assembly = self.context.assembly
         named = [(label, parameter.detach()) for _, label, parameter in finals]
         settled = residents_for(assembly, named)
         named.clear()  # the memory they hold is about to be replaced
@@ -118,8 +132,10 @@ class ProcessedLayer:
             if now is not None and type(now) is kind:
                 replace_data(now, tensor)
             else:
-                fresh = nn.Parameter(tensor, requires_grad=False)
+                fresh: Any = nn.Parameter(tensor, requires_grad=False)
                 fresh.__class__ = kind
+                if (loader := getattr(now, "weight_loader", None)) is not None:
+                    fresh.weight_loader = loader  # vLLM keeps it when it replaces one
                 layer.register_parameter(name, fresh)
             each = self.deferred.get(name)
             sources = each.sources if each is not None else ()
@@ -129,8 +145,8 @@ class ProcessedLayer:
             self.context.done(each)
         setattr(layer, RECORD, record)
 
-    def _finals(self) -> list[tuple[str, str, nn.Parameter]]:
-        """Name, label and object of every parameter that can be shared; others are entered."""
+    def _finals(self) -> list[Final]:
+        """Every parameter that can be shared; others are entered."""
         others = {id(parameter) for parameter in self._others}
         found = []
         for name, parameter in self._parameters():
@@ -162,7 +178,9 @@ class ProcessedLayer:
             reason = self.context.assembly.supply.reason(label)
         if reason is None and not sharable_anywhere(parameter.detach()):
             return "its processed form has gaps"
-        if reason is None and held_elsewhere(parameter, self._pins):
+        if reason is None and self._kept and self.context.updated:
+            return UPDATED
+        if reason is None and held_elsewhere(parameter, self._kept):
             return "something beside the layer keeps its memory"
         return reason
 

@@ -37,6 +37,9 @@ _FP8 = _classes(f"{_LAYERS}.fp8:Fp8LinearMethod")
 # Kernels of that method that leave the weight as the method does, and set nothing elsewhere.
 _FP8_KERNELS = _classes(f"{_KERNELS}.scaled_mm.pytorch:PerTensorTorchFP8ScaledMMLinearKernel")
 _INT8 = _classes(f"{_LAYERS}.compressed_tensors.schemes:CompressedTensorsW8A8Int8")
+_INT8_METHODS = _classes(
+    f"{_LAYERS}.compressed_tensors.compressed_tensors:CompressedTensorsLinearMethod"
+)
 _INT8_KERNELS = _classes(f"{_KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel")
 
 
@@ -59,4 +62,6 @@ def is_plain_fp8(layer: nn.Module) -> bool:
 def packs_int8(layer: nn.Module) -> bool:
     """Is it a layer whose int8 weight the kernel may pack for oneDNN?"""
     scheme = getattr(layer, "scheme", None)
-    return type(scheme) in _INT8 and type(linear_kernel(layer)) in _INT8_KERNELS
+    if type(layer.quant_method) not in _INT8_METHODS or type(scheme) not in _INT8:
+        return False  # a method that rotates weights has the same scheme
+    return type(linear_kernel(layer)) in _INT8_KERNELS

@@ -24,8 +24,9 @@ SEAMS: Final[tuple[Seam, ...]] = (
     Seam(
         "vllm.config:VllmConfig",
         "loader",
-        "read: where the model goes, this worker's rank, what layers entered",
-        has=("device_config", "parallel_config", "compilation_config"),
+        "read: where the model goes, this worker's rank, what layers entered, whether weights are "
+        "written later",
+        has=("device_config", "parallel_config", "compilation_config", "weight_transfer_config"),
     ),
     Seam(
         "vllm.config:CompilationConfig",
@@ -176,6 +177,18 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "recognised: what owns a packed weight; `n` and `k` of its objects are their sizes",
     ),
     Seam(
+        "vllm._custom_ops:create_onednn_scaled_mm",
+        "loader",
+        "replaced while a layer is processed: its handler knows the scales by their address, so "
+        "they are kept as long as it",
+        "(weight, weight_scales, output_type, dynamic_quant, use_azp, primitive_cache_size=128)",
+    ),
+    Seam(
+        "vllm.model_executor.kernels.linear.scaled_mm.cpu:ops.create_onednn_scaled_mm",
+        "loader",
+        "relied on: looks the function above up in its module whenever it calls it",
+    ),
+    Seam(
         "vllm._custom_ops:_supports_onednn",
         "loader",
         "read for the layer key: is there oneDNN",
@@ -216,6 +229,8 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "kernels.linear.scaled_mm.ScaledMMLinearKernel:ScaledMMLinearKernel",
             "kernels.linear.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel",
             "kernels.linear.scaled_mm.pytorch:PerTensorTorchFP8ScaledMMLinearKernel",
+            "layers.quantization.compressed_tensors.compressed_tensors:"
+            "CompressedTensorsLinearMethod",
             "layers.quantization.compressed_tensors.schemes:CompressedTensorsW8A8Int8",
             "layers.quantization.fp8:Fp8LinearMethod",
         )

@@ -147,8 +147,8 @@ class Run:
             raise UntraceableError(f"{path.name} holds more than names and their tensors")
         return file
 
-    def conclude(self, model: nn.Module) -> None:
-        """After tracing: settle what there is to do."""
+    def conclude(self, model: nn.Module, *, updated: bool = False) -> None:
+        """After tracing: settle what there is to do. `updated`: as `LayerContext` says."""
         assembly = self.assembly
         with without_collections():
             conclude(model, self._deferred, self.tracer)
@@ -167,7 +167,7 @@ class Run:
         packed = self._config.cpu_weights != "plain" and not assembly.supply.plain
         on_gpu = self._gpu is not None
         self._processor = LayerProcessor(
-            LayerContext(assembly, self._deferred, packed, self._model_dtype, on_gpu)
+            LayerContext(assembly, self._deferred, packed, self._model_dtype, on_gpu, updated)
         )
 
     def require_filled(self, path: str) -> None:

@@ -15,7 +15,7 @@ from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.structure import structure_of
 from tensor_dedup.patches.vllm.kernels import packed_scaled
-from tensor_dedup.patches.vllm.processed import Deferred, ProcessedLayer
+from tensor_dedup.patches.vllm.processed import UPDATED, Deferred, ProcessedLayer
 from tensor_dedup.patches.vllm.quantised import linear_kernel
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class ScaledGemm:
     def process(self) -> None:
         """Take the handler and the scales of a layer processed alike, or pack and publish."""
         assembly = self.context.assembly
+        if self.context.updated:  # written later, scales must reach this layer's handler alone
+            self._build(None, {})
+            return
         made: dict[str, Made] = {}
         if not all(assembly.known(each) for each in self.deferred.values()):
             made = {name: assembly.make(each) for name, each in self.deferred.items()}
@@ -97,6 +100,8 @@ class ScaledGemm:
         if handler is None:  # another way of this kernel, which leaves ordinary parameters
             return
         assembly.enter(weight.name, nbytes, None, made=True, sources=weight.sources)
+        if self.context.updated:
+            assembly.ledger.skip(weight.name, UPDATED)
         if record is not None and layer.complete(record):
             record.opaque, record.opaque_bytes = weakref.ref(handler), nbytes
             registry.publish_record(record.key, record)

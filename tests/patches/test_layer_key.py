@@ -16,6 +16,10 @@ import pytest
 import torch
 import vllm
 from torch import nn
+from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Int8,
+)
 
 import engines
 import fresh
@@ -128,6 +132,13 @@ class OtherLayer(Layer):
     pass
 
 
+def scheme(*, symmetric: bool = True, kernel_symmetric: bool = True) -> Any:
+    """A scheme of vLLM's with its kernel, which packs a weight as it is set to."""
+    made: Any = CompressedTensorsW8A8Int8("channel", False, symmetric)
+    made.kernel = init_int8_linear_kernel(True, False, kernel_symmetric, "a test")
+    return made
+
+
 class OtherParameter(nn.Parameter):
     pass
 
@@ -138,6 +149,7 @@ class Inputs:
 
     layer: type[Layer] = Layer
     attributes: dict[str, Any] = field(default_factory=lambda: {"has_bias": False, "size": 4})
+    scheme: Any = field(default_factory=scheme)
     method: type[Method] = Method
     method_attributes: dict[str, Any] = field(default_factory=lambda: {"bits": 8})
     name: str = "weight"
@@ -156,7 +168,9 @@ class Inputs:
         assembly = Assembly(config, reader, scratch, Evaluator(reader, scratch))
         parameter = self.parameter(torch.empty(self.shape, dtype=self.dtype), requires_grad=False)
         each = DeferredParameter(self.name, parameter, self._view())
-        layer = self.layer(self.method(**self.method_attributes), **self.attributes)
+        layer = self.layer(
+            self.method(**self.method_attributes), **self.attributes, scheme=self.scheme
+        )
         context = LayerContext(assembly, {}, packed=True, model_dtype=self.model_dtype)
         key = context.key(layer, {self.name: each})
         return key.digest, key.preimage
@@ -182,6 +196,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "the method": {"method": OtherMethod},
     "a setting of the method": {"method_attributes": {"bits": 4}},
     "a class the method uses": {"method_attributes": {"bits": 8, "kernel": OtherLayer}},
+    "a setting of the scheme": {"scheme": scheme(symmetric=False)},
+    "a setting of its kernel": {"scheme": scheme(kernel_symmetric=False)},
     "the parameter's name": {"name": "qweight"},
     "the parameter's class": {"parameter": OtherParameter},
     "the parameter's dtype": {"dtype": torch.float16},

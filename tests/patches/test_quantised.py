@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -131,6 +131,7 @@ def packing() -> Iterator[list[str]]:
     seen: list[str] = []
     original = _custom_ops.create_onednn_scaled_mm
 
+    @wraps(original)
     def create(weight: torch.Tensor, scales: torch.Tensor, *rest: Any) -> Any:
         content = hashlib.sha256(tensor_bytes(weight))
         content.update(tensor_bytes(scales))

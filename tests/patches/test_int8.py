@@ -1,0 +1,172 @@
+"""Int8 layers, whose packed weight knows its scales by address; and scales of keys and values.
+
+What each format shares is in test_quantised. The oracle is a plain engine that was treated alike.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import engines
+import plain
+import quantised
+import reference_kernels
+import shared
+import tiny_checkpoints as checkpoints
+import transfers  # noqa: F401 - engines that transfer weights without a GPU
+from tensor_dedup import unshare
+from tensor_dedup.patches.vllm import quantised as vllm_quantised
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+pytestmark = pytest.mark.vllm
+
+
+class World:
+    """A checkpoint in some formats, and what a plain engine answers of each."""
+
+    def __init__(self, root: Path) -> None:
+        self.plain = checkpoints.make("llama", root / "plain").base
+        self.path = {k: quantised.make(k, self.plain, root / k) for k in ("w8a8", "w8a8 offset")}
+        self.path["kv"] = quantised.with_kv_scales(
+            quantised.make("fp8", self.plain, root / "fp8"), root / "kv"
+        )
+        self.expected = cache(self._expected)
+
+    def _expected(self, kind: str) -> tuple[plain.Answer, ...]:
+        llm = plain.engine(self.path[kind])
+        answers = plain.outputs(llm)
+        engines.drop(llm)
+        return answers
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("int8"))
+    with reference_kernels.installed(), engines.quick(made.plain):
+        yield made
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., "LLM"]]:
+    """Opens engines, and ends them all."""
+    every: list[LLM] = []
+
+    def engine(path: Path, **options: Any) -> "LLM":
+        every.append(plain.engine(path, **options))
+        return every[-1]
+
+    gc.collect()
+    yield engine
+    engines.drop(*every)
+    every.clear()
+    gc.collect()
+
+
+def litter() -> None:
+    """Use all memory of the sizes of scales that was given back, and leave nonsense there."""
+    held = [torch.full((64 << n,), float("nan")) for n in range(6) for _ in range(300)]
+    del held
+
+
+def forms(one: "LLM", other: "LLM") -> dict[str, bool]:
+    """The quantised layers: is it the same memory in both?"""
+    found = engines.forms(plain.model(one), plain.model(other))
+    return {form: same for form, same in found.items() if "_proj." in form}
+
+
+def handlers(llm: "LLM") -> list[Any]:
+    layers = plain.model(llm).modules()
+    kernels = (getattr(getattr(m, "scheme", None), "kernel", None) for m in layers)
+    return [k.dnnl_handler for k in kernels if hasattr(k, "dnnl_handler")]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "renamed"])
+def test_a_handler_keeps_its_scales_whatever_the_kernel_is_called(
+    known: bool, world: World, opened: Callable[..., "LLM"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, expected = world.path["w8a8 offset"], world.expected("w8a8 offset")
+    if not known:
+        for name in ("_KINDS", "_INT8", "_INT8_KERNELS"):
+            monkeypatch.setattr(vllm_quantised, name, ())
+    first, second = opened(path, tensor_dedup={}), opened(path, tensor_dedup={})
+    litter()
+    found = forms(second, first)
+    packed = [same for form, same in found.items() if form.endswith(engines.PACKED)]
+    scales = [same for form, same in found.items() if form.endswith("weight_scale")]
+    assert len(packed) == len(scales) == len(handlers(first)) > 0
+    assert packed == [known] * len(packed)
+    assert all(scales)
+    assert plain.outputs(second) == plain.outputs(first) == expected
+    for handler in handlers(first):
+        held = {n: v for n, v in vars(handler).items() if isinstance(v, torch.Tensor)}
+        [kept] = held.keys() - {"handler_tensor"}
+        assert held[kept].numel() in (1, handler.n)
+
+
+def test_scales_that_are_written_later_reach_the_kernel(
+    world: World, opened: Callable[..., "LLM"], tmp_path: Path
+) -> None:
+    """Its handler reads them by address, so a layer that may be written shares nothing."""
+    path, name = world.path["w8a8"], "model.layers.0.mlp.gate_up_proj.weight_scale"
+    transfer = {"weight_transfer_config": {"backend": "patches"}}
+    oracle, other = opened(path, **transfer), opened(path, tensor_dedup={})
+    mine = opened(path, tensor_dedup={}, **transfer)
+    skipped = engines.last_report().skipped
+    scales = plain.model(oracle).get_parameter(name).detach() * 1.5
+    safetensors.torch.save_file({name: scales}, tmp_path / checkpoints.WEIGHTS)
+    assert forms(mine, other)
+    assert not any(forms(mine, other).values())
+    assert shared.shared_parameters(mine, other)
+    assert name in {n for n, why in skipped if "weight_transfer_config" in why}
+    for llm in (oracle, mine):
+        _send(llm, tmp_path, name)
+    assert plain.outputs(mine) == plain.outputs(oracle) != world.expected("w8a8")
+    assert plain.outputs(other) == world.expected("w8a8")
+
+
+def _send(llm: "LLM", path: Path, *names: str) -> None:
+    llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    llm.collective_rpc("start_weight_update")
+    update = {"path": str(path), "names": list(names)}
+    llm.collective_rpc("update_weights", kwargs={"update_info": update})
+    llm.collective_rpc("finish_weight_update")
+
+
+def test_taking_sharing_back_leaves_both_models_as_they_are(
+    world: World, opened: Callable[..., "LLM"]
+) -> None:
+    path, expected = world.path["w8a8"], world.expected("w8a8")
+    mine, other = opened(path, tensor_dedup={}), opened(path, tensor_dedup={})
+    before = forms(mine, other)
+    assert before
+    assert all(before.values())
+    assert unshare(mine) > 0
+    litter()
+    # A packed weight is written by nobody and stays one; everything else is each model's own.
+    assert forms(mine, other) == {form: form.endswith(engines.PACKED) for form in before}
+    assert plain.outputs(mine) == plain.outputs(other) == expected
+
+
+def test_scales_of_keys_and_values_are_those_of_plain_vllm(
+    world: World, opened: Callable[..., "LLM"]
+) -> None:
+    path, expected = world.path["kv"], world.expected("kv")
+    oracle = opened(path)
+    first, second = opened(path, tensor_dedup={}), opened(path, tensor_dedup={})
+    assert engines.last_report().skipped == []
+    assert shared.everything(first, second)
+    assert kv_scales(first) == kv_scales(second) == kv_scales(oracle) != {}
+    assert plain.outputs(first) == plain.outputs(second) == expected
+
+
+def kv_scales(llm: "LLM") -> dict[str, tuple[float, float]]:
+    layers = plain.model(llm).named_modules()
+    return {n: (m._k_scale_float, m._v_scale_float) for n, m in layers if hasattr(m, "_k_scale")}
