@@ -107,7 +107,7 @@ def _share(assembly: Assembly, finals: list[tuple[str, nn.Parameter]]) -> None:
             continue
         nbytes = parameter.nbytes
         try:
-            replace_data(parameter, resident.map())
+            replace_data(parameter, assembly.supply.map(resident))
         except UntraceableError as error:
             _enter_private(assembly, label, parameter, str(error))
         else:

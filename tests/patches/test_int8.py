@@ -84,7 +84,7 @@ def forms(one: "LLM", other: "LLM") -> dict[str, bool]:
 
 def handlers(llm: "LLM") -> list[Any]:
     layers = plain.model(llm).modules()
-    kernels = (getattr(getattr(m, "scheme", None), "kernel", None) for m in layers)
+    kernels: list[Any] = [getattr(getattr(m, "scheme", None), "kernel", None) for m in layers]
     return [k.dnnl_handler for k in kernels if hasattr(k, "dnnl_handler")]
 
 

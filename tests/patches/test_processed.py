@@ -86,8 +86,8 @@ def test_a_parameter_that_is_replaced_keeps_its_loader(context: LayerContext) ->
         pass
 
     layer = nn.Module()
-    parameter = Before(torch.empty(SIZE, dtype=torch.uint8, device="meta"), False)
-    parameter.weight_loader = print  # type: ignore[attr-defined]
+    parameter: Any = Before(torch.empty(SIZE, dtype=torch.uint8, device="meta"), False)
+    parameter.weight_loader = print
     layer.register_parameter("weight", parameter)
     tensor = torch.ones(SIZE, dtype=torch.uint8)
     [resident] = pack([(tensor, "digest")])
@@ -96,7 +96,7 @@ def test_a_parameter_that_is_replaced_keeps_its_loader(context: LayerContext) ->
     ProcessedLayer(context, layer, {"weight": deferred(parameter, "weight")}).map(record)
     weight: Any = layer.weight
     assert type(weight) is nn.Parameter
-    assert weight.weight_loader is print
+    assert vars(weight)["weight_loader"] is print
     assert torch.equal(weight, tensor)
 
 
