@@ -235,11 +235,13 @@ class TensorDedupLoader(ReadingLoader):
     def _loaded_by_vllm(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
     ) -> nn.Module:
+        loaded: nn.Module
         if self._inner is not None:
-            return self._inner.load_model(vllm_config, model_config, prefix)
+            loaded = self._inner.load_model(vllm_config, model_config, prefix)
+            return loaded
         other = afterwards.other_format(self.load_config.load_format, model_config)
         if other is None:
-            loaded: nn.Module = super().load_model(vllm_config, model_config, prefix)
+            loaded = super().load_model(vllm_config, model_config, prefix)
             return loaded
         config = dataclasses.replace(
             self.load_config, load_format=other, model_loader_extra_config={}

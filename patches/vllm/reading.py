@@ -47,8 +47,9 @@ class ReadingLoader(DefaultModelLoader):
         return found
 
     def track_weights_loading(
-        self, model: nn.Module, loaded_weights: set[str] | None, **more: Any
+        self, model: nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
     ) -> None:
         """As vLLM does: called where the model says what it has loaded."""
-        super().track_weights_loading(model, loaded_weights, **more)
-        self._tracked = loaded_weights is not None and not more.get("quantized")
+        super().track_weights_loading(model, loaded_weights, *args, **more)
+        quantized = args[0] if args else more.get("quantized")  # of newer versions
+        self._tracked = loaded_weights is not None and not quantized

@@ -351,7 +351,8 @@ def _saved_state(base: Path, target: Path) -> Path:
 
 def test_what_the_streamer_reads_from_a_folder_is_shared(world: World) -> None:
     pytest.importorskip("runai_model_streamer")
-    case, streamed = world.case("ngram"), {"load_format": "runai_streamer"}
+    case = world.case("ngram")
+    streamed: dict[str, Any] = {"load_format": "runai_streamer"}
     with kinds.streamed() as assembled:
         llm = plain.engine(case.path, **streamed)
     answers = plain.outputs(llm)

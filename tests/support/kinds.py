@@ -58,7 +58,7 @@ def lora(base: Path, target: Path) -> Path:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     config = peft.LoraConfig(r=8, target_modules=names, init_lora_weights=False)
     model = hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    peft.get_peft_model(model, config).save_pretrained(target)
+    peft.get_peft_model(model, config).save_pretrained(str(target))
     return target
 
 
@@ -156,7 +156,7 @@ def seeing(root: Path) -> tuple[Path, Path, Path]:
 def _blip() -> Any:
     """A tower, queries that look at what it sees, and a language model that is told of it."""
     torch.manual_seed(51)
-    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 4}
     config = hf.Blip2Config(
         vision_config=hf.Blip2VisionConfig(
             num_hidden_layers=8,
