@@ -19,6 +19,7 @@ import fcntl
 import itertools
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -136,6 +137,20 @@ def _unmap(address: int, nbytes: int) -> None:
 _mapped: Final[weakref.WeakValueDictionary[int, ByteArray]] = weakref.WeakValueDictionary()
 
 
+class _Making:
+    """One thread makes memory private at a time: two of one range would lose writes in between."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.lock = threading.Lock()
+
+
+_making: Final = _Making()
+
+
 def make_private(address: int, nbytes: int) -> int:
     """Give the mapping that holds this range memory of its own where it is; the bytes copied.
 
@@ -143,6 +158,11 @@ def make_private(address: int, nbytes: int) -> int:
     mapping of is let go. 0: no mapping of a slab holds the range. Other threads may read
     meanwhile, but not write. Raises OutOfMemoryError before anything has changed.
     """
+    with _making.lock:
+        return _make_private(address, nbytes)
+
+
+def _make_private(address: int, nbytes: int) -> int:
     found = MAPPINGS.around(address, nbytes)
     array = None if found is None else _mapped.get(found[0])
     if found is None or array is None:

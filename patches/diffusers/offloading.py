@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, MutableMapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import wrapt
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tensor_dedup.loader.comparing import same_bytes
 from tensor_dedup.loader.placing import data_of, replace
-from tensor_dedup.loader.weak_storage import WeakStorage, number_of
 from tensor_dedup.loader.whereabouts import is_mapped
 from tensor_dedup.patches.signatures import Seam, usable
 
@@ -42,15 +42,8 @@ OFFLOAD: Final = Seam(
 )
 
 
-class _Away(NamedTuple):
-    """A mapping whose parameter is on a device: there in this storage, written so often."""
-
-    mapping: torch.Tensor
-    storage: WeakStorage
-    version: int
-
-
-_away: Final[MutableMapping[torch.Tensor, _Away]] = WeakTensorKeyDictionary()
+# The mapping of each parameter that is on a device.
+_away: Final[MutableMapping[torch.Tensor, torch.Tensor]] = WeakTensorKeyDictionary()
 
 
 @functools.cache
@@ -75,8 +68,7 @@ def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
         held = source_tensor if self.stream is None and is_mapped(source_tensor) else None
         result = original(self, tensor, source_tensor, default_stream)
         if held is not None and not is_mapped(tensor):
-            storage = WeakStorage(data_of(tensor).untyped_storage())
-            _away[tensor] = _Away(held, storage, _version(tensor))
+            _away[tensor] = held
         return result
 
     return transfer
@@ -97,13 +89,17 @@ def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _come_back(parameter: torch.Tensor) -> None:
-    away = _away.pop(parameter, None)
-    if away is None or _version(parameter) != away.version:
-        return
-    if number_of(data_of(parameter).untyped_storage()) == away.storage.number:
-        replace(parameter, away.mapping)
+    mapping = _away.pop(parameter, None)
+    if mapping is not None and _is_as(data_of(parameter), mapping):
+        replace(parameter, mapping)
 
 
-def _version(parameter: torch.Tensor) -> int:
-    """How often torch has seen it written through this object."""
-    return 0 if parameter.is_inference() else parameter._version
+def _is_as(there: torch.Tensor, mapping: torch.Tensor) -> bool:
+    """By bytes, for torch counts no writes through `.data`; plain Diffusers copies them as well."""
+    if (there.dtype, there.shape, there.stride()) != (
+        mapping.dtype,
+        mapping.shape,
+        mapping.stride(),
+    ):
+        return False
+    return same_bytes(there.to(mapping.device), data_of(mapping))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from tensor_dedup.loader.weak_storage import WeakStorage, number_of
 
@@ -36,7 +37,7 @@ class _Untouched(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self._made and getattr(func, "__name__", "") != "__get__":
-            for each in args:
+            for each in tree_leaves((args, kwargs)):
                 if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                     self._made.pop(number_of(each.untyped_storage()), None)
         found = func(*args, **(kwargs or {}))

@@ -133,14 +133,14 @@ class Used(nn.Linear):
     """Says where its weight is while it is used, and may write to it there."""
 
     mapped: bool | None = None
-    writes = False
+    writes: Callable[[nn.Parameter], object] | None = None
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         result = super().forward(values)
         self.mapped = is_mapped(self.weight)
-        if self.writes:
+        if self.writes is not None:
             with torch.no_grad():
-                self.weight.add_(1)
+                self.writes(self.weight)
         return result
 
 
@@ -178,9 +178,16 @@ def test_what_was_on_a_device_gets_its_mapping_back(monkeypatch: pytest.MonkeyPa
     assert verify().ok
 
 
-def test_what_was_written_on_a_device_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [lambda weight: weight.add_(1), lambda weight: weight.data.add_(1)],
+    ids=["counted", "through data"],
+)
+def test_what_was_written_on_a_device_does_not(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[nn.Parameter], object]
+) -> None:
     first, second = pair_with_a_device(monkeypatch)
-    first[2].writes = True
+    first[2].writes = write
     values = torch.ones(1, 64)
     assert torch.equal(first(values), second(values))
     assert shared(first, second) == parameters(first).keys() - {"2.weight"}
