@@ -246,11 +246,13 @@ class _Job:
             if self._pending:
                 return
         self._data.release()
-        errors = [error for chunk in self._chunks if (error := chunk.exception()) is not None]
+        # Chunks lead back to this, and `fill` to memory that would wait for a collection.
+        chunks, self._chunks, self._fill = self._chunks, [], None
+        errors = [error for chunk in chunks if (error := chunk.exception()) is not None]
         if errors:
             self.future.set_exception(errors[0])
             return
-        parts = [part for chunk in self._chunks for part in chunk.result()]
+        parts = [part for chunk in chunks for part in chunk.result()]
         self.future.set_result(
             combine(self._data.nbytes, parts) if self._combine else parts[0].decode()
         )

@@ -268,7 +268,8 @@ def test_no_file_stays_mapped(folder: Path) -> None:
     small = [p for p in parameters(pipeline).values() if p.nbytes < 1024]
     assert small
     assert len(report().models[-1].skipped) == len(small)
-    assert str(folder) not in Path("/proc/self/maps").read_text()
+    gc.collect()  # circles of what hashed it
+    managers.until(lambda: str(folder) not in Path("/proc/self/maps").read_text())
 
 
 def test_components_of_the_caller_are_left_alone(folder: Path) -> None:
