@@ -133,7 +133,7 @@ class Used(nn.Linear):
     """Says where its weight is while it is used, and may write to it there."""
 
     mapped: bool | None = None
-    writes: Callable[[nn.Parameter], object] | None = None
+    writes: Callable[[torch.Tensor], object] | None = None
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         result = super().forward(values)
@@ -184,7 +184,7 @@ def test_what_was_on_a_device_gets_its_mapping_back(monkeypatch: pytest.MonkeyPa
     ids=["counted", "through data"],
 )
 def test_what_was_written_on_a_device_does_not(
-    monkeypatch: pytest.MonkeyPatch, write: Callable[[nn.Parameter], object]
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[torch.Tensor], object]
 ) -> None:
     first, second = pair_with_a_device(monkeypatch)
     first[2].writes = write
