@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from process_memory import drop_pages, read_pages
 from results import HEAD
-from stats import Estimate, Section, estimate, verdict
+from stats import ENVIRONMENT, Estimate, Section, estimate, verdict
 from tensor_dedup.demo import models
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
@@ -44,13 +44,6 @@ REQUEST_SECONDS = 1.5
 CLIENTS = (1, 16, 64)
 MAPPED_MOST_MS = 20.0
 FASTER_LEAST = 50.0
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 _NOTES = """\
 - *Mapped*: all tensors are tensors. *First page*: one byte of each was read. *All pages*: one byte
   of every page was. A file that is mapped has read nothing before.
@@ -253,7 +246,7 @@ def resident(folder: Path, size: int, count: int, repeats: int, parts: Sequence[
 def decoding_plainly(work: Path, pairs: int) -> list[str]:
     """Tokens a second with all weights plain."""
     with tempfile.TemporaryDirectory(dir=work, prefix=".hints-") as hints:
-        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         # They load vllm, which reads the environment then.
         import decoding
         from fine_tunes import made

@@ -12,19 +12,11 @@ from pathlib import Path
 
 import click
 
-from stats import Section
+from stats import ENVIRONMENT, Section
 from tensor_dedup.demo import models
 
 PARTS = ("unknown", "again", "known", "residency", "decode", "tracing")
 QUICK_PAIRS = 3
-# vLLM reads these when it is imported: engines in this process, and nothing but our own output.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 _NOTES = """\
 - *Seconds* are of `load_model` of vLLM's model loader for one model, with the engine's process
   groups there already. Plain vLLM calls `gc.collect` twice in a load, whatever is loaded (0.4 s
@@ -72,7 +64,7 @@ def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, writ
     folder.mkdir(parents=True, exist_ok=True)
     section = Section("load.py", "Loading against plain vLLM")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
-        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         import suite  # it loads vllm, which reads the environment then
 
         table = suite.run(folder, pairs, only or PARTS)

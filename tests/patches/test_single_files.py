@@ -1,28 +1,17 @@
 """Whole pipelines from one file in the original layout share with folders and with each other."""
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import kernel
 import single_files
 import tiny_pipelines
-from tensor_dedup import disable, enable, report, verify
-from tensor_dedup.loader.registry import registry
+from tensor_dedup import enable, report, verify
 from tiny_pipelines import equal, image, nbytes, parameters, shared
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays")
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("sd", "tuned"):
         single_files.write(tiny_pipelines.load(root / name), root / f"{name}.safetensors")
     return root
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs()
-    yield
-    disable()
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
 
 
 def load(folder: Path, name: str, **options: Any) -> Any:
