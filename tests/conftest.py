@@ -37,5 +37,12 @@ os.environ.update(
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Only now: it imports the package, which reads the environment.
+    import remains
+
+    remains.collect_surely()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     _SESSION.cleanup()

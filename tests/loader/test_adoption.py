@@ -1,6 +1,5 @@
 """What is shared of a model, parameter by parameter, and what stays as the loader made it."""
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 import kernel
+import remains
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.adoption import Adoption
@@ -23,7 +23,6 @@ from tensor_dedup.loader.memory import SlabWriter
 from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.placing import files_and_common
 from tensor_dedup.loader.pouring import POUR_FROM
-from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident
 from tensor_dedup.loader.supply import Supply
 
@@ -33,11 +32,9 @@ LARGE = 4 << 20
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs()
+    before = remains.now()
     yield
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
+    assert not remains.now().beyond(before)
 
 
 def adoption(model: nn.Module, origins: Origins | None = None) -> Adoption:

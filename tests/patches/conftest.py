@@ -1,15 +1,13 @@
 """What the tests of the patches share."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-import kernel
+import remains
 import tiny_checkpoints as checkpoints
 from tensor_dedup import disable
-from tensor_dedup.loader.registry import registry
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +28,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
     """Of a test nothing stays resident, nor mapped."""
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs()
+    before = remains.now()
     yield
     disable()
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
+    assert not remains.now().beyond(before)

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 import engines
 import fresh
 import plain
+import remains
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
 from tensor_dedup.loader.comparing import COLLISION
-from tensor_dedup.loader.registry import registry
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -130,11 +130,11 @@ def compare_every_byte(arch: str, root: Path) -> None:
     base, other = pair(arch, root)
     of_base, of_other = plainly(base, other)
     assert of_base[0] != of_other[0]
+    others = remains.now()
     with everything_collides(root):
         for known in (False, True):
             _compare(base, other, of_base, of_other, known=known)
-            gc.collect()
-            assert not registry.residents()
+            assert not remains.now().beyond(others)
 
 
 def _compare(base: Path, other: Path, of_base: Any, of_other: Any, *, known: bool) -> None:

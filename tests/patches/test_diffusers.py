@@ -13,6 +13,7 @@ from diffusers import UNet2DConditionModel
 import fresh
 import kernel
 import managers
+import remains
 import tiny_pipelines
 from tensor_dedup import (
     ConfigError,
@@ -51,12 +52,10 @@ def alone(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def others() -> Iterator[int]:
     """Bytes that were resident before, from other tests. Of this one nothing stays."""
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs()
+    before = remains.now()
     yield registry.resident_bytes()
     disable()
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
+    assert not remains.now().beyond(before)
 
 
 @pytest.mark.parametrize("order", [("sd", "tuned"), ("tuned", "sd")])

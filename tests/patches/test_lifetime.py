@@ -14,6 +14,7 @@ import engines
 import fresh
 import kernel
 import plain
+import remains
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
@@ -125,16 +126,12 @@ def test_nothing_is_left_and_a_second_generation_is_as_the_first(
         answers.append(plain.outputs(llm))
         plain.let_go(llm)
         del llm
-    gc.collect()
-    before = kernel.descriptors()
+    before, descriptors = remains.now(), kernel.descriptors()
 
     for _ in range(GENERATIONS):
         _generation(pair, policy, answers)
-        gc.collect()
-        assert registry.residents() == []
-        assert registry.records() == {}
-        assert kernel.slabs() == (0, 0)
-        assert kernel.descriptors() <= before
+        assert not remains.now().beyond(before)
+        assert not kernel.descriptors() - descriptors
 
 
 def _generation(pair: checkpoints.Pair, policy: str, answers: list[Any]) -> None:

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError
 
 import engines
-import kernel
 import kinds
 import loads
 import managers
+import remains
 import tiny_checkpoints as checkpoints
 from tensor_dedup import Store, report, verify
 from tensor_dedup.errors import (
@@ -33,7 +33,6 @@ from tensor_dedup.errors import (
     TensorDedupError,
     UnreadableFileError,
 )
-from tensor_dedup.loader.registry import registry
 
 pytestmark = pytest.mark.vllm
 
@@ -62,11 +61,11 @@ class Resident:
     model: loads.Model
     parameters: dict[str, str]
     functions: dict[str, str]
-    state: tuple[object, ...]
+    state: remains.Remains
 
     def is_as_before(self) -> None:
         """Nothing is left of a failed load; the next one of sound files shares all but a change."""
-        assert _state() == self.state
+        assert not remains.now().beyond(self.state)
         assert verify().ok
         tuned = loads.load(self.pair.fine_tune, {})
         forms = engines.forms(tuned.module, self.model.module)
@@ -82,16 +81,9 @@ class Resident:
 @pytest.fixture
 def resident(pair: checkpoints.Pair) -> Iterator[Resident]:
     model = loads.load(pair.base, {})
-    yield Resident(pair, model, model.parameters(), model.functions(), _state())
+    yield Resident(pair, model, model.parameters(), model.functions(), remains.now())
     del model
     gc.collect()
-
-
-def _state() -> tuple[object, ...]:
-    """What is published: residents, records, and the kernel's view of their memory."""
-    gc.collect()
-    residents = sorted((copy, str(each.key)) for copy, each in registry.entries())
-    return residents, sorted(registry.records()), kernel.slabs()
 
 
 @dataclass(frozen=True)
@@ -193,7 +185,7 @@ def test_a_damaged_checkpoint_fails_as_it_does_plainly(
         found = _failure(path, config)
         assert found is not None
         assert found.kind is expected.kind
-        assert _state() == resident.state
+        assert not remains.now().beyond(resident.state)
     resident.is_as_before()
 
 
@@ -220,7 +212,7 @@ def test_what_plain_vllm_would_leave_uninitialised_is_an_error_by_name(
         assert found.kind is IncompleteCheckpointError
         assert f"nothing for {parameter} (" in found.text
         assert str(path) in found.text
-        assert _state() == resident.state
+        assert not remains.now().beyond(resident.state)
     resident.is_as_before()
 
 
@@ -342,7 +334,7 @@ def test_where_no_shared_memory_is_left_a_model_loads_privately(
 ) -> None:
     monkeypatch.setenv("TENSOR_DEDUP_HINTS", str(tmp_path / "hints.sqlite"))
     config = {"cpu_weights": policy}
-    before = _state()
+    before = remains.now()
     with engines.assembled() as assembled:
         expected = loads.load(pair.base)
     with _full(limit):
@@ -357,7 +349,7 @@ def test_where_no_shared_memory_is_left_a_model_loads_privately(
     assert verify().ok
 
     del model
-    assert _state() == before
+    assert not remains.now().beyond(before)
     first, second = loads.load(pair.base, config), loads.load(pair.base, config)
     forms = engines.forms(second.module, first.module)
     assert forms

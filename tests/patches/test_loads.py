@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 
 import kernel
+import remains
 import tiny_checkpoints as checkpoints
 from shared import quiet
 from tensor_dedup import TensorDedupConfig, disable, enable, report, verify
@@ -26,13 +27,11 @@ from tiny_pipelines import equal, nbytes, parameters, shared
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs(), len(kernel.descriptors())
+    before, descriptors = remains.now(), kernel.descriptors()
     yield
     disable()
-    gc.collect()
-    after = len(registry.residents()), kernel.slabs(), len(kernel.descriptors())
-    assert after == before
+    assert not remains.now().beyond(before)
+    assert not kernel.descriptors() - descriptors
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -50,11 +49,10 @@ def test_a_load_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     files = sharded(checkpoints.make("llama", tmp_path).base, tmp_path / "shards")
     whole = files[-1].read_bytes()
     files[-1].write_bytes(whole[: len(whole) // 2])
-    before = len(registry.residents()), kernel.slabs()
+    before = remains.now()
     with enable(), pytest.raises(Exception, match=r"(?i)incomplete|header|invalid"):
         load(tmp_path / "shards")
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
+    assert not remains.now().beyond(before)
     assert loads.under_way() is None
     files[-1].write_bytes(whole)
     with enable():

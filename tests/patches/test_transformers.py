@@ -1,6 +1,5 @@
 """Models of Transformers: shared after casts and merges, tied as they tie themselves."""
 
-import gc
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-import kernel
+import remains
 import tiny_checkpoints as checkpoints
 from tensor_dedup import disable, enable, report, shares_memory, sweep, verify
 from tensor_dedup.errors import UnsupportedError
@@ -35,12 +34,10 @@ _SLACK = 256 << 10
 @pytest.fixture(autouse=True)
 def others() -> Iterator[int]:
     """Bytes that were resident before, from other tests. Of this one nothing stays."""
-    gc.collect()
-    before = len(registry.residents()), kernel.slabs()
+    before = remains.now()
     yield registry.resident_bytes()
     disable()
-    gc.collect()
-    assert (len(registry.residents()), kernel.slabs()) == before
+    assert not remains.now().beyond(before)
 
 
 def load(path: Path, **options: Any) -> Any:

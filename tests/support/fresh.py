@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import remains
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -56,6 +58,7 @@ def _obey(order: Path, answer: Path) -> None:
     # Under its name: multiprocessing, dataclasses and pickle look it up there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    remains.collect_surely()
     answer.write_bytes(pickle.dumps(getattr(module, name)(*args, **kwargs)))
 
 

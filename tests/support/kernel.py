@@ -17,20 +17,32 @@ T = TypeVar("T")
 SLAB = "/memfd:tensor-dedup"
 
 
+def mapped_slabs() -> Counter[str]:
+    """How many mappings this process has of each slab, by its inode."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return Counter(line.split()[4] for line in lines if SLAB in line)
+
+
 def slab_mappings() -> int:
     """How many mappings of slabs this process has."""
-    return sum(SLAB in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return mapped_slabs().total()
+
+
+def open_slabs() -> Counter[str]:
+    """How many descriptors this process has of each slab, by its inode."""
+    found: Counter[str] = Counter()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            if str(path.readlink()).startswith(SLAB):
+                found[str(path.stat().st_ino)] += 1
+        except FileNotFoundError:  # the descriptor of this listing
+            continue
+    return found
 
 
 def slab_descriptors() -> int:
     """How many open descriptors of slabs this process has."""
-    links = []
-    for path in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(str(path.readlink()))
-        except FileNotFoundError:  # the descriptor of this listing
-            continue
-    return sum(link.startswith(SLAB) for link in links)
+    return open_slabs().total()
 
 
 def descriptors() -> set[str]:
