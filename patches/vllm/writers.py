@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.sharing import leave_gpus, let_go_of_written, unshare
+from tensor_dedup.patches.vllm.kernels import scales_kept
+from tensor_dedup.patches.vllm.quantised import packs_int8
 from tensor_dedup.patches.vllm.seams import usable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
     from torch import nn
@@ -46,8 +50,10 @@ def _patch(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unshare(self.get_model())
-        return original(self, *args, **kwargs)
+        model = self.get_model()
+        unshare(model)
+        with _keeping_scales(model):
+            return original(self, *args, **kwargs)
 
     runner.reload_weights = reload_weights
 
@@ -64,12 +70,28 @@ def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         for model in _models(self):
             leave_gpus(model)  # where nothing is copied on write
-        done = original(self, *args, **kwargs)
+        with _keeping_scales(*_models(self)):
+            done = original(self, *args, **kwargs)
         for model in _models(self):
             _let_go(model)
         return done
 
     return update
+
+
+@contextmanager
+def _keeping_scales(*models: nn.Module) -> Iterator[None]:
+    """While layers may be packed anew: an int8 kernel is told where its scales are, once.
+
+    vLLM then copies them to where the former ones were, and drops these: without this, a reloaded
+    model computes with whatever comes to lie there.
+    """
+    layers = [module for model in models for module in model.modules()]
+    if any(hasattr(layer, "quant_method") and packs_int8(layer) for layer in layers):
+        with LOAD_LOCK, scales_kept():
+            yield
+    else:
+        yield
 
 
 def _models(worker: Any) -> list[nn.Module]:

@@ -132,6 +132,32 @@ def test_scales_that_are_written_later_reach_the_kernel(
     assert plain.outputs(other) == world.expected("w8a8")
 
 
+@pytest.mark.parametrize("how", ["reload", "transfer"])
+def test_weights_that_are_loaded_again_are_computed_with_their_own_scales(
+    how: str, world: World, opened: Callable[..., "LLM"], tmp_path: Path
+) -> None:
+    """Plain vLLM drops them, so a fresh load is the oracle here, not an engine treated alike."""
+    source = checkpoints.same_header(world.plain, tmp_path / "plain")
+    path = quantised.make("w8a8", source, tmp_path / "other")
+    options = {"weight_transfer_config": {"backend": "files"}} if how == "transfer" else {}
+    oracle, other = opened(path), opened(world.path["w8a8"], tensor_dedup={})
+    mine = opened(world.path["w8a8"], tensor_dedup={}, **options)
+    assert shared.shared_parameters(mine, other)
+    assert all(forms(mine, other).values()) == (how == "reload")
+    before = shared.contents(other)
+
+    if how == "reload":
+        shared.reload(mine, path)
+    else:
+        _send(mine, path, *sorted(checkpoints.tensors(path)))
+    litter()
+
+    assert plain.outputs(mine) == plain.outputs(oracle) != world.expected("w8a8")
+    assert plain.outputs(other) == world.expected("w8a8")
+    assert shared.contents(other) == before
+    assert not shared.shared_parameters(mine, other)
+
+
 def _send(llm: "LLM", path: Path, *names: str) -> None:
     llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     llm.collective_rpc("start_weight_update")

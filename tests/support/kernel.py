@@ -8,7 +8,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +37,23 @@ def open_slabs() -> Counter[str]:
                 found[str(path.stat().st_ino)] += 1
         except FileNotFoundError:  # the descriptor of this listing
             continue
+    return found
+
+
+def slab_places(addresses: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Which slab each address is in (its inode) and where there: alike in every process.
+
+    Without those that are in no slab.
+    """
+    found = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if SLAB not in line:
+            continue
+        bounds, _, offset, _, inode = line.split()[:5]
+        begin, end = (int(each, 16) for each in bounds.split("-"))
+        for name, address in addresses.items():
+            if begin <= address < end:
+                found[name] = int(inode), int(offset, 16) + address - begin
     return found
 
 
