@@ -94,6 +94,7 @@ def encoded(data: memoryview, first: int, plan: Plan) -> bytes | None:
     if plan.anchor is not None and codec.against_base:
         base = memoryview(plan.anchor.read(first, first + len(data)))
     blob = codec.encode(data, base, plan.choice.effort)
-    back = memoryview(bytearray(len(data)))
-    codec.decode(memoryview(blob), base, back)
+    back = bytearray(len(data))
+    codec.decode(memoryview(blob), base, memoryview(back))
+    # A bytearray compares memory; two memoryviews compare number by number, and let no thread run.
     return blob if back == data else None

@@ -30,15 +30,8 @@ Mode: TypeAlias = Literal["read", "direct", "create", "modify", "lock"]
 _FICLONE = 0x40049409
 _COPY_STEP = 1 << 30
 _POLL_S = 0.02
-_CANNOT_CLONE = {
-    errno.EOPNOTSUPP,
-    errno.ENOTTY,
-    errno.EXDEV,
-    errno.EINVAL,
-    errno.ENOSYS,
-    errno.EPERM,
-    errno.ETXTBSY,
-}
+_CANNOT_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL}
+_CANNOT_CLONE |= {errno.ENOSYS, errno.EPERM, errno.ETXTBSY}
 _FLAGS: dict[Mode, int] = {
     # Non-blocking: opening a pipe nobody writes to would wait for ever.
     "read": os.O_RDONLY | os.O_NONBLOCK,
@@ -129,6 +122,10 @@ class Files(ABC):
     @abstractmethod
     def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at `offset`."""
+
+    @abstractmethod
+    def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
+        """A hint that a range will be synced: then there is less to wait for. Never fails."""
 
     @abstractmethod
     def truncate(self, handle: Handle, size: int) -> None:
@@ -279,6 +276,9 @@ class RealFiles(Files):
         with _naming(handle):
             while done < view.nbytes:
                 done += os.pwrite(handle.fd, view[done:], offset + done)
+
+    def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
+        memory.begin_writing(handle.fd, start, nbytes)
 
     def truncate(self, handle: Handle, size: int) -> None:
         with _naming(handle):

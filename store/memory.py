@@ -24,6 +24,10 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 # Not in Python's mmap yet.
 _POPULATE_READ: Final = 22
 _CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
+_SYNC_RANGE_WRITE: Final = 2
+_sync_range: Final = getattr(_libc, "sync_file_range", None)
+if _sync_range is not None:
+    _sync_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class _Range(ctypes.Structure):
@@ -95,6 +99,12 @@ def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:
     wanted = _Range(start, nbytes)
     failed = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(pages), 0)
     return None if failed else min(nbytes, int(pages.cached) * PAGE)
+
+
+def begin_writing(fd: int, start: int, nbytes: int) -> None:
+    """Have the kernel begin to write a range of a file to the disk, where it can; nothing waits."""
+    if _sync_range is not None:
+        _sync_range(fd, start, nbytes, _SYNC_RANGE_WRITE)
 
 
 class Pool:

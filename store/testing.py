@@ -161,6 +161,9 @@ class FaultyFiles(Files):
         keep()
         self._inner.pwrite(handle, data, offset)
 
+    def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
+        self._inner.begin_writing(handle, start, nbytes)  # nothing of it can be lost
+
     def truncate(self, handle: Handle, size: int) -> None:
         keep = self._keep(handle, size, max(0, os.fstat(handle.fd).st_size - size))
         self._step("truncate")

@@ -7,6 +7,7 @@ One process, one run, the same models for all; in every round each method saves 
 drawn anew. TensorCAS's method is a small implementation of what its article describes
 (tensorcas_method.py), not their program. DVC runs when `--dvc` names its program, from an
 environment of its own. Prints a section of Markdown; `--write` puts it into docs/benchmarks.md.
+What `--long` adds is a section of its own: `--only gpt2 --write` leaves the other as it is.
 """
 
 import sys
@@ -24,6 +25,7 @@ from stats import Section
 from tensor_dedup.demo import models
 
 PARTS: Final = ("storage", "changes", "deltas", "saves", "readme", "history")
+LONG: Final = "gpt2"
 QUICK_ROUNDS: Final = 3
 _PACKAGES: Final = (
     *("torch", "scikit-learn", "xgboost-cpu", "xgboost", "safetensors"),
@@ -48,7 +50,7 @@ _NOTES: Final = """\
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=1))
 @click.option("--quick", is_flag=True, help="Few rounds, short experiments: shows that it runs.")
-@click.option("--only", multiple=True, type=click.Choice(PARTS), help="Repeat for several.")
+@click.option("--only", multiple=True, type=click.Choice((*PARTS, LONG)), help="Repeatable.")
 @click.option(
     "--dvc",
     type=click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=True),
@@ -73,19 +75,19 @@ def main(
     """Measure saves, loads and sizes of training checkpoints."""
     folder = (work or models.default_folder()) / "checkpoints-bench"
     folder.mkdir(parents=True, exist_ok=True)
-    section = Section("checkpoints.py", "Training checkpoints", _PACKAGES)
     rounds = QUICK_ROUNDS if quick else rounds
-    body: list[str] = []
-    for title, part in _parts(folder, rounds, quick, dvc, only or PARTS).items():
-        body += [f"### {title}", "", *part(), ""]
-    if is_long:
-        body += [
-            "### A network of GPT-2's size",
-            "",
-            *checkpoint_long.gpt2(folder, quick, _say),
-            "",
-        ]
-    section.finish("checkpoints", f"{rounds} rounds", body, _NOTES, write=write)
+    if parts := _parts(folder, rounds, quick, dvc, only or PARTS):
+        section = Section("checkpoints.py", "Training checkpoints", _PACKAGES)
+        body: list[str] = []
+        for title, part in parts.items():
+            body += [f"### {title}", "", *part(), ""]
+        section.finish("checkpoints", f"{rounds} rounds", body, _NOTES, write=write)
+    if is_long or LONG in only:
+        title = "Training checkpoints of a network of GPT-2's size"
+        section = Section("checkpoints.py --long", title, (*_PACKAGES, "transformers"))
+        steps, body = checkpoint_long.gpt2(folder, quick, _say)
+        how = f"{steps} steps of each training"
+        section.finish("checkpoints-long", how, body, checkpoint_long.NOTES, write=write)
 
 
 def _parts(

@@ -8,7 +8,6 @@ drawn anew. `--quick` shows that everything runs: its numbers say little. `--wri
 into docs/benchmarks.md instead of the one there.
 """
 
-import datetime
 import random
 import shutil
 import tempfile
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from checkpoint_models import ResNet18, images
-from stats import Estimate, estimate, machine, verdict, write_section
+from stats import Estimate, Section, estimate, verdict
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 
 NOTHING: Final = "no saves"
@@ -324,9 +323,8 @@ def main(rounds: int, steps: int, quick: bool, work: Path | None, write: bool) -
     rounds, steps = (2, 2) if quick else (rounds, steps)
     # DCP's words on one process and on writing over what is there, each of its saves.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
-    lines = ["## Saving in the background", ""]
-    lines.append(f"By `scripts/bench/checkpoints_async.py`, {datetime.datetime.now().date()}.")
-    lines += ["", *machine(PACKAGES)]
+    section = Section("checkpoints_async.py", "Saving in the background", PACKAGES)
+    body: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="tensor-dedup-", dir=work))
     try:
         for title, frozen in (("Backbone frozen, eval mode", True), ("All trained", False)):
@@ -335,16 +333,14 @@ def main(rounds: int, steps: int, quick: bool, work: Path | None, write: bool) -
             for part in parts:
                 found = list(part)
                 click.echo("\n".join(found), err=True)  # it takes a while
-                lines += ["", *found]
+                body += [*found, ""]
             bench.close()
     finally:
         shutil.rmtree(folder)
     if rounds * steps < _LEAST_STEPS:
-        lines += ["", f"Fewer than {_LEAST_STEPS} steps of each: for a look only."]
-    text = "\n".join([*lines, "", _NOTES])
-    if write:
-        write_section("checkpoints-async", text)
-    click.echo(text)
+        body += [f"Fewer than {_LEAST_STEPS} steps of each: for a look only.", ""]
+    how = f"{rounds} rounds of {steps} steps"
+    section.finish("checkpoints-async", how, body[:-1], _NOTES, write=write)
 
 
 if __name__ == "__main__":

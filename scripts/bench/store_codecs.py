@@ -8,7 +8,6 @@ reason: pip install zipnn blosc2. Prints a section of Markdown; `--write` puts i
 docs/benchmarks.md instead of the one there.
 """
 
-import datetime
 import random
 import time
 import zipfile
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 
 from codec_methods import Method, Tensor, methods, total
 from savings import fetch
-from stats import Estimate, estimate, machine, verdict, write_section
+from stats import Estimate, Section, estimate, verdict
 from tensor_dedup.store import Store
 from tuning import STEPS, tuned
 
@@ -62,16 +61,12 @@ def main(rounds: int, work: Path | None, write: bool) -> None:
 
     folder = work or models.default_folder() / "codecs"
     folder.mkdir(parents=True, exist_ok=True)
+    section = Section("store_codecs.py", "Codecs of the store", PACKAGES)
     paths = _paths(folder)
-    lines = ["## Codecs of the store", ""]
-    lines.append(f"By `scripts/bench/store_codecs.py`, {datetime.datetime.now().date()}.")
-    lines += ["", *machine(PACKAGES), "", *_stored(paths, folder / "store")]
+    body = _stored(paths, folder / "store")
     for name, tensors in _materials(paths, folder):
-        lines += ["", *_measured(name, tensors, rounds)]
-    text = "\n".join([*lines, "", _NOTES])
-    if write:
-        write_section("codecs", text)
-    click.echo(text)
+        body += ["", *_measured(name, tensors, rounds)]
+    section.finish("codecs", f"{rounds} rounds", body, _NOTES, write=write)
 
 
 def _paths(work: Path) -> dict[str, Path]:

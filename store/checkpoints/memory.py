@@ -5,12 +5,13 @@ an ensemble that grows at its end costs what is new and one comparison of lists 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from tensor_dedup.store.containers import PACK_BELOW
+from tensor_dedup.store.manifests import PAGE_ENTRIES
 from tensor_dedup.store.objects import ContainerId
 
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
@@ -38,6 +39,33 @@ class Known(NamedTuple):
         return self.nbytes < PACK_BELOW
 
 
+@dataclass(slots=True)
+class Rows:
+    """The rows of pieces, in order, by column: of thousands in every step none is an object that
+    the garbage collector has to look at.
+    """
+
+    hashes: list[bytes]
+    names: list[str | None]
+    dtypes: list[str | None]
+    shapes: list[tuple[int, ...] | None]
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def __iter__(self) -> Iterator[Row]:
+        return zip(self.hashes, self.names, self.dtypes, self.shapes, strict=True)
+
+    def pages(self) -> "list[Rows]":
+        """As many at a time as a page has."""
+        starts = range(0, len(self), PAGE_ENTRIES)
+        return [self._part(slice(at, at + PAGE_ENTRIES)) for at in starts]
+
+    def _part(self, where: slice) -> "Rows":
+        columns = self.names[where], self.dtypes[where], self.shapes[where]
+        return Rows(self.hashes[where], *columns)
+
+
 class PageState:
     """A page that is in the store: its pieces, its name, the size of its file.
 
@@ -46,17 +74,15 @@ class PageState:
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
 
-    def __init__(
-        self, rows: Sequence[Row], held: Mapping[bytes, Known], name: str, file_bytes: int
-    ) -> None:
+    def __init__(self, rows: Rows, held: Mapping[bytes, Known], name: str, file_bytes: int) -> None:
         self.rows = rows
         self.name, self.file_bytes = name, file_bytes
-        self.nbytes = sum(held[row[0]].nbytes for row in rows)
+        self.nbytes = sum(held[key].nbytes for key in rows.hashes)
         self.take(held)
 
     def take(self, held: Mapping[bytes, Known]) -> None:
         """Its pieces, wherever they are by now."""
-        self.held = {row[0]: held[row[0]] for row in self.rows}
+        self.held = {key: held[key] for key in self.rows.hashes}
         self.weights: Counter[Places] = Counter()
         for known in self.held.values():
             if known.small:

@@ -26,7 +26,7 @@ from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.fast import fast_all
 from tensor_dedup.store.checkpoints.keeping import Keeper
-from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, crowded
+from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, Rows, crowded
 from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.publishing import Batch, Settled
@@ -207,7 +207,7 @@ class _Commit:
         """Store and commit; the manifest's name."""
         rows = self._rows()
         alive = _alive(self._objects, self._last)
-        parts = [rows[at : at + PAGE_ENTRIES] for at in range(0, len(rows), PAGE_ENTRIES)]
+        parts = rows.pages()
         kept = [self._kept(number, part, alive) for number, part in enumerate(parts)]
         known = self._known(parts, kept, alive)
         self.next.pages = [
@@ -215,18 +215,23 @@ class _Commit:
         ]
         return self._publish()
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> Rows:
         # Here all tensors are read: nothing else is done for each of them when none has changed.
-        snapshot, known = self._snapshot, self._snapshot.hashes
-        unknown = [piece.data for piece in snapshot.pieces if piece.name not in known]
-        hashes = iter(fast_all(self._hasher, [*snapshot.files.values(), *unknown]))
-        rows: list[Row] = [(next(hashes), None, None, None) for _ in snapshot.files]
-        return rows + [
-            (known.get(piece.name) or next(hashes), piece.name, piece.dtype, piece.shape)
-            for piece in snapshot.pieces
-        ]
+        taken, whole = self._snapshot.pieces, [None] * len(self._snapshot.files)
+        names = [*whole, *(piece.name for piece in taken)]
+        dtypes = [*whole, *(piece.dtype for piece in taken)]
+        return Rows(self._hashes(names), names, dtypes, [*whole, *(each.shape for each in taken)])
 
-    def _kept(self, number: int, part: Sequence[Row], alive: set[ContainerId]) -> PageState | None:
+    def _hashes(self, names: Sequence[str | None]) -> list[bytes]:
+        known = self._snapshot.hashes
+        if not known:
+            return fast_all(self._hasher, self._data)
+        there = [None if name is None else known.get(name) for name in names]
+        pairs = zip(self._data, there, strict=True)
+        found = iter(fast_all(self._hasher, [data for data, key in pairs if key is None]))
+        return [key or next(found) for key in there]
+
+    def _kept(self, number: int, part: Rows, alive: set[ContainerId]) -> PageState | None:
         """The page of the last step, when this one has the same and all of it is there."""
         page = self._last.page(number)
         if page is None or page.rows != part or not page.containers <= alive:
@@ -236,7 +241,7 @@ class _Commit:
 
     def _known(
         self,
-        parts: Sequence[Sequence[Row]],
+        parts: Sequence[Rows],
         kept: Sequence[PageState | None],
         alive: set[ContainerId],
     ) -> dict[bytes, Known]:
@@ -285,7 +290,7 @@ class _Commit:
     def _lying_in(
         self,
         packs: set[ContainerId],
-        parts: Sequence[Sequence[Row]],
+        parts: Sequence[Rows],
         known: Mapping[bytes, Known],
         pages: Sequence[PageState],
     ) -> Wanted:
@@ -301,7 +306,7 @@ class _Commit:
             if row[1] not in self._snapshot.same
         }
 
-    def _page(self, part: Sequence[Row], known: Mapping[bytes, Known]) -> PageState:
+    def _page(self, part: Rows, known: Mapping[bytes, Known]) -> PageState:
         name, blob = manifests.encode_page(
             [manifests.Piece(known[row[0]].digest, known[row[0]].nbytes, *row[1:]) for row in part]
         )

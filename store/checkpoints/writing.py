@@ -10,13 +10,15 @@ from typing import TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.checkpoints.errors import ChangedModelError
-from tensor_dedup.store.checkpoints.fast import fast, fast_stream
+from tensor_dedup.store.checkpoints.fast import fast_all, fast_stream
 from tensor_dedup.store.containers import ContainerWriter, Sealed, record_of
 from tensor_dedup.store.hashing import Hashed, Hasher
 
 # Small pieces are put together until there is this much: one system call for many of them.
 _TOGETHER = 1 << 20
 _HANDED_OVER = 256 << 10
+# The disk begins with so much while more is encoded.
+_BEGUN = 4 << 20
 
 Want: TypeAlias = tuple[str, str | None, memoryview]
 """A piece: a name for messages, the type of a tensor, its bytes, flat."""
@@ -55,13 +57,17 @@ def hash_all(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
     for view, key in parts:
         if view.nbytes < _HANDED_OVER:  # the last of its piece
             leaves[key] += leaf_digests(view)
-    return [_checked(key, *held, leaves[key]) for key, held in wanted.items()]
+    now = fast_all(hasher, [view for _, _, view in wanted.values()])
+    return [
+        _checked(key, is_now, *held, leaves[key])
+        for (key, held), is_now in zip(wanted.items(), now, strict=True)
+    ]
 
 
 def _checked(
-    was: bytes, name: str, dtype: str | None, view: memoryview, leaves: list[bytes]
+    was: bytes, now: bytes, name: str, dtype: str | None, view: memoryview, leaves: list[bytes]
 ) -> Fresh:
-    if fast(view) != was:
+    if now != was:
         raise changed(name)
     digest = bytes.fromhex(combine(view.nbytes, leaves))
     return Fresh(name, dtype, view, was, Hashed(digest, b"".join(leaves)))
@@ -77,6 +83,7 @@ class MemoryWriter(ContainerWriter):
 
     _buffer: bytearray | None = None
     _buffer_at = 0
+    _begun = 0
 
     def put(self, piece: Fresh) -> None:
         """Store a piece. ChangedModelError: it is not what it was."""
@@ -96,7 +103,7 @@ class MemoryWriter(ContainerWriter):
         gap = at - self._buffer_at - len(self._buffer)
         if len(part) >= _TOGETHER or gap + len(self._buffer) + len(part) > _TOGETHER:
             self._flush()
-            self._objects.files.pwrite(self._opened(), part, at)
+            self._pwrite(part, at)
             self._buffer = None
             return
         self._buffer += bytes(gap)
@@ -104,8 +111,15 @@ class MemoryWriter(ContainerWriter):
 
     def _flush(self) -> None:
         if self._buffer:
-            self._objects.files.pwrite(self._opened(), memoryview(self._buffer), self._buffer_at)
+            self._pwrite(memoryview(self._buffer), self._buffer_at)
         self._buffer = None
+
+    def _pwrite(self, data: bytes | memoryview, at: int) -> None:
+        files, handle, end = self._objects.files, self._opened(), at + len(data)
+        files.pwrite(handle, data, at)
+        if end - self._begun >= _BEGUN:
+            files.begin_writing(handle, self._begun, end - self._begun)
+            self._begun = end
 
     def seal(self) -> Sealed | None:
         # docstring inherited

@@ -5,12 +5,13 @@ import struct
 
 import pytest
 
-from tensor_dedup.store.codecs.choosing import Sample, choose, distance, places
+from tensor_dedup.store.codecs.choosing import Choice, Sample, choose, distance, places
 from tensor_dedup.store.codecs.contract import CodecTests
-from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec
+from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec, Effort
 from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.codecs.registry import CODECS
+from tensor_dedup.store.encoding import Plan, encoded
 from tensor_dedup.store.errors import BadEncodingError
 
 
@@ -109,3 +110,23 @@ def test_a_head_of_other_sizes_is_refused() -> None:
     for stored in (len(head) + 4, len(head) + 6, 0):
         with pytest.raises(BadEncodingError, match="chunks"):
             chunks(head, stored)
+
+
+class _Wrong:
+    """A codec that gives back one byte otherwise."""
+
+    name, width, against_base = "planes4", 4, False
+
+    def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
+        return CODECS[self.name].encode(data, base, effort)
+
+    def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
+        CODECS[self.name].decode(blob, base, out)
+        out[-1] ^= 1
+
+
+def test_what_does_not_come_back_is_not_stored_encoded() -> None:
+    data = memoryview(bytes(range(200)) * 50)
+    for codec in (CODECS["planes4"], _Wrong()):
+        blob = encoded(data, 0, Plan(Choice(codec, "entropy", 0.5), None))
+        assert (blob is not None) == (codec is CODECS["planes4"])

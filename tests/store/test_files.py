@@ -133,6 +133,18 @@ def test_what_was_just_written_is_cached(tmp_path: Path) -> None:
     files.close(handle)
 
 
+def test_a_hint_to_begin_writing_changes_nothing_and_never_fails(tmp_path: Path) -> None:
+    files = RealFiles()
+    handle = files.open(tmp_path / "a", "create")
+    files.pwrite(handle, b"x" * (3 * PAGE), 0)
+    for start, nbytes in ((0, 3 * PAGE), (PAGE, 9 * PAGE), (1 << 62, 1 << 62), (0, 0), (-1, 5)):
+        files.begin_writing(handle, start, nbytes)
+    files.pwrite(handle, b"y", PAGE)
+    files.fsync(handle)
+    files.close(handle)
+    assert (tmp_path / "a").read_bytes() == b"x" * PAGE + b"y" + b"x" * (2 * PAGE - 1)
+
+
 def forking(folder: str) -> list[bool]:
     """A child is forked while a file is locked, and outlives the lock."""
     files, path = RealFiles(), Path(folder, "lock")

@@ -219,8 +219,9 @@ class _Walk:
         names = nodes.series_names(base, len(series.items))
         if not self.tensors.keys().isdisjoint(names):  # by a key that looks like one of its names
             return self._series(Series(f"{series.name}~", series.items), place)
-        shapes = zip(map(len, series.items), strict=True)  # one number each
-        made = map(Piece, names, repeat("U8"), shapes, series.items)
+        sizes = list(map(len, series.items))
+        shapes = {size: (size,) for size in set(sizes)}  # many are alike: not an object for each
+        made = map(Piece, names, repeat("U8"), map(shapes.__getitem__, sizes), series.items)
         self.series.append(dict(zip(names, made, strict=True)))
         self.values.append(len(series.items))
         return nodes.SeriesLeaf(base)

@@ -6,6 +6,7 @@ estimators around the trees have in common is kept once; their differences, a fe
 pieces of 256 trees.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -158,7 +159,7 @@ def _columns(estimators: Sequence[Any], model: Any, dtype: Any) -> tuple[list[An
     taken = _taken(estimators, model)
     if taken is None:
         return None
-    return list(_pieces(taken, dtype)), taken.depths, taken.differences
+    return _pieces(taken, dtype), taken.depths, taken.differences
 
 
 def _taken(estimators: Sequence[Any], model: Any) -> _Taken | None:
@@ -219,16 +220,15 @@ def _alike(a: Any, b: Any) -> bool:
     return plain.is_scalar(a) and bool(a == b)
 
 
-def _pieces(taken: _Taken, dtype: Any) -> Iterator[bytes]:
+def _pieces(taken: _Taken, dtype: Any) -> list[bytes]:
     """Each tree's rows; made of many trees at once, but not of so many that it takes much room."""
-    start = 0
-    while start < len(taken.nodes):
-        stop, room = start, _ROOM
-        while stop < len(taken.nodes) and (room > 0 or stop == start):
-            room -= len(taken.nodes[stop])
-            stop += 1
-        yield from _rows(taken.nodes[start:stop], taken.values[start:stop], dtype)
-        start = stop
+    sums = list(accumulate(map(len, taken.nodes), initial=0))
+    pieces: list[bytes] = []
+    while len(pieces) < len(taken.nodes):
+        start = len(pieces)
+        stop = max(start + 1, bisect_right(sums, sums[start] + _ROOM) - 1)
+        pieces += _rows(taken.nodes[start:stop], taken.values[start:stop], dtype)
+    return pieces
 
 
 def _rows(nodes: list[bytes], values: list[bytes], dtype: Any) -> list[bytes]:

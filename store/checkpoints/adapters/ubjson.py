@@ -22,6 +22,8 @@ for _marker in _EMPTY:
     _STEPS[ord(_marker)] = 1
 _MAX_DEPTH: Final = 64
 _MANY: Final = 16
+# Numbers that are looked at together: few enough where hardly two are written alike.
+_AHEAD: Final = 512
 
 Buffer = bytes | bytearray
 
@@ -150,15 +152,21 @@ def _skip_array(data: Buffer, at: int, depth: int) -> int:
     count, at = _integer(data, at + 1)
     if kind is not None:
         return at + count * _SIZES[kind] if kind in _SIZES else _refuse(at)
-    steps = _STEPS
-    while count and (step := steps[data[at]]):  # numbers, one after the other: the most
-        at += step
-        count -= 1
+    while count and (step := _STEPS[data[at]]):  # numbers, one after the other: the most
+        alike = _alike(data, at, step, min(count, _AHEAD))
+        at += alike * step
+        count -= alike
     if count > _MANY and data[at] == ord("{"):
         return objects(data, at, count)[-1]
     for _ in range(count):
         at = _skip(data, at, depth)
     return at
+
+
+def _alike(data: Buffer, at: int, step: int, count: int) -> int:
+    """How many of the next `count` numbers are written as the first is."""
+    markers = data[at : at + count * step : step]
+    return len(markers) - len(markers.lstrip(markers[:1]))
 
 
 def _integer(data: Buffer, at: int) -> tuple[int, int]:

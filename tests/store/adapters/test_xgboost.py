@@ -1,5 +1,6 @@
 """Boosters of XGBoost: trees shared between steps, predictions and training to the last bit."""
 
+import random
 import struct
 from itertools import pairwise
 from typing import Any
@@ -224,6 +225,22 @@ def test_every_kind_of_value_is_skipped() -> None:
     assert ubjson.find(data, 0, "a") == starts["a"]
     assert ubjson.find(data, 0, "a", "b") is None
     assert ubjson.find(data, 0, "no") is None
+
+
+@pytest.mark.parametrize("runs", [1, 2, 700, 3000])
+def test_numbers_of_every_width_are_skipped(runs: int) -> None:
+    # Numbers whose bytes look like markers, in runs that are longer and shorter than a look ahead.
+    dice = random.Random(runs)
+    sizes = {b"i": 1, b"U": 1, b"I": 2, b"l": 4, b"L": 8, b"d": 4}
+    items: list[bytes] = []
+    while len(items) < 3000:
+        marker = dice.choice([*sizes])
+        items += [marker + marker * sizes[marker]] * dice.randint(1, runs)
+    data = b"[#" + count(len(items)) + b"".join(items)
+    assert ubjson.skip(data + b"llll", 0) == len(data)
+    at = data.rindex(items[-1])
+    with pytest.raises(UnsupportedValueError, match="no UBJSON"):
+        ubjson.skip(data[:at], 0)
 
 
 @pytest.mark.parametrize("alike", [True, False])
