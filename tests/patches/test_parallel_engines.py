@@ -4,6 +4,7 @@ Every engine here is two workers below one process: half a minute of work on an 
 each rank loads is in test_parallel too, quickly and in one process.
 """
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 import fleet
+import fresh
 import tiny_checkpoints as checkpoints
+from tensor_dedup.loader.report import REPORT_DIR_VARIABLE, report
 from tensor_dedup.memory_manager.client.admin import Admin
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
@@ -94,3 +97,75 @@ def test_ranks_hold_what_plain_ranks_hold_once(
         assert made(first.loaded) + made(tuned.loaded) < 1.4 * total
         again = [first.outputs(), tuned.outputs()]
         assert again == [mode.plain[path]["outputs"] for path in (base, fine_tune)]
+
+
+# --- replicas
+
+
+async def _answers(engine: Any) -> list[list[int]]:
+    """What the replicas answer to several requests at once: each has some of them."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False)
+
+    async def ask(number: int) -> list[int]:
+        tokens: list[int] = []
+        prompt = {"prompt_token_ids": list(range(5 + number, 60 + number, 3))}
+        async for output in engine.generate(prompt, greedy, request_id=str(number)):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    return list(await asyncio.gather(*(ask(number) for number in range(8))))
+
+
+def replicas(path: str, size: int, socket: str | None) -> dict[str, Any]:
+    """In a process of its own: so many replicas of a model; `socket` None is plain vLLM."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    settings: dict[str, Any] = {
+        "model": path,
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": 16 << 20,
+        "data_parallel_size": size,
+        "tensor_dedup": {"memory_manager": socket} if socket else False,
+    }
+
+    async def run() -> dict[str, Any]:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+        try:
+            found: dict[str, Any] = {"answers": await _answers(engine)}
+            if socket:
+                found["reports"] = [model.to_dict() for model in report().models]
+                with Admin(socket) as admin:
+                    overview = admin.overview()
+                found["charged"] = overview.totals.charged
+                found["holders"] = {row.pid for row in overview.clients if row.leases}
+            return found
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(run())
+
+
+def test_replicas_of_a_model_hold_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model without experts: those of a mixture plain vLLM 0.32 cannot run on the CPU."""
+    base = str(checkpoints.make("llama", tmp_path).base)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", ENVIRON["VLLM_CPU_OMP_THREADS_BIND"])
+    monkeypatch.delenv(REPORT_DIR_VARIABLE, raising=False)
+    with fleet.manager(tmp_path) as manager:
+        found = fresh.call(replicas, base, 2, str(manager.socket))
+        built = manager.built()
+    first, second = sorted(found["reports"], key=lambda each: -int(each["private_bytes"]))
+    assert {first["pid"], second["pid"]} == found["holders"]
+    total = first["total_bytes"]
+    assert first["private_bytes"] + second["private_bytes"] == total == second["total_bytes"]
+    assert first["shared_bytes"] + second["shared_bytes"] == total
+    assert found["charged"] <= 1.06 * total
+    assert len(built) == len(set(built)) > 0
+    assert found["answers"] == fresh.call(replicas, base, 2, None)["answers"]
