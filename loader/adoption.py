@@ -8,6 +8,7 @@ resident with its bytes.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.loader import families, making
+from tensor_dedup.loader.address_space import AddressSpace
 from tensor_dedup.loader.aliases import Formers
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
@@ -24,14 +26,9 @@ from tensor_dedup.loader.cuda.adoption import GpuAdoption
 from tensor_dedup.loader.guarding import map_shared
 from tensor_dedup.loader.ledger import Ledger
 from tensor_dedup.loader.making import Candidate, Missing, Terms
+from tensor_dedup.loader.mappings import is_as_mapped
 from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.placing import (
-    Mappings,
-    data_of,
-    files_and_common,
-    overlapping,
-    replace,
-)
+from tensor_dedup.loader.placing import data_of, overlapping, replace
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, resident_key, sharable
 from tensor_dedup.loader.terms import reason_of_class
@@ -44,13 +41,17 @@ if TYPE_CHECKING:
 # smaller ones wait until there is enough for one, or until their model is complete.
 _OWN_SLAB_BYTES: Final = 16 << 20
 _BATCH_BYTES: Final = 64 << 20
+_CHANGED: Final = "it changed while it was being loaded"
+# Batches that are read while the loader goes on.
+_UNDER_WAY: Final = 2
 
 
 class Adoption:
     """Shares the parameters of one model. One thread, under the process-wide load lock.
 
-    No two names of the model get one resident, unless the model ties them itself. Nobody may
-    write to the parameters meanwhile.
+    No two names of the model get one resident, unless the model ties them itself. What is heard of
+    by `note` is read while the loader goes on: end with `settle`, or with `abandon`, before the
+    files are closed. Nobody may write to the parameters while one of these runs.
     """
 
     def __init__(self, model: nn.Module, terms: Terms) -> None:
@@ -59,12 +60,14 @@ class Adoption:
         self._terms = terms
         self._waiting: dict[int, Named] = {}
         self._waiting_bytes = 0
+        self._under_way: deque[making.Batch] = deque()
+        self._begun: set[int] = set()
         self._shares: dict[int, Share] = {}
         self._reasons: dict[int, str] = {}
         self._copies = Copies()
         self._formers = Formers()
         self._on_gpus = GpuAdoption(model, terms)
-        self._files: Mappings | None = None
+        self._memory: AddressSpace | None = None
         # A part of a model takes nothing that another part of it has.
         whole = families.whole_of(model)
         if whole is not model:
@@ -80,10 +83,10 @@ class Adoption:
         parameter = _find(self.model, name)
         if parameter is None or parameter.device.type != "cpu":
             return
-        if id(parameter) in self._shares or id(parameter) in self._waiting:
+        if any(id(parameter) in each for each in (self._shares, self._waiting, self._begun)):
             return
         if parameter.nbytes >= _OWN_SLAB_BYTES:
-            self._adopt([(name, parameter)])
+            self._begin([(name, parameter)])
             return
         self._waiting[id(parameter)] = name, parameter
         self._waiting_bytes += parameter.nbytes
@@ -93,6 +96,7 @@ class Adoption:
     def settle(self) -> None:
         """Share what is left, order the copies, and do the accounts. The model is complete."""
         self._waiting.clear()
+        self._complete()
         self._forget_replaced()
         for buffer in self.model.buffers():
             self._part_again(buffer)
@@ -111,6 +115,13 @@ class Adoption:
                 del self._shares[number]
                 self._copies.release(share.resident.key, share.copy)
 
+    def abandon(self) -> None:
+        """Wait until nothing is read any more; what is not shared by now is as it was."""
+        while self._under_way:
+            self._under_way[0].abandon()
+            self._under_way.popleft()
+        self._begun.clear()
+
     def share_again(self, parameters: Container[int]) -> None:
         """Share those of these ids that are private now. The model is complete."""
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
@@ -126,7 +137,7 @@ class Adoption:
 
     def _flush(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        self._adopt(list(waiting.values()))
+        self._begin(list(waiting.values()))
 
     def _left(self) -> Iterator[Named]:
         for name, parameter in self.model.named_parameters():
@@ -134,15 +145,52 @@ class Adoption:
                 yield name, parameter
 
     def _adopt(self, items: Sequence[Named]) -> None:
+        self._begin(items, wait=True)
+
+    def _begin(self, items: Sequence[Named], *, wait: bool = False) -> None:
+        """Have some read. The loader goes on meanwhile where a write of its would be seen."""
+        self._complete(0 if wait else _UNDER_WAY - 1)
         began, hashed = time.perf_counter(), self._terms.hash_seconds
         candidates = [each for each in self._candidates(items) if not self._take_remembered(each)]
-        assert self._files is not None  # the candidates were looked for in them
-        batch = making.Batch(candidates, self._terms, self._files)
+        assert self._memory is not None  # the candidates were looked for in it
+        batch = making.Batch(candidates, self._terms, self._memory)
+        self._under_way.append(batch)
+        self._begun.update(id(each.parameter) for each in candidates)
+        batch.begin()
+        spent = time.perf_counter() - began
+        self._terms.process_seconds += spent - (self._terms.hash_seconds - hashed)
+        if wait or not batch.of_files:
+            self._complete(1)  # of what began before the loader may have changed something
+            self._complete(checked=True)
+
+    def _complete(self, under_way: int = 0, *, checked: bool = False) -> None:
+        """Share what was read, but for so many batches: the first is waited for first.
+
+        `checked`: nobody went on since it was looked for.
+        """
+        while len(self._under_way) > under_way:
+            batch = self._under_way[0]
+            digests = batch.digests()
+            self._under_way.popleft()
+            self._begun.difference_update(id(each.parameter) for each in batch.candidates)
+            self._share(batch, digests, set() if checked else self._changed(batch))
+
+    def _changed(self, batch: making.Batch) -> set[int]:
+        """Those that are not what was read, or share memory with another one by now."""
+        together = overlapping(chain(self.model.parameters(), self.model.buffers()))
+        candidates = ((id(each.parameter), each) for each in batch.candidates)
+        return {key for key, each in candidates if key in together or not _is_as_read(each)}
+
+    def _share(self, batch: making.Batch, digests: Sequence[str], changed: set[int]) -> None:
+        began = time.perf_counter()
         missing = []
-        for number, (candidate, found) in enumerate(zip(candidates, batch.digests(), strict=True)):
+        for number, (candidate, found) in enumerate(zip(batch.candidates, digests, strict=True)):
             if candidate.place is not None and self._terms.origins is not None:
                 self._terms.origins.learn(candidate.place, found)
-            key = resident_key(data_of(candidate.parameter), found)
+            if id(candidate.parameter) in changed:
+                self._reasons[id(candidate.parameter)] = _CHANGED  # it is looked at once more
+                continue
+            key = resident_key(candidate.data, found)
             copy = self._copies.choose(key, candidate.name)
             resident = registry.lookup(key, copy)
             if resident is None:
@@ -150,8 +198,7 @@ class Adoption:
             else:
                 self._take(candidate.parameter, resident, copy, made=False)
         self._make(batch, missing)
-        spent = time.perf_counter() - began
-        self._terms.process_seconds += spent - (self._terms.hash_seconds - hashed)
+        self._terms.process_seconds += time.perf_counter() - began
 
     def _take_remembered(self, candidate: Candidate) -> bool:
         """Share what a hint names and what is resident, without reading it. False: hash it."""
@@ -174,8 +221,7 @@ class Adoption:
         together = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for number in together & self._shares.keys():
             self._set_apart(number)
-        files, common = files_and_common()
-        self._files = files
+        memory = self._memory = AddressSpace()
         resident = residents_behind([parameter for _, parameter in items])
         chosen = []
         for name, parameter in items:
@@ -184,7 +230,7 @@ class Adoption:
             if found is not None and tied:  # nobody else here gets what it is
                 self._copies.claim(*found[0])
             reason = self._reason(parameter, together) if found is None or tied else None
-            if reason is None and found is None and common.hold(parameter):
+            if reason is None and found is None and memory.is_common(parameter):
                 reason = "other processes can write to its memory"
             if reason is not None:
                 self._reasons[id(parameter)] = reason
@@ -194,8 +240,8 @@ class Adoption:
                 self._shares[id(parameter)] = Share(parameter, behind, copy, False, before)
             elif parameter.nbytes:
                 origins = self._terms.origins
-                place = None if origins is None else origins.place(parameter, files)
-                chosen.append(Candidate(name, parameter, place))
+                place = None if origins is None else origins.place(parameter, memory)
+                chosen.append(Candidate(name, parameter, data_of(parameter), place))
         return chosen
 
     def _reason(self, parameter: nn.Parameter, together: set[int]) -> str | None:
@@ -274,14 +320,15 @@ class Adoption:
 
     def _let_files_go(self) -> None:
         """Copy what is left of checkpoint files in memory: one small tensor pins a whole file."""
-        # As of the last look: adopting maps no files.
-        files = files_and_common()[0] if self._files is None else self._files
+        memory = AddressSpace()
+        tied = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for parameter in self.model.parameters():
             plain = type(parameter) is nn.Parameter and id(parameter) not in self._shares
-            if plain and self._reasons.get(id(parameter)) != SHARED_STORAGE:
-                _copy_out(parameter, files)
+            if plain and id(parameter) not in tied:
+                _copy_out(parameter, memory)
         for buffer in self.model.buffers():
-            _copy_out(buffer, files)
+            if id(buffer) not in tied:
+                _copy_out(buffer, memory)
 
     def _account(self) -> None:
         self._reasons |= self._on_gpus.reasons
@@ -294,8 +341,17 @@ class Adoption:
                 self.ledger.skip(name, self._reasons[id(parameter)])
 
 
-def _copy_out(tensor: torch.Tensor, files: Mappings) -> None:
-    if files.hold(tensor):
+def _is_as_read(candidate: Candidate) -> bool:
+    """Is the parameter what was read? The loader went on; a file's page is copied by a write."""
+    data, read = data_of(candidate.parameter), candidate.data
+    same = (data.data_ptr(), data.shape, data.stride(), data.dtype) == (
+        read.data_ptr(), read.shape, read.stride(), read.dtype,
+    )  # fmt: skip
+    return same and (candidate.place is None or is_as_mapped(read.data_ptr(), read.nbytes))
+
+
+def _copy_out(tensor: torch.Tensor, memory: AddressSpace) -> None:
+    if memory.file(tensor) is not None:
         replace(tensor, data_of(tensor).clone(memory_format=torch.preserve_format))
 
 

@@ -14,7 +14,7 @@ from tensor_dedup.loader.residents import tensor_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tensor_dedup.loader.placing import Mappings
+    from tensor_dedup.loader.address_space import AddressSpace
     from tensor_dedup.loader.residents import Resident
 
 COLLISION = "another tensor has the same digest"
@@ -42,14 +42,14 @@ def is_forgeable(digest: str) -> bool:
 
 
 def require_as_hashed(
-    made: Iterable[tuple[torch.Tensor, Resident]], files: Mappings, algorithm: str
+    made: Iterable[tuple[torch.Tensor, Resident]], memory: AddressSpace, algorithm: str
 ) -> None:
     """Are copies out of mapped files the bytes that were hashed there before? ChangedFileError.
 
     Anybody may have written to a file in between, and its times need not tell. Asked before
     anybody else can get the copies.
     """
-    copied = [(file, each) for tensor, each in made if (file := files.find(tensor)) is not None]
+    copied = [(file, each) for tensor, each in made if (file := memory.file(tensor)) is not None]
     views = [tensor_bytes(resident.map(writable=False)) for _, resident in copied]
     hashes = [submit(view, algorithm) for view in views]
     for (file, resident), found in zip(copied, hashes, strict=True):

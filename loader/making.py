@@ -5,26 +5,27 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakSet
 
-from tensor_dedup.digest import submit
 from tensor_dedup.loader.comparing import require_as_hashed
 from tensor_dedup.loader.dtypes import dtype_name
 from tensor_dedup.loader.lender import Wanted
 from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.placing import Mappings, data_of
-from tensor_dedup.loader.pouring import POUR_FROM, Pouring
+from tensor_dedup.loader.pouring import Bytes, Pouring
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import Resident, pack, resident_key, tensor_bytes
+from tensor_dedup.loader.residents import Resident, pack, resident_key
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
     from torch import nn
 
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.address_space import AddressSpace
     from tensor_dedup.loader.origins import Origins, Place
     from tensor_dedup.loader.supply import Supply
 
@@ -59,16 +60,12 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A parameter to share; `place`: the file range that it is."""
+    """A parameter to share, and what it holds; `place`: the file range that this is."""
 
     name: str
     parameter: nn.Parameter
+    data: torch.Tensor
     place: Place | None
-
-    @property
-    def data(self) -> torch.Tensor:
-        """What it holds."""
-        return data_of(self.parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,54 +84,80 @@ class Missing:
 class Batch:
     """Some parameters that are hashed together, and of which some become residents. One thread.
 
-    What nobody can have, by its type and shape, is copied while it is hashed.
+    What nobody can have, by its type and shape, is copied while it is hashed. Its pool's threads
+    read files between `begin` and `digests`, or `abandon`.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], terms: Terms, files: Mappings) -> None:
+    def __init__(self, candidates: Sequence[Candidate], terms: Terms, memory: AddressSpace) -> None:
         self.candidates = candidates
-        self._terms, self._files = terms, files
+        self._terms, self._memory = terms, memory
+        self._sources = [Bytes(each.data, each.place) for each in candidates]
         self._pouring: Pouring | None = None
         self._poured: set[int] = set()
+        self._begun: dict[int, Future[str]] = {}
 
-    def digests(self) -> list[str]:
-        """The digest of each."""
+    @property
+    def of_files(self) -> bool:
+        """Are all of them ranges of files? Then a write to one of them can be told later."""
+        return all(each.place is not None for each in self.candidates)
+
+    def begin(self) -> None:
+        """Start hashing, and copying what is copied."""
         began = time.perf_counter()
         self._expect()
-        poured = self._pour()
-        algorithm = self._terms.config.hash_algorithm
-        futures = {
-            number: submit(tensor_bytes(each.data), algorithm)
-            for number, each in enumerate(self.candidates)
-            if number not in poured
-        }
-        found = poured | {number: future.result() for number, future in futures.items()}
+        self._begin()
+        self._terms.hash_seconds += time.perf_counter() - began
+
+    def digests(self) -> list[str]:
+        """The digest of each, as soon as all are there."""
+        began = time.perf_counter()
+        self.abandon()  # nobody writes to the slab any more, whatever one of them has met
+        try:
+            found = self._results()
+        except SharedMemoryError:  # it is met again, and said, when they are made
+            self._pouring, self._poured = None, set()
+            self._begin_hashing(range(len(self.candidates)))
+            found = self._results()
         self._terms.bytes_hashed += sum(each.data.nbytes for each in self.candidates)
         self._terms.hash_seconds += time.perf_counter() - began
-        return [found[number] for number in range(len(self.candidates))]
+        return found
+
+    def abandon(self) -> None:
+        """Wait until nothing is read any more."""
+        wait(self._begun.values())
+
+    def _results(self) -> list[str]:
+        return [self._begun[number].result() for number in range(len(self.candidates))]
 
     def _expect(self) -> None:
         if self._terms.origins is not None:
             places = (each.place for each in self.candidates)
             self._terms.origins.expect([place for place in places if place is not None])
 
-    def _pour(self) -> dict[int, str]:
-        """Digests of what was copied at once. None is where there is no memory for it."""
+    def _begin(self) -> None:
         wanted = {n for n, each in enumerate(self.candidates) if self._is_new(each.data)}
+        self._begin_hashing(n for n in range(len(self.candidates)) if n not in wanted)
         if not wanted:
-            return {}
-        with suppress(SharedMemoryError):  # it is met again, and said, when they are made
-            pouring = Pouring([each.data for each in self.candidates], wanted)
-            found = {number: future.result() for number, future in pouring.begin().items()}
+            return
+        try:
+            pouring = Pouring(self._sources, wanted)
+            pouring.begin(self._begun)
+        except SharedMemoryError:
+            self.abandon()
+            self._begin_hashing(wanted)
+        else:
             self._pouring, self._poured = pouring, wanted
-            return found
-        return {}
+
+    def _begin_hashing(self, numbers: Iterable[int]) -> None:
+        algorithm = self._terms.config.hash_algorithm
+        self._begun.update((n, self._sources[n].digest(algorithm)) for n in numbers)
 
     def _is_new(self, data: torch.Tensor) -> bool:
         terms = self._terms
         if terms.supply.lender is not None or terms.config.hash_algorithm != "blake3":
             return False
         geometry = dtype_name(data.dtype), tuple(data.shape), tuple(data.stride())
-        return data.nbytes >= POUR_FROM and geometry not in terms.before
+        return geometry not in terms.before
 
     def make(self, missing: Sequence[Missing]) -> list[tuple[Resident, bool]]:
         """A resident for each, and whether it was made just now. SharedMemoryError."""
@@ -169,4 +192,4 @@ class Batch:
         return first, first is resident
 
     def _check_copied(self, made: Iterable[tuple[torch.Tensor, Resident]]) -> None:
-        require_as_hashed(made, self._files, self._terms.config.hash_algorithm)
+        require_as_hashed(made, self._memory, self._terms.config.hash_algorithm)

@@ -35,6 +35,7 @@ SLAB_NAME: Final = "tensor-dedup"
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 # Calls of libc: Python's mmap duplicates the descriptor, and its close() unmaps under live tensors.
 _MAP_NORESERVE: Final = 0x4000
+_PUNCH_HOLE: Final = 0x03  # and keep the size
 _MADV_DONTFORK: Final = 10
 _MREMAP_MAYMOVE: Final = 1
 _MREMAP_FIXED: Final = 2
@@ -43,23 +44,15 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.mremap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-]
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+]  # fmt: skip
 
 ByteArray = ctypes.Array[ctypes.c_char]
 
@@ -331,6 +324,13 @@ class SlabWriter:
         fd, rest, at = self._open().fileno, into.cast("B"), offset
         while rest.nbytes and (count := os.preadv(fd, [rest], at)):
             rest, at = rest[count:], at + count
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return the memory of a place that nobody wants; pages it shares with others stay."""
+        start, end = round_up(offset), (offset + nbytes) // PAGE * PAGE
+        if end > start:
+            # Where it is refused the memory stays, and goes with the slab.
+            _libc.fallocate(self._open().fileno, _PUNCH_HOLE, start, end - start)
 
     def view(self, nbytes: int) -> tuple[int, ByteArray]:
         """Return an offset and a writable buffer of `nbytes` there, zeroed.

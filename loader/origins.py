@@ -15,18 +15,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.errors import ChangedFileError, UnreadableFileError
 from tensor_dedup.loader.hints import QUIET_NS, FileIdentity, HintIndex
 from tensor_dedup.loader.mappings import is_as_mapped
-from tensor_dedup.loader.placing import Mapped, Mappings, data_of
+from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.sources import StaleHintError
 
 if TYPE_CHECKING:
     import torch
 
+    from tensor_dedup.loader.address_space import AddressSpace, Mapped
 
 # How much of a file the kernel is asked to read beyond what is hashed now.
 _AHEAD_BYTES: Final = 64 << 20
+# Of what it is asked for at once it reads no more than a device's read_ahead_kb.
+_ASK_BYTES: Final = 1 << 20
 
 
 @dataclass(slots=True)
@@ -62,6 +65,32 @@ class Place(NamedTuple):
         """The digest that a hint gives for it."""
         return self.file.known.get((self.start, self.nbytes))
 
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill with the bytes from `offset` on. Any thread, until the origins are closed.
+
+        ChangedFileError when the file has become shorter; UnreadableFileError.
+        """
+        done = 0
+        while done < len(into):
+            count = self._read(into[done:], offset + done)
+            if not count:
+                raise ChangedFileError(
+                    f"{self.file.path} became shorter while it was being loaded; load it again",
+                    path=self.file.path,
+                )
+            done += count
+
+    def _read(self, into: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self.file.fd, [into], self.start + offset)
+        except OSError as error:
+            raise UnreadableFileError(
+                f"{self.file.path} cannot be read at byte {self.start + offset} "
+                f"({error.strerror}); look at the disk or share it is on",
+                path=self.file.path,
+                errno=error.errno,
+            ) from error
+
 
 class Origins:
     """The files one load meets in memory. Owns a descriptor of each until `close`. One thread."""
@@ -73,9 +102,9 @@ class Origins:
         self._hints = HintIndex()
         self._files: dict[tuple[str, int], _File | None] = {}
 
-    def place(self, tensor: torch.Tensor, files: Mappings) -> Place | None:
-        """The file range that a gap-free tensor is, of `files`; None when it is memory."""
-        mapped = files.find(tensor)
+    def place(self, tensor: torch.Tensor, memory: AddressSpace) -> Place | None:
+        """The file range that a gap-free tensor is; None when it is memory."""
+        mapped = memory.file(tensor)
         if mapped is None:
             return None
         address, nbytes = data_of(tensor).data_ptr(), tensor.nbytes
@@ -114,9 +143,9 @@ class Origins:
             stop = place.start + place.nbytes
             if stop > place.file.asked:
                 start = max(place.start, place.file.asked)
-                place.file.asked = stop + _AHEAD_BYTES
-                size = place.file.asked - start
-                os.posix_fadvise(place.file.fd, start, size, os.POSIX_FADV_WILLNEED)
+                place.file.asked = min(stop + _AHEAD_BYTES, place.file.identity.size)
+                for at in range(start, place.file.asked, _ASK_BYTES):
+                    os.posix_fadvise(place.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
     def learn(self, place: Place, digest: str) -> None:
         """Enter what was hashed there. StaleHintError when a hint said otherwise."""

@@ -1,15 +1,15 @@
-"""Tensors that are copied into a slab first, and hashed there while the next are copied.
+"""Tensors that are hashed on their way into a slab, or without one, wherever they lie.
 
 What is hashed is what the slab holds. So no second hash is needed to know that a file was not
-changed between being hashed and being copied. One thread copies: those that write to one memory
-file take turns, and would be kept from hashing.
+changed between being hashed and being copied. Files are read, and not looked at through their
+mappings: every page of those would have to be entered first, and a fault waits for the disk.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tensor_dedup.digest import stream
+from tensor_dedup.digest import stream, submit
 from tensor_dedup.loader.memory import ALIGNMENT, SlabWriter, capacity_for
 from tensor_dedup.loader.residents import Resident, resident_key, tensor_bytes
 
@@ -19,40 +19,74 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tensor_dedup.loader.origins import Place
+
 # Handing less to other threads takes longer than hashing it.
-POUR_FROM: Final = 128 << 10
+_APART_FROM: Final = 128 << 10
+
+
+class Bytes:
+    """The bytes of a tensor: where they lie now, and of which file they are."""
+
+    def __init__(self, tensor: torch.Tensor, place: Place | None) -> None:
+        self.tensor: Final = tensor
+        self._place = place
+
+    @property
+    def beyond(self) -> int:
+        """How far they begin from a multiple of 64: sums of products may be rounded by it."""
+        return self.tensor.data_ptr() % ALIGNMENT
+
+    def digest(self, algorithm: str) -> Future[str]:
+        """Start hashing."""
+        place = self._place
+        if place is None or algorithm != "blake3" or self.tensor.nbytes < _APART_FROM:
+            return submit(tensor_bytes(self.tensor), algorithm)
+        return stream(self.tensor.nbytes, place.read)
+
+    def pour(self, writer: SlabWriter) -> tuple[int, Future[str]]:
+        """Start copying and hashing (BLAKE3); and where in the slab. OutOfMemoryError."""
+        nbytes, data = self.tensor.nbytes, tensor_bytes(self.tensor)
+        start = writer.take(nbytes + self.beyond) + self.beyond
+        if nbytes < _APART_FROM:
+            copy = memoryview(bytes(data))
+            writer.put(copy, start)
+            return start, submit(copy)
+        place = self._place
+
+        def passing(piece: memoryview, offset: int) -> None:
+            if place is not None:
+                place.read(piece, offset)
+                writer.put(piece, start + offset)
+            else:  # copied by the kernel alone, and other threads go on
+                writer.put(data[offset : offset + len(piece)], start + offset)
+                writer.get(piece, start + offset)
+
+        return start, stream(nbytes, passing)
 
 
 class Pouring:
     """One slab for the tensors of one batch. One thread; its pool's threads do the work.
 
-    Each is as far from a multiple of 64 bytes as it is now, because sums of products may be rounded
-    by it. Of those that are poured and not wanted in the end the place stays unused.
+    Of those that are poured and not wanted in the end the memory is given back.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], poured: Collection[int]) -> None:
+    def __init__(self, sources: Sequence[Bytes], poured: Collection[int]) -> None:
         """`poured`: the numbers of those that are copied at once. OutOfMemoryError."""
-        self._tensors = tensors
+        self._sources = sources
         self._poured = sorted(poured)
-        rest = (number for number in range(len(tensors)) if number not in poured)
-        sizes = [tensors[n].nbytes + self._beyond(n) for n in (*self._poured, *rest)]
-        self._writer = SlabWriter(capacity_for(sizes))
+        rest = (number for number in range(len(sources)) if number not in poured)
+        order = (sources[number] for number in (*self._poured, *rest))
+        self._writer = SlabWriter(capacity_for(s.tensor.nbytes + s.beyond for s in order))
         self._starts: dict[int, int] = {}
 
-    def _beyond(self, number: int) -> int:
-        return self._tensors[number].data_ptr() % ALIGNMENT
+    def begin(self, begun: dict[int, Future[str]]) -> None:
+        """Start copying and hashing (BLAKE3), and enter the digests by number. OutOfMemoryError.
 
-    def begin(self) -> dict[int, Future[str]]:
-        """Copy, and start hashing (BLAKE3). OutOfMemoryError.
-
-        Nothing may be done with this before all futures have ended.
+        Nothing may be done with this before all that was entered has ended.
         """
-        return {number: self._begin(number) for number in self._poured}
-
-    def _begin(self, number: int) -> Future[str]:
-        beyond, data = self._beyond(number), tensor_bytes(self._tensors[number])
-        start = self._starts[number] = self._writer.write(data, beyond)
-        return stream(data.nbytes, lambda piece, offset: self._writer.get(piece, start + offset))
+        for number in self._poured:
+            self._starts[number], begun[number] = self._sources[number].pour(self._writer)
 
     def seal(self, digests: dict[int, str]) -> dict[int, Resident]:
         """Residents of those that are wanted, by number. What was not poured is copied now.
@@ -61,15 +95,18 @@ class Pouring:
         """
         for number in digests:
             if number not in self._starts:
-                data, beyond = tensor_bytes(self._tensors[number]), self._beyond(number)
-                self._starts[number] = self._writer.write(data, beyond)
+                source = self._sources[number]
+                data = tensor_bytes(source.tensor)
+                self._starts[number] = self._writer.write(data, source.beyond)
+        for number in set(self._poured) - digests.keys():
+            self._writer.give_back(self._starts[number], self._sources[number].tensor.nbytes)
         slab = self._writer.seal()
         return {
             number: Resident(
-                resident_key(self._tensors[number], digest),
+                resident_key(self._sources[number].tensor, found),
                 slab,
                 self._starts[number],
-                self._tensors[number].nbytes,
+                self._sources[number].tensor.nbytes,
             )
-            for number, digest in digests.items()
+            for number, found in digests.items()
         }

@@ -92,6 +92,8 @@ class Load:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for each in self._adoptions.values():
+            each.abandon()
         self._origins.close()
 
     def note(self, model: nn.Module, name: str) -> None:
@@ -130,6 +132,7 @@ class Load:
         self._settled.add(id(model))
         if is_offloaded(model):
             self._offloaded.add(id(model))
+            adoption.abandon()
             return
         adoption.settle()
 

@@ -1,5 +1,7 @@
 """What is shared of a model, parameter by parameter, and what stays as the loader made it."""
 
+import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -15,14 +17,13 @@ import kernel
 import remains
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.loader.address_space import AddressSpace
 from tensor_dedup.loader.adoption import Adoption
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.lender import Wanted
 from tensor_dedup.loader.making import Terms
 from tensor_dedup.loader.memory import SlabWriter
-from tensor_dedup.loader.origins import Origins
-from tensor_dedup.loader.placing import files_and_common
-from tensor_dedup.loader.pouring import POUR_FROM
+from tensor_dedup.loader.origins import Origins, Place
 from tensor_dedup.loader.residents import Resident
 from tensor_dedup.loader.supply import Supply
 
@@ -160,7 +161,7 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
         found.set_result(f"{algorithm}:" + "0" * 16)
         return found
 
-    monkeypatch.setattr("tensor_dedup.loader.making.submit", submit)
+    monkeypatch.setattr("tensor_dedup.loader.pouring.submit", submit)
     terms = Terms(TensorDedupConfig(hash_algorithm="xxhash64"), Supply(as_aligned=True))
     one = model_of(p=torch.full((LARGE,), 1.0), q=torch.full((LARGE,), 2.0))
     Adoption(one, terms).settle()
@@ -220,7 +221,7 @@ def test_a_mapping_that_is_seen_otherwise_is_another_tensor(change: object) -> N
     assert torch.equal(first.weight, torch.arange(4096.0).view(64, 64))
 
 
-COUNT = POUR_FROM // 8  # of four bytes: too small to be copied while it is hashed
+COUNT = 16 << 10  # of four bytes: hashed by the thread that loads
 
 
 def as_file(value: float, count: int = COUNT) -> bytes:
@@ -253,6 +254,8 @@ def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
     tmp_path: Path, quiet: bool, hints: bool, twins: bool
 ) -> None:
     """Whether its times tell or not, and whether its path leads to it or not."""
+    alike = model_of(weight=torch.zeros(COUNT))  # or it would be copied at once
+    shared(alike)
     path = tmp_path / "weights"
     path.write_bytes(as_file(1.0))
     if quiet:
@@ -273,23 +276,29 @@ def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
     assert verify().ok
 
 
-def test_what_is_large_is_hashed_as_it_was_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [COUNT, 5 * COUNT], ids=["small", "large"])
+@pytest.mark.parametrize("read", [True, False], ids=["read", "looked at"])
+def test_what_is_hashed_is_what_was_copied(
+    read: bool, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody writes to the file in between: nobody gets other bytes than were hashed."""
-    path, count = tmp_path / "weights", 5 * COUNT
+    path = tmp_path / "weights"
     path.write_bytes(as_file(1.0, count))
-    get = SlabWriter.get
+    step = "get" if count > COUNT and not read else "put"
+    work = getattr(SlabWriter, step)
 
-    def meddle(self: SlabWriter, into: memoryview, offset: int) -> None:
+    def meddle(self: SlabWriter, piece: memoryview, offset: int) -> None:
         with path.open("r+b") as file:
             file.write(as_file(2.0, count))
-        get(self, into, offset)
+        work(self, piece, offset)
 
-    monkeypatch.setattr(SlabWriter, "get", meddle)
+    monkeypatch.setattr(SlabWriter, step, meddle)
     model, other = mapped(path, count), model_of(weight=torch.ones(count))
-    Adoption(model, Terms(TensorDedupConfig(), Supply(as_aligned=True))).settle()
+    origins = Origins("blake3", trust=True) if read else None
+    Adoption(model, Terms(TensorDedupConfig(), Supply(as_aligned=True), origins)).settle()
     assert mapped(path, count).weight[0] == 2
+    if origins is not None:
+        origins.close()
     monkeypatch.undo()
     shared(other)
     assert shares_memory(model.weight, other.weight)
@@ -302,13 +311,12 @@ def test_a_range_that_was_written_in_memory_is_not_the_files(tmp_path: Path) -> 
     path.write_bytes(as_file(1.0))
     origins = Origins("blake3", trust=True)
     model = mapped(path)
-    files, _ = files_and_common()
-    place = origins.place(model.weight, files)
+    place = origins.place(model.weight, AddressSpace())
     assert place is not None
     assert (place.start, place.nbytes) == (0, 4 * COUNT)
     with torch.no_grad():
         model.weight[5] = 3.0
-    assert origins.place(model.weight, files) is None
+    assert origins.place(model.weight, AddressSpace()) is None
     origins.close()
 
 
@@ -320,7 +328,138 @@ def test_a_path_that_leads_to_another_file_by_now_says_nothing(tmp_path: Path, n
     path.unlink()
     (tmp_path / name).write_bytes(as_file(2.0))
     origins = Origins("blake3", trust=True)
-    files, _ = files_and_common()
-    assert files.hold(model.weight)
-    assert origins.place(model.weight, files) is None
+    memory = AddressSpace()
+    assert memory.file(model.weight) is not None
+    assert origins.place(model.weight, memory) is None
     origins.close()
+
+
+def being_read(path: Path, count: int = LARGE) -> tuple[Any, Adoption, Origins]:
+    """A model whose one parameter, of a file, is being read."""
+    path.write_bytes(as_file(1.0, count))
+    model, origins = mapped(path, count), Origins("blake3", trust=True)
+    where = model.weight.data_ptr()
+    found = adoption(model, origins)
+    found.note("weight")
+    assert model.weight.data_ptr() == where, "the loader waited"
+    return model, found, origins
+
+
+def test_what_is_read_while_the_loader_goes_on_is_shared_in_the_end(tmp_path: Path) -> None:
+    model, found, origins = being_read(tmp_path / "weights")
+    found.note("weight")
+    found.settle()
+    origins.close()
+    assert found.ledger.skipped == {}
+    other = model_of(weight=torch.ones(LARGE))
+    shared(other)
+    assert shares_memory(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("also", [False, True], ids=["alone", "before one in memory"])
+def test_a_write_while_it_is_read_is_not_lost(also: bool, tmp_path: Path) -> None:
+    model, found, origins = being_read(tmp_path / "weights")
+    with torch.no_grad():
+        model.weight[5] = 3.0
+    if also:
+        model.register_parameter("other", nn.Parameter(torch.zeros(LARGE)))
+        found.note("other")
+    found.settle()
+    origins.close()
+    expected = torch.ones(LARGE)
+    assert not torch.equal(model.weight, expected)
+    expected[5] = 3.0
+    assert torch.equal(model.weight, expected)
+    other = model_of(weight=expected.clone())
+    shared(other)
+    assert shares_memory(model.weight, other.weight)
+    assert verify().ok
+
+
+def test_a_parameter_that_is_set_again_while_it_is_read_is_what_it_was_set_to(
+    tmp_path: Path,
+) -> None:
+    model, found, origins = being_read(tmp_path / "weights")
+    model.weight.data = torch.full((LARGE,), 2.0)
+    found.settle()
+    origins.close()
+    assert (model.weight == 2).all()
+    other = model_of(weight=torch.full((LARGE,), 2.0))
+    shared(other)
+    assert shares_memory(model.weight, other.weight)
+
+
+def test_names_that_are_tied_while_one_is_read_stay_tied(tmp_path: Path) -> None:
+    model, found, origins = being_read(tmp_path / "weights")
+    model.register_parameter("twin", nn.Parameter(model.weight.detach()))
+    model.register_buffer("view", model.weight.detach()[:8])
+    found.note("twin")
+    found.settle()
+    origins.close()
+    assert found.ledger.skipped == dict.fromkeys(("weight", "twin"), SHARED_STORAGE)
+    with torch.no_grad():
+        model.twin[3] = 4.0
+    assert model.weight[3] == model.view[3] == 4.0
+
+
+def test_files_are_closed_when_nobody_reads_them_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    read = Place.read
+
+    def slowly(self: Place, into: memoryview, offset: int) -> None:
+        reading.set()
+        assert go_on.wait(60)
+        read(self, into, offset)
+
+    monkeypatch.setattr(Place, "read", slowly)
+    model, found, origins = being_read(tmp_path / "weights")
+    assert reading.wait(60)
+    ended = threading.Thread(target=found.abandon)
+    ended.start()
+    ended.join(0.2)
+    assert ended.is_alive(), "somebody still reads"
+    go_on.set()
+    ended.join(60)
+    assert not ended.is_alive()
+    origins.close()
+    assert (model.weight == 1).all()
+    assert not any(str(tmp_path) in each for each in kernel.descriptors())
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    read = Place.read
+
+    def cut(self: Place, into: memoryview, offset: int) -> None:
+        os.truncate(path, 100)
+        read(self, into, offset)
+
+    monkeypatch.setattr(Place, "read", cut)
+    _, found, origins = being_read(path)
+    with pytest.raises(ChangedFileError, match="became shorter while it was being loaded"):
+        found.settle()
+    found.abandon()
+    origins.close()
+
+
+def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> None:
+    """Two files of one load with the same bytes: the second was copied before that was known."""
+    count = 1 << 20
+    path = tmp_path / "weights"
+    path.write_bytes(as_file(1.0, count))
+    first, second = mapped(path, count), mapped(path, count)
+    second.register_parameter("more", nn.Parameter(torch.full((count,), 3.0)))
+    origins = Origins("blake3", trust=True)
+    terms = Terms(TensorDedupConfig(), Supply(as_aligned=True), origins)
+    for model in (first, second):
+        Adoption(model, terms).settle()
+    origins.close()
+    assert shares_memory(first.weight, second.weight)
+    slabs = {id(each.slab): each.slab for each in terms.own}
+    assert len(slabs) == 2
+    held = sum(os.fstat(slab.fileno).st_blocks * 512 for slab in slabs.values())
+    assert held <= 2 * 4 * count + (64 << 10)
