@@ -51,7 +51,7 @@ class Bytes:
         if nbytes < _APART_FROM:
             copy = memoryview(bytes(data))
             writer.put(copy, start)
-            return start, submit(copy)
+            return start, submit(copy, "blake3")
         place = self._place
 
         def passing(piece: memoryview, offset: int) -> None:
