@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader import memory
-from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.devices import DEVICES, with_room
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.mappings import MAPPINGS
+from tensor_dedup.loader.memory import OutOfMemoryError
 from tensor_dedup.loader.placing import data_of, replace
 from tensor_dedup.loader.weak_storage import WeakStorage, number_of
 from tensor_dedup.memory_manager.errors import BackendError
@@ -72,19 +73,50 @@ def make_private_in_place(tensor: torch.Tensor) -> int:
     0 when the tensor is in none, or it cannot be replaced there: `Own` does what this does not.
     Waits for all work of the GPU.
     """
+    try:
+        return _replaced_in_place(tensor)
+    except (BackendError, UnsupportedError) as error:
+        _log.debug("not in place: %s", error)
+        return 0
+
+
+def require_private_in_place(tensors: Sequence[torch.Tensor]) -> int:
+    """Make all that they are in of GPUs' shared memory this model's own, where it is; bytes copied.
+
+    For whoever has noted addresses, as captured graphs have. OutOfMemoryError: no address and no
+    value has changed. Some of it may be the model's own by then.
+    """
+    done = 0
+    try:
+        for each in tensors:
+            done += _replaced_in_place(each)
+    except (BackendError, UnsupportedError) as error:
+        missing = sum({_end(t): t.nbytes for t in tensors if DEVICES.holds(data_of(t))}.values())
+        raise OutOfMemoryError(
+            f"weights that are shared on a GPU cannot be written, and {missing} bytes of them not "
+            f"be copied where they are: {error.message}. Nothing was written and nothing moved; "
+            "free memory there, or start engines that are to be written with tensor_dedup=False",
+            nbytes=missing,
+            copied=done,
+        ) from error
+    return done
+
+
+def _end(tensor: torch.Tensor) -> int:
+    return data_of(tensor).data_ptr() + tensor.nbytes
+
+
+def _replaced_in_place(tensor: torch.Tensor) -> int:
+    """Raise BackendError, UnsupportedError: it is as it was."""
     data = data_of(tensor)
     if not DEVICES.holds(data):
         return 0
-    for gpu in DEVICES.opened():
-        mapping = gpu.mapping_behind(data)
-        if mapping is not None:
-            try:
-                mapping.make_private()
-            except (BackendError, UnsupportedError) as error:
-                _log.debug("not in place: %s", error)
-                return 0
-            return mapping.nbytes
-    return 0
+    found = (gpu.mapping_behind(data) for gpu in DEVICES.opened())
+    mapping = next((each for each in found if each is not None), None)
+    if mapping is None:
+        return 0
+    mapping.make_private()
+    return mapping.nbytes
 
 
 class Own:
@@ -112,7 +144,7 @@ class Own:
         found = self._copies.get(number_of(storage))
         if found is None:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            found = WeakStorage(storage), whole.clone().untyped_storage()
+            found = WeakStorage(storage), with_room(whole.device, whole.clone).untyped_storage()
             self._copies[number_of(storage)] = found
             self.nbytes += storage.nbytes()
         return found[1]

@@ -23,8 +23,10 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Final, Protocol
 
+from tensor_dedup import libc
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.mappings import MAPPINGS, Span
 
@@ -33,27 +35,6 @@ ALIGNMENT: Final = 64  # a cache line, and the widest vector load
 PAGE_ALIGNED_FROM: Final = 64 << 10  # from here on a neighbour's page costs less than 7 %
 SLAB_NAME: Final = "tensor-dedup"
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-# Calls of libc: Python's mmap duplicates the descriptor, and its close() unmaps under live tensors.
-_MAP_NORESERVE: Final = 0x4000
-_PUNCH_HOLE: Final = 0x03  # and keep the size
-_MADV_DONTFORK: Final = 10
-_MREMAP_MAYMOVE: Final = 1
-_MREMAP_FIXED: Final = 2
-_FAILED: Final = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-]  # fmt: skip
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = [
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
-]  # fmt: skip
-
 ByteArray = ctypes.Array[ctypes.c_char]
 
 
@@ -114,16 +95,16 @@ def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
 
 
 def _map(fd: int, offset: int, nbytes: int, protection: int, flags: int) -> int:
-    address = _libc.mmap(None, nbytes, protection, flags, fd, offset)
-    if address is None or address == _FAILED:
-        raise _refused("mmap", nbytes, ctypes.get_errno())
-    return int(address)
+    try:
+        return libc.mmap(0, nbytes, protection, flags, fd, offset)
+    except OSError as error:
+        raise _refused("mmap", nbytes, error.errno or 0) from error
 
 
 def _unmap(address: int, nbytes: int) -> None:
     # First forgotten, then unmapped: another thread may get this address from the next mmap.
     MAPPINGS.forget(address)
-    _libc.munmap(address, nbytes)
+    libc.munmap(address, nbytes)
 
 
 # Every mapping of a slab, by the address it begins at.
@@ -161,26 +142,56 @@ def _make_private(address: int, nbytes: int) -> int:
     if found is None or array is None:
         return 0
     start, span = found
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    fresh = _map(-1, 0, span.length, mmap.PROT_READ | mmap.PROT_WRITE, flags)
+    try:
+        fresh = libc.own_memory(span.length)
+    except OSError as error:
+        raise _refused("mmap", span.length, error.errno or 0) from error
     first, size = ctypes.addressof(array), len(array)
     ctypes.memmove(fresh + first - start, first, size)
     # First forgotten, then replaced: it must not be taken for the slab's when it is not.
     MAPPINGS.forget(start)
-    # One step for the kernel: who reads meanwhile finds the old pages or the new, which are equal.
-    how = _MREMAP_MAYMOVE | _MREMAP_FIXED
-    if _libc.mremap(fresh, span.length, span.length, how, start) == _FAILED:
-        code = ctypes.get_errno()
-        MAPPINGS.add(start, span)
-        _libc.munmap(fresh, span.length)
-        raise _refused("mremap", span.length, code)
+    try:
+        # One step for the kernel: who reads meanwhile finds the old pages or the new, all equal.
+        libc.move_over(fresh, start, span.length)
+    except OSError as error:
+        if not _fill(start, fresh, span.length):
+            MAPPINGS.add(start, span)
+            libc.munmap(fresh, span.length)
+            raise _refused("mremap", span.length, error.errno or 0) from error
     array.owner = None  # type: ignore[attr-defined]
     return size
 
 
+def _fill(start: int, fresh: int, nbytes: int) -> bool:
+    """Put a copy where the kernel has left nothing; False: all is as it was.
+
+    mremap(2) takes away what lay there, and then fails when it gets no memory for its tables, as in
+    a container at its limit. Who reads in between ends by SIGSEGV, as nobody would without this.
+    """
+    try:
+        libc.own_memory(nbytes, start)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and _is_a_slab(start):
+            return False
+        # Tensors that live point to nothing, or to what another thread has put there since.
+        os.write(2, b"tensor-dedup: no memory left to make tensors private; ending the process\n")
+        os.abort()
+    ctypes.memmove(start, fresh, nbytes)
+    libc.munmap(fresh, nbytes)
+    return True
+
+
+def _is_a_slab(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.split()[0].partition("-")
+        if int(start, 16) <= address < int(end, 16):
+            return SLAB_NAME in line
+    return False
+
+
 def _unmap_in(pid: int, address: int, nbytes: int) -> None:
     if os.getpid() == pid:
-        _libc.munmap(address, nbytes)
+        libc.munmap(address, nbytes)
 
 
 class Descriptor:
@@ -238,7 +249,7 @@ class Slab:
         length = round_up(inside + nbytes)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         # NORESERVE: or the kernel would count every mapping as if all of it were to be copied.
-        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | libc.MAP_NORESERVE
         address = _map(self.fileno, offset - inside, length, protection, flags)
         with ExitStack() as undo:
             undo.callback(_unmap, address, length)
@@ -258,7 +269,7 @@ class _WritableRegion:
         # A forked child must not inherit it: sealing would fail until that child ends. So the
         # address may hold something else there, and only this process may unmap it.
         weakref.finalize(self, _unmap_in, os.getpid(), self.address, nbytes).atexit = False
-        _libc.madvise(self.address, nbytes, _MADV_DONTFORK)
+        libc.madvise(self.address, nbytes, libc.MADV_DONTFORK)
 
 
 class SlabWriter:
@@ -330,7 +341,7 @@ class SlabWriter:
         start, end = round_up(offset), (offset + nbytes) // PAGE * PAGE
         if end > start:
             # Where it is refused the memory stays, and goes with the slab.
-            _libc.fallocate(self._open().fileno, _PUNCH_HOLE, start, end - start)
+            libc.punch(self._open().fileno, start, end - start)
 
     def view(self, nbytes: int) -> tuple[int, ByteArray]:
         """Return an offset and a writable buffer of `nbytes` there, zeroed.

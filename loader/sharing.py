@@ -14,13 +14,18 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.device_copies import COPIES
-from tensor_dedup.loader.guarding import Own, is_guarded, make_private_in_place
+from tensor_dedup.loader.guarding import (
+    Own,
+    is_guarded,
+    make_private_in_place,
+    require_private_in_place,
+)
 from tensor_dedup.loader.known import is_of_bytes
 from tensor_dedup.loader.mappings import is_as_mapped
 from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import tensor_bytes
-from tensor_dedup.loader.whereabouts import is_mapped, is_on_gpu
+from tensor_dedup.loader.whereabouts import is_mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,13 @@ def unshare(target: object) -> int:
     or `components` of modules. On the CPU nothing moves: compiled code goes on with the addresses
     it has. On a GPU whole slabs become private, at the addresses they have, so that captured graphs
     go on with them; where its memory cannot be replaced in place, and on other devices, addresses
-    change. A packed copy is never written by anybody and stays shared. Nobody may use the model
-    meanwhile in another thread. Raises UnsupportedError for anything else, OutOfMemoryError.
+    change, but never an engine's. A packed copy is never written by anybody and stays shared.
+    Nobody may use the model meanwhile in another thread. Raises UnsupportedError for anything else,
+    OutOfMemoryError.
     """
+    engine = _engine_model(target)
+    replaced = 0 if engine is None else leave_gpus(engine)
     own = Own()
-    replaced = 0
     for module in _modules(target):
         _forget_records(module)
         for tensor in chain(module.parameters(), module.buffers()):
@@ -114,17 +121,12 @@ def unshare(target: object) -> int:
 
 
 def leave_gpus(model: nn.Module) -> int:
-    """Give a model all it has on GPUs to itself, as `unshare` does: there no write is a copy.
+    """Give a model all it has on GPUs to itself, where it is: there no write is a copy.
 
-    Host memory stays shared. The bytes copied.
+    Host memory stays shared. The bytes copied. OutOfMemoryError: it has the values and addresses
+    that it had, and must not be written.
     """
-    own = Own()
-    replaced = 0
-    for tensor in chain(model.parameters(), model.buffers()):
-        replaced += make_private_in_place(tensor)
-        if is_on_gpu(tensor):
-            own.give(tensor)
-    return own.nbytes + replaced
+    return require_private_in_place([*model.parameters(), *model.buffers()])
 
 
 def let_go_of_written(model: nn.Module) -> int:

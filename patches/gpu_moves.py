@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from tensor_dedup.loader.cuda.devices import with_room
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, Write
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.loader.known import Known
 from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.memory_manager.errors import BackendError
+from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tensor_dedup.loader.cuda.borrowing import Borrowing
     from tensor_dedup.loader.cuda.residents import DeviceResident, Views
-    from tensor_dedup.loader.cuda.shared import SharedGpu
+from tensor_dedup.loader.cuda.shared import SharedGpu
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,9 +65,10 @@ class GpuMove:
                     for each, resident in zip(batch, residents, strict=True):
                         brought[id(each.parameter)] = self._views.tensor(resident)
                 except BackendError as error:
-                    # No room, or an old driver: as torch would have it, if there is room for that.
-                    self.failed = str(error)
-                    break
+                    # As torch would have it, if there is room for that.
+                    self.failed = self.failed or str(error)
+                    if not isinstance(error, NoMemoryError):
+                        break  # an old driver; what is smaller may still find room
         return brought
 
     def _chosen(self, going: Iterable[Going]) -> Iterator[Going]:
@@ -97,7 +99,9 @@ class GpuMove:
 
         def write(address: int) -> None:
             # Cast as torch casts it, into memory that goes when it was copied.
-            made = function(each.parameter) if _changes(each) else data_of(each.parameter)
+            made = data_of(each.parameter)
+            if _changes(each):
+                made = with_room(self._gpu.device, lambda: function(each.parameter))
             self._gpu.copy_of(made.detach())(address)
 
         return write

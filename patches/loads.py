@@ -21,6 +21,7 @@ from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.adoption import Adoption
+from tensor_dedup.loader.generators import numbers_taken_back
 from tensor_dedup.loader.heap import release_memory
 from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
@@ -204,7 +205,8 @@ def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: se
                     _state.load.settle(model)
             return result
         try:
-            return _run(call, config, name, given, trust=True)
+            with numbers_taken_back():
+                return _run(call, config, name, given, trust=True)
         except StaleHintError as error:
             # As text: whoever keeps log records must not keep the frames, and memory, of a load.
             _log.warning("%s; loading again without hints", str(error))

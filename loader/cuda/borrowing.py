@@ -49,8 +49,10 @@ class Borrowing:
     def _ask(self, ask: Callable[[DeviceLender], _T], nothing: _T) -> _T:
         if self._lender is None or self.failed is not None:
             return nothing
+        lender = self._lender
         try:
-            return ask(self._lender)
+            # What nobody here refers to any more is leased until it is unmapped.
+            return lender.gpu.with_room(lambda: ask(lender), RefusedError)
         except RefusedError as error:
             # No room for these: what is resident can still be borrowed.
             self.refused = self.refused or str(error)

@@ -6,7 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.known import Known
 
 Open = Callable[[torch.device], SharedGpu]
+_T = TypeVar("_T")
 
 
 def _open_cuda(device: torch.device) -> SharedGpu:
@@ -30,8 +32,18 @@ def _open_cuda(device: torch.device) -> SharedGpu:
         raise UnsupportedError("this torch is not built for CUDA, or sees no GPU")
     ask: Any = torch.cuda.get_device_properties  # without types
     # By UUID: the driver's numbers are torch's only as long as nobody changes the environment.
-    gpu = Gpu(NvidiaDriver(), f"GPU-{ask(device).uuid}")
+    gpu = Gpu(NvidiaDriver(), f"GPU-{ask(device).uuid}", partial(_let_go, device))
     return SharedGpu(gpu, device, CUDA)
+
+
+def _let_go(device: torch.device) -> bool:
+    """Let torch's allocator give back what it keeps of a GPU for later."""
+    if torch.cuda.is_current_stream_capturing():
+        return False  # what frees memory ends the capture
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if unused:
+        torch.cuda.empty_cache()
+    return unused > 0
 
 
 class Devices:
@@ -119,3 +131,12 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 DEVICES: Final = Devices()
+
+
+def with_room(device: torch.device, do: Callable[[], _T]) -> _T:
+    """Let torch do what takes memory of a device; once more where it lacked what nobody uses.
+
+    torch knows nothing of mappings whose models are gone, and which nothing has unmapped yet.
+    """
+    gpu = DEVICES.at(device)
+    return do() if gpu is None else gpu.gpu.with_room(do, torch.OutOfMemoryError)

@@ -14,7 +14,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 from tensor_dedup.loader.cuda.opening import Extent, Opener, VmmOpener, total
 from tensor_dedup.loader.cuda.places import PLACES
@@ -26,9 +27,10 @@ from tensor_dedup.memory_manager.cuda.driver import (
     current,
     find_device,
 )
-from tensor_dedup.memory_manager.errors import BackendError
+from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class _Grave(NamedTuple):
@@ -72,7 +74,8 @@ class DeviceMapping:
         """
         if self.private:
             return
-        self._opener.make_private(self.address, self.extents)
+        place = self.address, self.extents
+        self.gpu.with_room(partial(self._opener.make_private, *place))
         self.private = True
         _forget(self.address, self.extents)
         self._end.detach()
@@ -97,8 +100,14 @@ def _forget(address: int, extents: Sequence[Extent]) -> None:
 class Gpu:
     """See the module. Safe from any thread. NoDriverError, DeviceError from every method."""
 
-    def __init__(self, driver: Driver, device: str) -> None:
-        """`device`: a UUID, or an ordinal among the visible ones."""
+    def __init__(
+        self, driver: Driver, device: str, let_go: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`device`: a UUID, or an ordinal among the visible ones.
+
+        `let_go` gives memory of the GPU back that somebody keeps here without using it; False when
+        there was none.
+        """
         driver.init()
         self.driver: Final = driver
         self.device: Final[Device] = find_device(driver, device)
@@ -106,6 +115,7 @@ class Gpu:
         self.stuck: Final[list[_Grave]] = []
         self._alive: Final[weakref.WeakSet[DeviceMapping]] = weakref.WeakSet()
         self._marked: list[tuple[int, list[_Grave]]] = []
+        self._let_go = let_go
         self._lock = threading.Lock()
 
     @property
@@ -124,7 +134,7 @@ class Gpu:
     def map(self, extents: Sequence[Extent], opener: Opener, owner: object) -> DeviceMapping:
         """Map slabs one after the other, read-only; `owner` is held until they are unmapped."""
         self._try_to_reap()
-        address = opener.open(extents, Access.READ)
+        address = self.with_room(lambda: opener.open(extents, Access.READ))
         at = address
         for extent in extents:
             PLACES.add(at, extent.nbytes, extent.serial)
@@ -146,7 +156,7 @@ class Gpu:
         """
         self._try_to_reap()
         with self.entered(), Undo() as undo:
-            address = opener.open([extent], Access.READ_WRITE)
+            address = self.with_room(lambda: opener.open([extent], Access.READ_WRITE))
             undo.add(lambda: opener.close(address, [extent]))
             try:
                 write(address)
@@ -156,6 +166,29 @@ class Gpu:
             undo.keep()
             # Not left to the undo stack: who cannot unmap must not say that all is written.
             opener.close(address, [extent])
+
+    def with_room(self, do: Callable[[], _T], short: type[BaseException] = NoMemoryError) -> _T:
+        """Do what takes memory here; once more if there was too little and some is not in use.
+
+        `short`: what it raises then. Before the second time all kernels have ended that may use
+        what nobody refers to any more.
+        """
+        try:
+            return do()
+        except short:
+            if not self.make_room():
+                raise
+        return do()
+
+    def make_room(self) -> bool:
+        """Give back what nobody uses; False when there was nothing. Waits for kernels."""
+        before = self.waiting
+        try:
+            self.reap(wait=True)
+        except BackendError as error:
+            _log.debug("nothing was unmapped now: %s", error)
+        let_go = self._let_go()
+        return let_go or self.waiting < before
 
     def _try_to_reap(self) -> None:
         try:

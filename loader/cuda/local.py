@@ -53,7 +53,7 @@ class LocalDevice:
     def _write(self, wanted: Sequence[DeviceWanted]) -> list[DeviceResident]:
         layout = self._backend.capabilities.layout
         offsets, nbytes = offsets_of((max(each.nbytes, 1) for each in wanted), layout)
-        memory = self._backend.reserve(nbytes)
+        memory = self.gpu.with_room(lambda: self._backend.reserve(nbytes))
         keys: list[ResidentKey] = []
 
         def write(address: int) -> None:

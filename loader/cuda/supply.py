@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu, Write
 from tensor_dedup.loader.cuda.upload import Uploader
@@ -17,8 +19,6 @@ from tensor_dedup.loader.residents import key_anywhere
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
-    import torch
-
     from tensor_dedup.loader.cuda.borrowing import Borrowing
     from tensor_dedup.loader.lender import Wanted
     from tensor_dedup.loader.supply import AnyResident
@@ -115,4 +115,5 @@ class GpuSupply:
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Home."""
-        return tensor.to(self._gpu.device)
+        there = self._gpu.device
+        return self._gpu.gpu.with_room(lambda: tensor.to(there), torch.OutOfMemoryError)

@@ -1,33 +1,20 @@
 """Addresses of the fake GPU: reservations, mappings and protections of this very process."""
 
-import ctypes
 import mmap
 import os
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tensor_dedup import libc
 from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.memory_manager.errors import NoMemoryError
 
-_MAP_FIXED: Final = 0x10
-_NOTHING: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+_NOTHING: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | libc.MAP_NORESERVE
 _PROTECTION: Final = {
     Access.NONE: 0,
     Access.READ: mmap.PROT_READ,
     Access.READ_WRITE: mmap.PROT_READ | mmap.PROT_WRITE,
 }
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +67,7 @@ class AddressSpace:
 
     def map(self, address: int, mapped: Mapped) -> None:
         """Put a file there."""
-        _map(address, mapped.nbytes, 0, mmap.MAP_SHARED | _MAP_FIXED, mapped.fd)
+        _map(address, mapped.nbytes, 0, mmap.MAP_SHARED | libc.MAP_FIXED, mapped.fd)
         self.mapped[address] = mapped
 
     def _whole(self, address: int, nbytes: int) -> list[int]:
@@ -96,7 +83,7 @@ class AddressSpace:
         starts = self._whole(address, nbytes)
         for start in starts:
             gone = self.mapped.pop(start)
-            _map(start, gone.nbytes, 0, _NOTHING | _MAP_FIXED, -1)
+            _map(start, gone.nbytes, 0, _NOTHING | libc.MAP_FIXED, -1)
             os.close(gone.fd)
         return bool(starts)
 
@@ -105,7 +92,7 @@ class AddressSpace:
         starts = self._whole(address, nbytes)
         for start in starts:
             self.mapped[start] = replace(self.mapped[start], access=access)
-            _libc.mprotect(start, self.mapped[start].nbytes, _PROTECTION[access])
+            libc.mprotect(start, self.mapped[start].nbytes, _PROTECTION[access])
         return bool(starts)
 
     def at(self, address: int) -> Mapped | None:
@@ -127,12 +114,12 @@ class AddressSpace:
 
 
 def _map(address: int, nbytes: int, protection: int, flags: int, fd: int) -> int:
-    found = _libc.mmap(address or None, nbytes, protection, flags, fd, 0)
-    if found is None or found == ctypes.c_void_p(-1).value:
-        raise NoMemoryError(f"mmap of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
-    return int(found)
+    try:
+        return libc.mmap(address, nbytes, protection, flags, fd)
+    except OSError as error:
+        raise NoMemoryError(f"mmap of {nbytes} bytes: {error.strerror}") from error
 
 
 def _cut(address: int, nbytes: int) -> None:
     if nbytes:
-        _libc.munmap(address, nbytes)
+        libc.munmap(address, nbytes)

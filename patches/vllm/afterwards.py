@@ -15,7 +15,7 @@ from tensor_dedup.loader.deferred import replace_data
 from tensor_dedup.loader.residents import sharable
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.patches.vllm.experts import BALANCED, balanced
-from tensor_dedup.patches.vllm.kernels import held_elsewhere
+from tensor_dedup.patches.vllm.kernels import kept_by_others
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _reason(parameter: nn.Parameter, least: int) -> str | None:
         return f"its {parameter.nbytes} bytes are below min_tensor_bytes"
     if not sharable(parameter.detach()):
         return "its type or layout cannot be shared"
-    if held_elsewhere(parameter):
+    if kept_by_others(parameter):
         return "something beside the layer keeps its memory"
     return None
 

@@ -105,7 +105,7 @@ def scales_kept() -> Iterator[list[int]]:
         _custom_ops.create_onednn_scaled_mm = create
 
 
-def held_elsewhere(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
+def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
     """Does anything but the parameter itself keep its memory, such as a kernel's own view of it?
 
     `kept`: what `scales_kept` has given to handlers, which does not count.

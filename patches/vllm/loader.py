@@ -23,6 +23,7 @@ from tensor_dedup.errors import FormatError, TensorDedupError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import Checkout, stored_in
 from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.generators import numbers_taken_back
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.keeping import keep
 from tensor_dedup.loader.lender import checkpoint_name
@@ -40,7 +41,7 @@ from tensor_dedup.patches.vllm import (
     weight_iterators,
     writers,
 )
-from tensor_dedup.patches.vllm.budget import held_elsewhere
+from tensor_dedup.patches.vllm.budget import at_most, held_by_manager
 from tensor_dedup.patches.vllm.construction import parameters_on_host
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_format import KEY, split
@@ -193,15 +194,16 @@ class TensorDedupLoader(ReadingLoader):
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
         """Bytes of this model that a memory manager holds already: no part of the engine's own.
 
-        0 where nothing is shared on the device. vLLM asks on GPUs, before it looks how much memory
-        is free; its engine on the CPU does not ask.
+        0 where nothing is shared there. vLLM asks on GPUs, before it looks how much memory is free.
         """
         manager = self.dedup.memory_manager
         if manager is None or self._refusal(vllm_config) is not None:
             return 0
         gpu = DEVICES.at(self._device(vllm_config))
-        name = checkpoint_name(self._name(vllm_config.model_config))
-        return held_elsewhere(manager, name, "" if gpu is None else gpu.gpu.device.uuid)
+        model = vllm_config.model_config
+        name = checkpoint_name(self._name(model))
+        held = held_by_manager(manager, name, "" if gpu is None else gpu.gpu.device.uuid)
+        return at_most(held, afterwards.weights_of(model), cast("torch.dtype", model.dtype))
 
     def _device(self, vllm_config: VllmConfig) -> torch.device:
         device = self.load_config.device or vllm_config.device_config.device
@@ -300,7 +302,7 @@ class TensorDedupLoader(ReadingLoader):
             ) as run,
             set_default_torch_dtype(dtype),
         ):
-            with device, parameters_on_host(device), run.untouched.watching():
+            with device, parameters_on_host(device, run.untouched), run.untouched.watching():
                 model = versions.create_model(self, vllm_config, model_config, prefix)
             self._trace(run, model, vllm_config, model_config)
             if self._tracked and not inner.is_draft(vllm_config, model_config):
@@ -352,9 +354,9 @@ def _taken_back(vllm_config: VllmConfig) -> Iterator[None]:
     layers = dict(compilation.static_forward_context)
     experts = list(compilation.static_all_moe_layers)
     counted = [Counter(ops) for ops in _counted_ops(compilation)]
-    numbers = torch.get_rng_state()
     try:
-        yield
+        with numbers_taken_back():
+            yield
     except BaseException:
         compilation.static_forward_context.clear()
         compilation.static_forward_context.update(layers)
@@ -362,7 +364,6 @@ def _taken_back(vllm_config: VllmConfig) -> Iterator[None]:
         for ops, before in zip(_counted_ops(compilation), counted, strict=True):
             ops.clear()
             ops.update(before)
-        torch.set_rng_state(numbers)
         raise
 
 

@@ -18,7 +18,7 @@ from tensor_dedup.loader.contents import residents_for, slabs
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.records import RECORD
 from tensor_dedup.loader.residents import Resident, sharable_anywhere
-from tensor_dedup.patches.vllm.kernels import held_elsewhere, scales_kept
+from tensor_dedup.patches.vllm.kernels import kept_by_others, scales_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,7 +180,7 @@ class ProcessedLayer:
             return "its processed form has gaps"
         if reason is None and self._kept and self.context.updated:
             return UPDATED
-        if reason is None and held_elsewhere(parameter, self._kept):
+        if reason is None and kept_by_others(parameter, self._kept):
             return "something beside the layer keeps its memory"
         return reason
 

@@ -51,6 +51,7 @@ def _patch(module: ModuleType) -> None:
     @functools.wraps(original)
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.get_model()
+        leave_gpus(model)  # first, for it may refuse: graphs have captured addresses there
         unshare(model)
         with _keeping_scales(model):
             return original(self, *args, **kwargs)

@@ -26,6 +26,7 @@ from gpu_loads import (
 )
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.borrowing import Borrowing
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.lender import DeviceLender
 from tensor_dedup.loader.cuda.residents import Views
@@ -310,3 +311,24 @@ def test_two_processes_share_and_one_that_writes_dies_alone(manager: gpus.GpuMan
     assert builder.step() == ord("w")
     builder.join()
     assert os.getpid() != faulty.pid
+
+
+def test_what_is_leased_only_until_it_is_unmapped_makes_room(
+    load: Callable[[], Load],
+) -> None:
+    """The manager has room for one of the two."""
+    mine = load()
+    borrowing = Borrowing(mine.lender)
+    first, second = (torch.full((10 << 20,), float(number)) for number in (1, 2))
+    [lent] = borrowing.put([mine.wanted(first)])
+    assert lent is not None
+    tensor = mine.views.tensor(lent)
+    [none] = borrowing.put([mine.wanted(second)])
+    assert none is None, "it is in use"
+    assert borrowing.refused
+    mine.fake.begin(7)
+    del tensor, lent
+    gc.collect()
+    [found] = borrowing.put([mine.wanted(second)])
+    assert found is not None
+    assert torch.equal(mine.views.tensor(found), second)

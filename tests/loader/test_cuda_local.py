@@ -10,25 +10,33 @@ import torch
 
 import gpus
 from gpu_loads import key_of, weights
+from tensor_dedup.loader.cuda.devices import DEVICES, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.residents import Views
+from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
 from tensor_dedup.loader.residents import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
-from tensor_dedup.memory_manager.errors import BackendError
+from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 
 
 class Process:
     def __init__(self) -> None:
-        self.fake = FakeDriver()
+        self.fake = gpus.Full()
         self.driver = RefusingDriver(self.fake)
-        self.gpu = Gpu(cast("Driver", self.driver), "0")
+        self.unused: list[str] = []
+        self.gpu = Gpu(cast("Driver", self.driver), "0", self.let_go)
         self.local = LocalDevice(self.gpu)
         self.begun = gpus.descriptors()
+
+    def let_go(self) -> bool:
+        """As torch's allocator, which keeps memory for later."""
+        kept, self.unused = bool(self.unused), []
+        self.fake.room += kept << 40
+        return kept
 
     def wanted(self, tensor: torch.Tensor) -> DeviceWanted:
         return DeviceWanted("", key_of(tensor), tensor.nbytes, copy_of(tensor, self.gpu))
@@ -112,3 +120,60 @@ def test_whatever_call_fails_nothing_is_left(process: Process, number: int) -> N
     assert gpus.descriptors() == process.begun
     process.driver.again()
     assert torch.equal(process.model(weights(1))[0], weights(1))
+
+
+def test_memory_of_a_model_that_is_gone_makes_room(process: Process) -> None:
+    model = process.model(weights(1))
+    process.fake.begin(7)  # a kernel that may read it
+    del model
+    gc.collect()
+    assert process.gpu.reap() == 1
+    process.fake.room = gpus.in_use()
+    assert torch.equal(process.model(weights(2))[0], weights(2))
+    with pytest.raises(KeyError):
+        process.fake.end(7)  # it was waited for
+
+
+def test_memory_that_torch_keeps_for_later_makes_room(process: Process) -> None:
+    process.fake.room = gpus.in_use()
+    with pytest.raises(NoMemoryError):
+        process.model(weights(1))
+    process.unused.append("a block")
+    assert torch.equal(process.model(weights(1))[0], weights(1))
+
+
+def test_a_model_that_becomes_private_takes_what_nobody_uses(process: Process) -> None:
+    kept, gone = process.model(weights(1)), process.model(weights(2))
+    mapping = process.gpu.mapping_at(kept[0].data_ptr())
+    assert mapping is not None
+    process.fake.begin(7)
+    del gone
+    gc.collect()
+    assert process.gpu.reap() == 1
+    process.fake.room = gpus.in_use()
+    mapping.make_private()
+    assert mapping.private
+    del mapping
+
+
+def test_what_torch_has_no_room_for_is_tried_again(process: Process) -> None:
+    place, gpu = torch.device("cpu"), SharedGpu(process.gpu, torch.device("cpu"), CPU)
+    tries: list[int] = []
+
+    def allocate() -> int:
+        tries.append(process.gpu.waiting)
+        if process.gpu.waiting or not tries[1:]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 5
+
+    with DEVICES.replaced("cpu", lambda _: gpu):
+        with pytest.raises(torch.OutOfMemoryError):
+            with_room(place, allocate)
+        assert tries == [0], "nothing could be given back"
+        tries.clear()
+        model = process.model(weights(1))
+        process.fake.begin(7)
+        del model
+        gc.collect()
+        assert with_room(place, allocate) == 5
+        assert tries == [1, 0]

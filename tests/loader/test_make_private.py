@@ -1,7 +1,10 @@
 """Memory of one's own at the address the shared memory had: nothing that points there is misled."""
 
+import errno
+import faulthandler
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -11,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+import gpus
 from kernel import forked, slab_mappings, slabs
-from tensor_dedup import sweep, unshare
-from tensor_dedup.loader.memory import PAGE, make_private
+from tensor_dedup import libc, sweep, unshare
+from tensor_dedup.loader.memory import PAGE, OutOfMemoryError, make_private
 from tensor_dedup.loader.residents import Resident, pack, shares_memory
 
 # Whole pages and a part of one.
@@ -190,3 +194,66 @@ def test_an_unshared_module_computes_where_it_did(before: tuple[int, int]) -> No
     del first, each
     gc.collect()
     assert slabs() == before
+
+
+def nothing_there(source: int, target: int, nbytes: int) -> None:
+    """As Linux fails when it has no memory for its tables: what lay there is gone by then."""
+    libc.munmap(target, nbytes)
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def refuse(*_: int) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_where_the_kernel_has_left_a_hole_the_copy_is_put(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [resident] = resident_of(torch.arange(NUMBERS))
+    mine, other = resident.map(), resident.map()
+    mine[0] = 77
+    address, count = mine.data_ptr(), slab_mappings()
+    monkeypatch.setattr(libc, "move_over", nothing_there)
+
+    assert own(mine) == mine.nbytes
+
+    assert mine.data_ptr() == address
+    assert mine[:3].tolist() == [77, 1, 2]
+    assert torch.equal(mine[1:], torch.arange(1, NUMBERS))
+    assert slab_mappings() == count - 1
+    mine += 1
+    assert torch.equal(other, torch.arange(NUMBERS))
+
+
+def test_what_the_kernel_refuses_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    [resident] = resident_of(torch.arange(NUMBERS))
+    mine, other = resident.map(), resident.map()
+    monkeypatch.setattr(libc, "move_over", refuse)
+
+    with pytest.raises(OutOfMemoryError, match="mremap"):
+        own(mine)
+
+    assert shares_memory(mine, other)
+    assert torch.equal(mine, torch.arange(NUMBERS))
+    monkeypatch.undo()
+    assert own(mine) == mine.nbytes
+
+
+def test_a_process_whose_tensors_have_lost_their_memory_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody else's memory would be read there next, or written to."""
+    [resident] = resident_of(torch.arange(NUMBERS))
+    mine = resident.map()
+
+    def in_child() -> None:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        monkeypatch.setattr(libc, "move_over", nothing_there)
+        original = libc.own_memory
+        monkeypatch.setattr(libc, "own_memory", lambda n, at=0: refuse() if at else original(n))
+        own(mine)
+
+    assert gpus.ends_by_signal(in_child)
+    assert "no memory left" in capfd.readouterr().err
+    assert torch.equal(mine, torch.arange(NUMBERS))

@@ -23,41 +23,40 @@ import plain
 import quantised
 import shared
 import tiny_checkpoints as checkpoints
+from gpu_loads import key_of, weights
 from tensor_dedup import report, shares_memory, unshare, verify
+from tensor_dedup.loader import generators
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.lender import DeviceLender
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, refused
+from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.lender import checkpoint_name
+from tensor_dedup.loader.memory import OutOfMemoryError
+from tensor_dedup.loader.trace import UntraceableError
+from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
+from tensor_dedup.patches.vllm.run import Run
 
 pytestmark = pytest.mark.vllm
 _PLACE = torch.device("cpu")
 _GPUS: list[SharedGpu] = []
 
 
-class Full(FakeDriver):
-    """A fake GPU that has only so much memory."""
+class FakeGenerators:
+    """Of torch's module of a GPU what has to do with random numbers."""
 
-    room = 1 << 40
+    def __init__(self) -> None:
+        self.one = torch.Generator().manual_seed(5)
 
-    def create(self, device: int, nbytes: int) -> int:
-        if in_use() + nbytes > self.room:
-            raise refused("cuMemCreate", Result.OUT_OF_MEMORY, nbytes)
-        return super().create(device, nbytes)
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [self.one.get_state()]
 
-
-def in_use() -> int:
-    """Bytes of the fake GPU that this process keeps alive, by whatever reference."""
-    found: dict[int, int] = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if "fake-gpu:" in str(entry.readlink()):
-                found[entry.stat().st_ino] = entry.stat().st_size
-        except FileNotFoundError:
-            continue
-    return sum(found.values())
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.one.set_state(states[0])
 
 
 @contextmanager
@@ -70,15 +69,15 @@ def on(driver: object) -> Iterator[SharedGpu]:
 
 
 @pytest.fixture
-def driver() -> Iterator[Full]:
-    made = Full()
+def driver() -> Iterator[gpus.Full]:
+    made = gpus.Full()
     yield made
     layerwise.LAYERWISE_INFO.clear()  # where vLLM keeps what it has reloaded
     gc.collect()
     assert all(gpu.gpu.reap(wait=True) == 0 for gpu in _GPUS)
     _GPUS.clear()
     assert made.left() == {}
-    assert in_use() == 0
+    assert gpus.in_use() == 0
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +101,12 @@ def accesses(llm: Any, driver: FakeDriver) -> dict[str, Access]:
 
 
 def test_the_second_engine_costs_what_differs_and_both_answer_as_plain_ones(
-    llama: checkpoints.Pair, driver: Full
+    llama: checkpoints.Pair, driver: gpus.Full
 ) -> None:
     expected = [tokens_of(path) for path in (llama.base, llama.fine_tune)]
     with on(driver):
         base = engines.sharing(llama.base)
-        first = in_use()
+        first = gpus.in_use()
         assert set(accesses(base, driver).values()) == {Access.READ}
         unique = sum(each.nbytes for each in shared.parameters(base).values())
         assert unique <= first <= unique + 2 * GRANULARITY
@@ -117,7 +116,7 @@ def test_the_second_engine_costs_what_differs_and_both_answer_as_plain_ones(
         tuned = engines.sharing(llama.fine_tune)
         last = engines.last_report()
         assert last.shared_bytes > last.total_bytes / 2
-        assert in_use() - first <= last.private_bytes + 2 * GRANULARITY < unique
+        assert gpus.in_use() - first <= last.private_bytes + 2 * GRANULARITY < unique
         assert not last.skipped, last.skipped
         together = shared.shared_parameters(tuned, base)
         assert together
@@ -130,7 +129,7 @@ def test_the_second_engine_costs_what_differs_and_both_answer_as_plain_ones(
 
 
 def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(
-    llama: checkpoints.Pair, driver: Full
+    llama: checkpoints.Pair, driver: gpus.Full
 ) -> None:
     tuned_alone = tokens_of(llama.fine_tune)
     with on(driver):
@@ -151,17 +150,63 @@ def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(
         del first, second
 
 
+def test_a_reload_that_finds_no_room_is_refused_before_anything_moves(
+    llama: checkpoints.Pair, driver: gpus.Full
+) -> None:
+    """Graphs have captured addresses: what moves would leave them to read the old weights."""
+    tuned_alone = tokens_of(llama.fine_tune)
+    with on(driver):
+        first, second = engines.sharing(llama.base), engines.sharing(llama.base)
+        before = shared.contents(first)
+        places = {n: p.data_ptr() for n, p in shared.parameters(first).items()}
+        driver.room = gpus.in_use()
+        for write in (lambda llm: shared.reload(llm, llama.fine_tune), unshare):
+            with pytest.raises(OutOfMemoryError, match="nothing moved"):
+                write(first)
+            assert {n: p.data_ptr() for n, p in shared.parameters(first).items()} == places
+            assert shared.contents(first) == before
+            assert shared.everything(first, second)
+            assert set(accesses(first, driver).values()) == {Access.READ}
+        driver.room = 1 << 40
+        shared.reload(first, llama.fine_tune)
+        assert {n: p.data_ptr() for n, p in shared.parameters(first).items()} == places
+        assert plain.tokens(plain.outputs(first)) == tuned_alone
+        assert shared.contents(second) == before
+        engines.drop(first, second)
+        del first, second
+
+
+def test_a_load_that_falls_back_leaves_random_numbers_as_plain_loading_does(
+    llama: checkpoints.Pair, driver: gpus.Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGenerators()
+    monkeypatch.setattr(generators, "accelerator", lambda: gpu)
+    begun = gpu.get_rng_state_all()
+
+    def finish(self: Run) -> None:
+        torch.rand(3, generator=gpu.one)  # as a constructor may
+        raise UntraceableError("it does not want to")
+
+    monkeypatch.setattr(Run, "finish", finish)
+    with on(driver):
+        llm = engines.sharing(llama.base)
+        assert ("<model>", "it does not want to") in engines.last_report().skipped
+        assert torch.equal(gpu.get_rng_state_all()[0], begun[0])
+        engines.drop(llm)
+        del llm
+
+
 def test_what_vllm_processes_on_the_device_is_shared_by_content(
-    tmp_path: Path, driver: Full, llama: checkpoints.Pair
+    tmp_path: Path, driver: gpus.Full, llama: checkpoints.Pair
 ) -> None:
     path = quantised.make("w8a8", llama.base, tmp_path / "quantised")
     expected = tokens_of(path)
     with on(driver):
         first = engines.sharing(path)
-        made = in_use()
+        made = gpus.in_use()
         second = engines.sharing(path)
         last = engines.last_report()
-        assert in_use() == made
+        assert gpus.in_use() == made
         assert last.shared_bytes > 0.99 * last.total_bytes, last.skipped
         assert [n for n in shared.shared_parameters(first, second) if "qkv_proj.weight" in n]
         assert plain.tokens(plain.outputs(second)) == expected
@@ -170,7 +215,7 @@ def test_what_vllm_processes_on_the_device_is_shared_by_content(
 
 
 def test_a_gpu_that_has_no_room_gets_private_weights_and_the_reason_is_said(
-    llama: checkpoints.Pair, driver: Full
+    llama: checkpoints.Pair, driver: gpus.Full
 ) -> None:
     expected = tokens_of(llama.base)
     refusing = RefusingDriver(driver)
@@ -193,7 +238,7 @@ def external_bytes(llm: Any) -> int:
 
 
 def test_a_manager_keeps_what_no_engine_uses(
-    llama: checkpoints.Pair, driver: Full, tmp_path: Path
+    llama: checkpoints.Pair, driver: gpus.Full, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o700)
     with gpus.running(tmp_path) as manager, on(driver):
@@ -216,7 +261,31 @@ def test_a_manager_keeps_what_no_engine_uses(
     # The manager's process is gone, and with it the memory.
 
 
-def test_what_engines_write_to_stays_private(driver: Full) -> None:
+def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
+    llama: checkpoints.Pair, driver: gpus.Full, tmp_path: Path
+) -> None:
+    """Others may have the checkpoint in their own dtype, under its name too."""
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path) as manager, on(driver) as gpu:
+        socket = tmp_path / "m.sock"
+        llm = engines.sharing(llama.base, memory_manager=str(socket))
+        own = engines.last_report().total_bytes
+        assert external_bytes(llm) == own
+        client = connect(socket, keep_connected=False, device=gpu.gpu.device.uuid)
+        lender = DeviceLender(client, gpu.gpu, checkpoint_name(str(llama.base)))
+        other = weights(7, 4 * own)
+        key = key_of(other)
+        wanted = DeviceWanted("other", key, other.nbytes, copy_of(other, gpu.gpu))
+        held = lender.put([wanted])
+        assert manager.overview().checkpoints[0].nbytes == own + other.nbytes
+        assert external_bytes(llm) == own
+        engines.drop(llm)
+        del llm, held
+        gc.collect()
+        client.close()
+
+
+def test_what_engines_write_to_stays_private(driver: gpus.Full) -> None:
     from tensor_dedup.loader.cuda.borrowing import Borrowing
     from tensor_dedup.loader.cuda.supply import GpuSupply
 
@@ -228,14 +297,14 @@ def test_what_engines_write_to_stays_private(driver: Full) -> None:
 
 
 def test_vllms_profile_counts_shared_memory_for_whoever_made_it_and_once(
-    llama: checkpoints.Pair, driver: Full, monkeypatch: pytest.MonkeyPatch
+    llama: checkpoints.Pair, driver: gpus.Full, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own function, over the memory of the fake GPU: torch's allocator has none of it."""
     total = 1 << 30
     accelerator = torch.accelerator
     monkeypatch.setattr(accelerator, "memory_stats", lambda *_: {})
     monkeypatch.setattr(accelerator, "memory_reserved", lambda *_: 0)
-    monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - in_use(), total))
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - gpus.in_use(), total))
     monkeypatch.setattr(accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(accelerator, "reset_peak_memory_stats", lambda *_: None)
     monkeypatch.setattr(current_platform, "is_integrated_gpu", lambda *_: False)

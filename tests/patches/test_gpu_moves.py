@@ -177,6 +177,84 @@ def test_without_the_driver_copies_are_shared_and_the_reason_is_said() -> None:
     assert fresh.call(without_a_driver) == "done"
 
 
+def after_a_shortage() -> str:
+    fake = gpus.Full()
+    install(fake)
+    plain = model().to(PLACE)
+    right = answer(plain)
+    first, second = model(), model()
+    for each in (first, second):
+        sweep(each)
+    fake.room = 0
+    first.to(PLACE)
+    assert fake.left() == {}
+    assert len(COPIES) == len(list(first.parameters()))
+    [reason] = report().devices.values()
+    assert "the GPU has no" in reason
+    fake.room = 1 << 40
+    second.to(PLACE)
+    assert {fake.access(p.data_ptr()) for p in second.parameters()} == {Access.READ}
+    # Who goes there once more is given what there is by now.
+    first.to(PLACE)
+    assert one_memory(first, second)
+    gc.collect()
+    assert len(COPIES) == 0
+    assert torch.equal(answer(first), right)
+
+    # What is small may find room where what is large does not.
+    wide = [nn.Sequential(nn.Linear(2048, 2048), nn.Linear(64, 64)) for _ in range(2)]
+    wide[1].load_state_dict(wide[0].state_dict())
+    for each in wide:
+        sweep(each)
+    fake.room = gpus.in_use() + (1 << 20)
+    for each in wide:
+        each.to(PLACE)
+    assert COPIES.holds(wide[0][0].weight)
+    assert {fake.access(p.data_ptr()) for p in wide[1][1].parameters()} == {Access.READ}
+    assert one_memory(*wide)
+    del plain, first, second, wide, each
+    nothing_is_left(fake)
+    return "done"
+
+
+def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_shared_at_once() -> None:
+    assert fresh.call(after_a_shortage) == "done"
+
+
+def constructed() -> str:
+    from tensor_dedup.loader.untouched import Untouched
+    from tensor_dedup.patches.vllm.construction import _on_host
+
+    install()
+    untouched, place = Untouched(), torch.device(PLACE)
+    with place, untouched.watching():
+        empty, written = torch.empty(4), torch.empty(4)
+        written[1:3].fill_(3)
+        made = {
+            "empty": empty,
+            "like": torch.empty_like(empty),
+            "new": empty.new_empty(4),
+            "strided": torch.empty_strided((2, 2), (1, 2)),
+            "filled": torch.full((4,), 7.0),
+            "written": written,
+        }
+        assert {each.device.type for each in made.values()} == {PLACE}
+        # As parameters, which torch puts from this device to the host as it does from cuda only.
+        host = {name: _on_host(nn.Parameter(each), untouched) for name, each in made.items()}
+    assert {each.device.type for each in host.values()} == {"cpu"}
+    known = {name for name, each in host.items() if untouched.holds(each)}
+    assert known == {"empty", "like", "new", "strided"}
+    assert host["strided"].stride() == (1, 2)
+    assert host["filled"].tolist() == [7.0] * 4
+    assert host["written"].tolist()[1:3] == [3.0] * 2
+    return "done"
+
+
+@pytest.mark.vllm
+def test_of_what_a_constructor_leaves_on_the_gpu_only_what_it_wrote_comes_along() -> None:
+    assert fresh.call(constructed) == "done"
+
+
 def pipelines(root: str) -> str:
     from transformers import AutoModelForCausalLM
 

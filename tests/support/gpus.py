@@ -10,10 +10,33 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import managers
-from tensor_dedup.memory_manager.cuda.driver import Access, Driver, current
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current, refused
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
 from tensor_dedup.memory_manager.cuda.tickets import read_ticket
 from tensor_dedup.memory_manager.paths import device_socket
+
+
+class Full(FakeDriver):
+    """A fake GPU that has only so much memory."""
+
+    room = 1 << 40
+
+    def create(self, device: int, nbytes: int) -> int:
+        if in_use() + nbytes > self.room:
+            raise refused("cuMemCreate", Result.OUT_OF_MEMORY, nbytes)
+        return super().create(device, nbytes)
+
+
+def in_use() -> int:
+    """Bytes of the fake GPU that this process keeps alive, by whatever reference."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if "fake-gpu:" in str(entry.readlink()):
+                found[entry.stat().st_ino] = entry.stat().st_size
+        except FileNotFoundError:
+            continue
+    return sum(found.values())
 
 
 def descriptors() -> int:

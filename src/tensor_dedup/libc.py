@@ -1,0 +1,83 @@
+"""Calls of libc on the memory of this process that Python does not have, or has with a catch.
+
+Python's mmap duplicates the descriptor, and its close() unmaps memory under live tensors.
+"""
+
+import ctypes
+import mmap as _mmap
+import os
+from typing import Final
+
+MAP_FIXED: Final = 0x10
+MAP_NORESERVE: Final = 0x4000
+MAP_FIXED_NOREPLACE: Final = 0x100000  # before Linux 4.17 a hint: ask where it lies
+MADV_DONTFORK: Final = 10
+_PUNCH_HOLE: Final = 0x03  # and keep the size
+_MREMAP_OVER: Final = 1 | 2  # MREMAP_MAYMOVE and MREMAP_FIXED
+_FAILED: Final = ctypes.c_void_p(-1).value
+_OWN: Final = _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS
+_WRITABLE: Final = _mmap.PROT_READ | _mmap.PROT_WRITE
+
+_size, _int, _address = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = _address
+_libc.mmap.argtypes = [_address, _size, _int, _int, _int, ctypes.c_long]
+_libc.mremap.restype = _address
+_libc.mremap.argtypes = [_address, _size, _size, _int, _address]
+_libc.munmap.argtypes = [_address, _size]
+_libc.madvise.argtypes = [_address, _size, _int]
+_libc.mprotect.argtypes = [_address, _size, _int]
+_libc.fallocate.argtypes = [_int, _int, ctypes.c_long, ctypes.c_long]
+
+
+def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    """The address of a mapping; `at` 0: anywhere. OSError."""
+    found = _libc.mmap(at or None, nbytes, protection, flags, fd, offset)
+    if found is None or found == _FAILED:
+        raise _error()
+    return int(found)
+
+
+def munmap(address: int, nbytes: int) -> None:
+    """Take a range away. Whoever still has its address must not use it."""
+    _libc.munmap(address, nbytes)
+
+
+def madvise(address: int, nbytes: int, advice: int) -> None:
+    """Tell the kernel how a range is used."""
+    _libc.madvise(address, nbytes, advice)
+
+
+def mprotect(address: int, nbytes: int, protection: int) -> None:
+    """Say what may be done with a range."""
+    _libc.mprotect(address, nbytes, protection)
+
+
+def punch(fd: int, offset: int, nbytes: int) -> None:
+    """Give a range of a file back to its file system, where that can be; it is zeros from then."""
+    _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
+
+
+def own_memory(nbytes: int, at: int = 0) -> int:
+    """Zeroed memory of this process alone. With `at`: there, where nothing may lie. OSError."""
+    found = mmap(at, nbytes, _WRITABLE, _OWN | (MAP_FIXED_NOREPLACE if at else 0))
+    if at and found != at:
+        munmap(found, nbytes)  # an old kernel, which takes the flag for a hint
+        raise FileExistsError(f"something lies at {at:#x}")
+    return found
+
+
+def move_over(source: int, target: int, nbytes: int) -> None:
+    """Let what lies at `source` lie at `target` in place of what lay there.
+
+    For whoever reads at `target` it is one step. OSError: `source` is as it was, and at `target`
+    there may be NOTHING: Linux takes away what lay there first, and has then to find memory for its
+    own tables.
+    """
+    if _libc.mremap(source, nbytes, nbytes, _MREMAP_OVER, target) == _FAILED:
+        raise _error()
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
