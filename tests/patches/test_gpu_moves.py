@@ -209,7 +209,7 @@ def after_a_shortage() -> str:
     fake.room = gpus.in_use() + (1 << 20)
     for each in wide:
         each.to(PLACE)
-    assert COPIES.holds(wide[0][0].weight)
+    assert COPIES.holds(next(wide[0].parameters()))
     assert {fake.access(p.data_ptr()) for p in wide[1][1].parameters()} == {Access.READ}
     assert one_memory(*wide)
     del plain, first, second, wide, each
