@@ -23,7 +23,6 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Final, Protocol
 
 from tensor_dedup import libc
@@ -152,41 +151,13 @@ def _make_private(address: int, nbytes: int) -> int:
     MAPPINGS.forget(start)
     try:
         # One step for the kernel: who reads meanwhile finds the old pages or the new, all equal.
-        libc.move_over(fresh, start, span.length)
+        libc.move_over(fresh, start, span.length, SLAB_NAME)
     except OSError as error:
-        if not _fill(start, fresh, span.length):
-            MAPPINGS.add(start, span)
-            libc.munmap(fresh, span.length)
-            raise _refused("mremap", span.length, error.errno or 0) from error
+        MAPPINGS.add(start, span)
+        libc.munmap(fresh, span.length)
+        raise _refused("mremap", span.length, error.errno or 0) from error
     array.owner = None  # type: ignore[attr-defined]
     return size
-
-
-def _fill(start: int, fresh: int, nbytes: int) -> bool:
-    """Put a copy where the kernel has left nothing; False: all is as it was.
-
-    mremap(2) takes away what lay there, and then fails when it gets no memory for its tables, as in
-    a container at its limit. Who reads in between ends by SIGSEGV, as nobody would without this.
-    """
-    try:
-        libc.own_memory(nbytes, start)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and _is_a_slab(start):
-            return False
-        # Tensors that live point to nothing, or to what another thread has put there since.
-        os.write(2, b"tensor-dedup: no memory left to make tensors private; ending the process\n")
-        os.abort()
-    ctypes.memmove(start, fresh, nbytes)
-    libc.munmap(fresh, nbytes)
-    return True
-
-
-def _is_a_slab(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, _, end = line.split()[0].partition("-")
-        if int(start, 16) <= address < int(end, 16):
-            return SLAB_NAME in line
-    return False
 
 
 def _unmap_in(pid: int, address: int, nbytes: int) -> None:

@@ -6,6 +6,7 @@ Python's mmap duplicates the descriptor, and its close() unmaps memory under liv
 import ctypes
 import mmap as _mmap
 import os
+from pathlib import Path
 from typing import Final
 
 MAP_FIXED: Final = 0x10
@@ -67,15 +68,50 @@ def own_memory(nbytes: int, at: int = 0) -> int:
     return found
 
 
-def move_over(source: int, target: int, nbytes: int) -> None:
-    """Let what lies at `source` lie at `target` in place of what lay there.
+def move_over(source: int, target: int, nbytes: int, name: str) -> None:
+    """Let what lies at `source` lie at `target` in place of a mapping of a file with that name.
 
-    For whoever reads at `target` it is one step. OSError: `source` is as it was, and at `target`
-    there may be NOTHING: Linux takes away what lay there first, and has then to find memory for its
-    own tables.
+    One step for whoever reads there. OSError: both are as they were. Where the kernel has left
+    nothing at `target`, the bytes are put there; if it cannot be, the process ends.
     """
+    try:
+        _mremap(source, target, nbytes)
+    except OSError:
+        if not _fill(source, target, nbytes, name):
+            raise
+
+
+def _mremap(source: int, target: int, nbytes: int) -> None:
     if _libc.mremap(source, nbytes, nbytes, _MREMAP_OVER, target) == _FAILED:
         raise _error()
+
+
+def _fill(source: int, target: int, nbytes: int, name: str) -> bool:
+    """Put a copy where the kernel has left nothing; False: the mapping is there.
+
+    mremap(2) takes away what lay there, and then fails when it gets no memory for its tables, as in
+    a container at its limit. Who reads in between ends by SIGSEGV, as everybody would without this.
+    """
+    try:
+        own_memory(nbytes, target)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and name in _mapped_at(target):
+            return False
+        # Whoever has the address would find nothing, or what another thread has put there since.
+        os.write(2, b"tensor-dedup: no memory left to make tensors private; ending the process\n")
+        os.abort()
+    ctypes.memmove(target, source, nbytes)
+    munmap(source, nbytes)
+    return True
+
+
+def _mapped_at(address: int) -> str:
+    """How the kernel describes the mapping there; "" where there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.split()[0].partition("-")
+        if int(start, 16) <= address < int(end, 16):
+            return line
+    return ""
 
 
 def _error() -> OSError:

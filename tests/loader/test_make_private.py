@@ -213,7 +213,7 @@ def test_where_the_kernel_has_left_a_hole_the_copy_is_put(
     mine, other = resident.map(), resident.map()
     mine[0] = 77
     address, count = mine.data_ptr(), slab_mappings()
-    monkeypatch.setattr(libc, "move_over", nothing_there)
+    monkeypatch.setattr(libc, "_mremap", nothing_there)
 
     assert own(mine) == mine.nbytes
 
@@ -228,7 +228,7 @@ def test_where_the_kernel_has_left_a_hole_the_copy_is_put(
 def test_what_the_kernel_refuses_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     [resident] = resident_of(torch.arange(NUMBERS))
     mine, other = resident.map(), resident.map()
-    monkeypatch.setattr(libc, "move_over", refuse)
+    monkeypatch.setattr(libc, "_mremap", refuse)
 
     with pytest.raises(OutOfMemoryError, match="mremap"):
         own(mine)
@@ -249,7 +249,7 @@ def test_a_process_whose_tensors_have_lost_their_memory_ends(
     def in_child() -> None:
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        monkeypatch.setattr(libc, "move_over", nothing_there)
+        monkeypatch.setattr(libc, "_mremap", nothing_there)
         original = libc.own_memory
         monkeypatch.setattr(libc, "own_memory", lambda n, at=0: refuse() if at else original(n))
         own(mine)
