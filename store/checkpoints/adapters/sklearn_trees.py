@@ -1,9 +1,9 @@
 """Ensembles of scikit-learn as one piece a tree, and what grows with them in pieces.
 
 A piece has a row for each node: the record as scikit-learn has it, with zeros where no field lies,
-then the node's values. All trees are taken at once, so that 5,000 cost a few milliseconds. What the
-estimators around the trees have in common is kept once; their differences, a few numbers each, in
-pieces of 256 trees.
+then the node's values. All trees are taken at once: 5,000 cost some 20 ms. What the estimators
+around the trees have in common is kept once; their differences, a few numbers each, in pieces of
+256 trees.
 """
 
 from bisect import bisect_right
