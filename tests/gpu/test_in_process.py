@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 
 import gpu_world
 from gpu_world import KIND, PLACE, Load, wait_for_gpu, weights
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import tensor_at
+from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.generators import numbers_taken_back
 from tensor_dedup.loader.residents import shares_memory
 
 pytestmark = pytest.mark.gpu
@@ -134,3 +139,31 @@ def test_capture_of_the_legacy_allocators_memory_is_not_ours(load: Load) -> None
     wait_for_gpu()
     assert torch.equal(tensor.cpu(), weights(1))
     assert not any(shares_memory(tensor, each) for each in made)
+
+
+@needs_streams
+def test_memory_that_torch_keeps_for_later_makes_room() -> None:
+    """torch has nearly all of the GPU and uses none of it: it gives it back, and we go on."""
+    shared = DEVICES.at(PLACE)
+    assert shared is not None, DEVICES.reasons()
+    free, _ = torch.cuda.mem_get_info()
+    torch.empty(free - (512 << 20), dtype=torch.uint8, device=PLACE)
+    assert torch.cuda.mem_get_info()[0] < 1 << 30, "torch keeps it"
+    mine = torch.ones(1 << 28)  # 1 GiB
+    wanted = DeviceWanted("", gpu_world.key_of(mine), mine.nbytes, copy_of(mine, shared.gpu))
+    seen = Views(KIND).tensor(LocalDevice(shared.gpu).put([wanted])[0])
+    assert bool((seen == 1).all())
+    del seen
+    gc.collect()
+    assert shared.gpu.reap(wait=True) == 0
+
+
+@needs_streams
+def test_a_load_that_begins_again_has_drawn_no_numbers() -> None:
+    torch.rand(1, device=PLACE)
+    before = torch.cuda.get_rng_state()
+    with suppress(ZeroDivisionError), numbers_taken_back():
+        torch.rand(3, device=PLACE)
+        assert not torch.equal(torch.cuda.get_rng_state(), before)
+        raise ZeroDivisionError
+    assert torch.equal(torch.cuda.get_rng_state(), before)

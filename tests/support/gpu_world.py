@@ -146,7 +146,13 @@ class Worker:
             },
         )
         self.pid = self._process.pid
-        self.do("connect", str(manager.socket.with_name("m.sock")))
+        self._tell("connect", str(manager.socket.with_name("m.sock")))
+
+    def ready(self) -> None:
+        """Wait until it is connected: several can begin at once."""
+        answer = self._answer()
+        assert answer is not None, "the process has ended"
+        assert "error" not in answer, answer["error"]
 
     def do(self, name: str, *arguments: Any) -> Any:
         """What it returned. AssertionError with what it raised."""
@@ -157,10 +163,16 @@ class Worker:
 
     def attempt(self, name: str, *arguments: Any) -> dict[str, Any] | None:
         """{"value": ...} or {"error": ...}; None when that ended the process."""
+        self._tell(name, *arguments)
+        return self._answer()
+
+    def _tell(self, name: str, *arguments: Any) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
         self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer: dict[str, Any] | None = json.loads(line) if line else None
         return answer
@@ -181,7 +193,10 @@ def workers(manager: Manager, count: int, **environment: str) -> Iterator[list[W
     """So many processes, ended with the context."""
     started: list[Worker] = []
     try:
-        started += [Worker(manager, **environment) for _ in range(count)]
+        for _ in range(count):
+            started.append(Worker(manager, **environment))
+        for each in started:
+            each.ready()
         yield started
     finally:
         for each in started:
