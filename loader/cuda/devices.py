@@ -40,10 +40,9 @@ def _let_go(device: torch.device) -> bool:
     """Let torch's allocator give back what it keeps of a GPU for later."""
     if torch.cuda.is_current_stream_capturing():
         return False  # what frees memory ends the capture
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if unused:
-        torch.cuda.empty_cache()
-    return unused > 0
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()  # of what it keeps, parts of blocks that are in use stay
+    return torch.cuda.memory_reserved(device) < before
 
 
 class Devices:

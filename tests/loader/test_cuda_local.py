@@ -10,7 +10,7 @@ import torch
 
 import gpus
 from gpu_loads import key_of, weights
-from tensor_dedup.loader.cuda.devices import DEVICES, with_room
+from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.residents import Views
@@ -177,3 +177,15 @@ def test_what_torch_has_no_room_for_is_tried_again(process: Process) -> None:
         gc.collect()
         assert with_room(place, allocate) == 5
         assert tries == [1, 0]
+
+
+@pytest.mark.parametrize(("capturing", "after", "gave"), [(0, 60, 1), (0, 100, 0), (1, 60, 0)])
+def test_torch_is_asked_for_what_it_keeps_but_not_while_a_graph_is_captured(
+    capturing: int, after: int, gave: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = [100]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[-1])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.append(after))
+    assert _let_go(torch.device("cuda:0")) == bool(gave)
+    assert len(reserved) == 2 - capturing
