@@ -7,6 +7,7 @@ own; two different recipes may still give equal bytes, which only content shows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from tensor_dedup.loader.virtual import (
     Const,
     Kind,
     Reach,
+    Target,
     View,
     VirtualStorage,
     Write,
@@ -28,6 +30,7 @@ from tensor_dedup.loader.virtual import (
 )
 
 _CONTEXT = "tensor-dedup recipe v1"
+_HERE = repr(Target.HERE)
 COPY = torch.ops.aten.copy_.default
 
 
@@ -114,6 +117,8 @@ class RecipeBook:
         return known
 
     def _describe(self, storage: VirtualStorage, version: int) -> tuple[Any, ...]:
+        if version == 0 and storage.source is not None and storage.nbytes:  # nearly all there are
+            return (storage.nbytes, self._identity(storage.source), ())
         base = self._base(storage) if needs_base(storage, version) else ("none",)
         if version == 0:
             return (storage.nbytes, base, ())
@@ -133,15 +138,19 @@ class RecipeBook:
         return ("node", str(operation.func), operation.index, _place(operation.layout), *call)
 
     def _write(self, write: Write) -> tuple[Any, ...]:
-        return (str(write.func), _place(write.target), *self._call(write))
+        return (_name(write.func), _place(write.target), *self._call(write))
 
     def _call(self, call: Any) -> tuple[Any, ...]:
-        named = tuple((key, self._argument(value)) for key, value in sorted(call.kwargs.items()))
-        return (tuple(self._argument(value) for value in call.args), named)
+        args = tuple([self._argument(value) for value in call.args])
+        if not call.kwargs:
+            return (args, ())
+        return (args, tuple((key, self._argument(call.kwargs[key])) for key in sorted(call.kwargs)))
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, View):
             return self._view(value)
+        if value is Target.HERE:
+            return _HERE
         if isinstance(value, Const):
             tensor = value.value
             return ("const", value.digest, str(tensor.dtype), tuple(tensor.shape))
@@ -152,8 +161,14 @@ class RecipeBook:
         return repr(value)
 
 
+@functools.cache
+def _name(thing: object) -> str:
+    """An operation or a dtype, in words: of 45,000 tensors there are a handful."""
+    return str(thing)
+
+
 def _place(view: View) -> tuple[Any, ...]:
-    return (str(view.dtype), view.shape, view.stride, view.offset)
+    return (_name(view.dtype), view.shape, view.stride, view.offset)
 
 
 def _hash(description: tuple[Any, ...]) -> str:
