@@ -402,14 +402,12 @@ def test_on_a_gpu_two_models_are_one_memory_and_what_they_compute_is_right() -> 
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     before = torch.cuda.memory_allocated()
     move(first, "cuda")
-    grown = torch.cuda.memory_allocated()
     with torch.cuda.stream(stream):
         second.to("cuda", non_blocking=True)
+        assert torch.cuda.memory_allocated() <= before, "weights are in memory of torch's"
         result = second[0](values.cuda())
     stream.synchronize()
-    assert torch.cuda.memory_allocated() - grown <= values.nbytes + result.nbytes + 1024
-    assert grown > before
-    assert storages(first) == storages(second)
+    assert all(map(shares_memory, first.parameters(), second.parameters()))
     assert torch.equal(result, expected(values.cuda()))
     assert verify().ok
     second.load_state_dict({n: v + 1 for n, v in second.state_dict().items()})
