@@ -124,8 +124,6 @@ _PROCMAP_QUERY: Final = 3 << 30 | ctypes.sizeof(_Query) << 16 | ord("f") << 8 | 
 _WRITABLE: Final = 0x02
 _SHARED: Final = 0x08
 _NAME_BYTES: Final = 4096
-# Nothing is mapped there; or its file is too far down to be opened by its path.
-_NOTHING_TO_SAY: Final = (errno.ENOENT, errno.ENAMETOOLONG)
 
 
 class _Kernel:
@@ -157,9 +155,12 @@ class _Kernel:
         try:
             fcntl.ioctl(self._fd, _PROCMAP_QUERY, query)
         except OSError as error:
-            if error.errno in _NOTHING_TO_SAY:
+            if error.errno == errno.ENOENT:
                 return None
-            raise
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            query.vma_name_size = query.vma_name_addr = 0
+            fcntl.ioctl(self._fd, _PROCMAP_QUERY, query)
         path = self._name.raw[: max(query.vma_name_size - 1, 0)]
         return Mapped(
             query.vma_start,

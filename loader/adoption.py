@@ -7,6 +7,7 @@ resident with its bytes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -49,19 +50,21 @@ _UNDER_WAY: Final = 2
 class Adoption:
     """Shares the parameters of one model. One thread, under the process-wide load lock.
 
-    No two names of the model get one resident, unless the model ties them itself. What is heard of
-    by `note` is read while the loader goes on: end with `settle`, or with `abandon`, before the
-    files are closed. Nobody may write to the parameters while one of these runs.
+    No two names of the model get one resident, unless the model ties them itself. What `note` hears
+    of is read while the loader goes on: end with `settle` or `abandon` before files are closed.
+    Nobody may write to the parameters while one of these runs.
     """
 
     def __init__(self, model: nn.Module, terms: Terms) -> None:
         self.model: Final = model
         self.ledger = Ledger()
+        self._process: Final = os.getpid()
         self._terms = terms
         self._waiting: dict[int, Named] = {}
         self._waiting_bytes = 0
         self._under_way: deque[making.Batch] = deque()
         self._begun: set[int] = set()
+        self._left_behind: list[Candidate] = []
         self._shares: dict[int, Share] = {}
         self._reasons: dict[int, str] = {}
         self._copies = Copies()
@@ -98,6 +101,7 @@ class Adoption:
         self._waiting.clear()
         self._complete()
         self._forget_replaced()
+        self._take_back_written()
         for buffer in self.model.buffers():
             self._part_again(buffer)
         for batch in _batches(self._left()):
@@ -116,11 +120,16 @@ class Adoption:
                 self._copies.release(share.resident.key, share.copy)
 
     def abandon(self) -> None:
-        """Wait until nothing is read any more; what is not shared by now is as it was."""
+        """Wait until nothing is read any more; what is not shared by now is as it was.
+
+        In a forked child nobody reads.
+        """
         while self._under_way:
-            self._under_way[0].abandon()
+            if os.getpid() == self._process:
+                self._under_way[0].abandon()
             self._under_way.popleft()
         self._begun.clear()
+        self._left_behind.clear()
 
     def share_again(self, parameters: Container[int]) -> None:
         """Share those of these ids that are private now. The model is complete."""
@@ -164,32 +173,43 @@ class Adoption:
             self._complete(checked=True)
 
     def _complete(self, under_way: int = 0, *, checked: bool = False) -> None:
-        """Share what was read, but for so many batches: the first is waited for first.
-
-        `checked`: nobody went on since it was looked for.
-        """
+        """Share what was read, but for so many batches. `checked`: nobody went on meanwhile."""
         while len(self._under_way) > under_way:
             batch = self._under_way[0]
             digests = batch.digests()
             self._under_way.popleft()
             self._begun.difference_update(id(each.parameter) for each in batch.candidates)
             self._share(batch, digests, set() if checked else self._changed(batch))
+            if not checked:
+                self._left_behind += batch.candidates
 
     def _changed(self, batch: making.Batch) -> set[int]:
-        """Those that are not what was read, or share memory with another one by now."""
-        together = overlapping(chain(self.model.parameters(), self.model.buffers()))
-        candidates = ((id(each.parameter), each) for each in batch.candidates)
-        return {key for key, each in candidates if key in together or not _is_as_read(each)}
+        """Those that are not what was read, or not the model's any more."""
+        return {
+            id(each.parameter)
+            for each in batch.candidates
+            if _find(self.model, each.name) is not each.parameter or not _is_as_read(each)
+        }
+
+    def _take_back_written(self) -> None:
+        """A loader may have kept a view of what was read, and written to it since."""
+        for each in self._left_behind:
+            share = self._shares.get(id(each.parameter))
+            if share is not None and not is_as_mapped(each.data.data_ptr(), each.data.nbytes):
+                del self._shares[id(each.parameter)]
+                self._copies.release(share.resident.key, share.copy)
+                replace(each.parameter, each.data)
+        self._left_behind.clear()
 
     def _share(self, batch: making.Batch, digests: Sequence[str], changed: set[int]) -> None:
         began = time.perf_counter()
         missing = []
         for number, (candidate, found) in enumerate(zip(batch.candidates, digests, strict=True)):
-            if candidate.place is not None and self._terms.origins is not None:
-                self._terms.origins.learn(candidate.place, found)
-            if id(candidate.parameter) in changed:
+            if id(candidate.parameter) in changed:  # what was hashed may be no file's
                 self._reasons[id(candidate.parameter)] = _CHANGED  # it is looked at once more
                 continue
+            if candidate.place is not None and self._terms.origins is not None:
+                self._terms.origins.learn(candidate.place, found)
             key = resident_key(candidate.data, found)
             copy = self._copies.choose(key, candidate.name)
             resident = registry.lookup(key, copy)

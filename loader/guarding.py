@@ -76,7 +76,7 @@ def make_private_in_place(tensor: torch.Tensor) -> int:
     try:
         return _replaced_in_place(tensor)
     except (BackendError, UnsupportedError) as error:
-        _log.debug("not in place: %s", error)
+        _log.debug("not in place: %s", str(error))
         return 0
 
 

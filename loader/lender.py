@@ -216,7 +216,7 @@ def lender_for(where: str | os.PathLike[str] | None, checkpoint: str) -> Lender 
     try:
         return Lender(client_of(os.fspath(where)), checkpoint_name(checkpoint))
     except MemoryManagerError as error:
-        _log.warning("%s: loading without a memory manager: %s", checkpoint, error)
+        _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
         return None
 
 

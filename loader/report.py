@@ -166,7 +166,9 @@ def _hand_over(entry: _Entry, directory: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             unfinished.unlink()
-        _log.warning("the report of %s stays in process %d: %s", entry.model.name, entry.pid, error)
+        _log.warning(
+            "the report of %s stays in process %d: %s", entry.model.name, entry.pid, str(error)
+        )
 
 
 def collect_from(directory: str | os.PathLike[str]) -> None:
@@ -225,5 +227,5 @@ def _read(path: Path) -> _Entry | None:
     except (OSError, msgspec.MsgspecError) as error:
         if path not in _collection.refused:
             _collection.refused.add(path)
-            _log.warning("skipped the report %s: %s", path, error)
+            _log.warning("skipped the report %s: %s", path, str(error))
         return None

@@ -87,12 +87,14 @@ class Load:
         self._left_alone: dict[int, nn.Module] = {}
         self._offloaded: set[int] = set()
         self._began = time.perf_counter()
+        self._process = os.getpid()
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # A file that is still read may not be closed: its number may be another one's by then.
         for each in self._adoptions.values():
             each.abandon()
         self._origins.close()
@@ -113,7 +115,7 @@ class Load:
 
     def is_here(self) -> bool:
         """Does this thread do it?"""
-        return threading.get_ident() == self._thread
+        return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
 
     def leave_alone(self, models: Iterable[nn.Module]) -> None:
         """Hear that these are parts of what is loaded, and not to be shared."""

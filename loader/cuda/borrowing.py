@@ -56,10 +56,10 @@ class Borrowing:
         except RefusedError as error:
             # No room for these: what is resident can still be borrowed.
             self.refused = self.refused or str(error)
-            _log.warning("not all of it can be lent: %s", error)
+            _log.warning("not all of it can be lent: %s", str(error))
         except MemoryManagerError as error:
             self.failed = str(error)
-            _log.warning("going on without the GPU's memory manager: %s", error)
+            _log.warning("going on without the GPU's memory manager: %s", str(error))
         return nothing
 
 
@@ -71,5 +71,5 @@ def borrowing_from(where: str | os.PathLike[str] | None, checkpoint: str, gpu: G
         client = client_of(os.fspath(where), gpu.device.uuid)
         return Borrowing(DeviceLender(client, gpu, checkpoint_name(checkpoint)))
     except MemoryManagerError as error:
-        _log.warning("%s: loading without the GPU's memory manager: %s", checkpoint, error)
+        _log.warning("%s: loading without the GPU's memory manager: %s", checkpoint, str(error))
         return Borrowing(failed=str(error))

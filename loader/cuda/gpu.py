@@ -186,7 +186,7 @@ class Gpu:
         try:
             self.reap(wait=True)
         except BackendError as error:
-            _log.debug("nothing was unmapped now: %s", error)
+            _log.debug("nothing was unmapped now: %s", str(error))
         let_go = self._let_go()
         return let_go or self.waiting < before
 
@@ -194,7 +194,7 @@ class Gpu:
         try:
             self.reap()
         except BackendError as error:
-            _log.debug("nothing was unmapped now: %s", error)
+            _log.debug("nothing was unmapped now: %s", str(error))
 
     def reap(self, *, wait: bool = False) -> int:
         """Unmap what nobody refers to and no kernel uses; how many mappings are left to unmap.
@@ -238,7 +238,7 @@ class Gpu:
         try:
             self.driver.forget(event)
         except BackendError as error:
-            _log.warning("an event is lost: %s", error)
+            _log.warning("an event is lost: %s", str(error))
 
     def _unmap(self, grave: _Grave) -> None:
         try:
@@ -248,4 +248,4 @@ class Gpu:
             self.stuck.append(grave)
             if not isinstance(error, BackendError):
                 raise
-            _log.warning("%d bytes stay mapped: %s", total(grave.extents), error)
+            _log.warning("%d bytes stay mapped: %s", total(grave.extents), str(error))

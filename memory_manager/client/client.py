@@ -273,7 +273,7 @@ class Client:
             try:
                 connection.ask(Publish(0, key, record, list(digests)), Done)
             except RefusedError as error:
-                log.debug("layer %s was not published again: %s", key, error)
+                log.debug("layer %s was not published again: %s", key, str(error))
 
 
 def _lease_page(
@@ -298,7 +298,7 @@ def _offer(session: _Session, slab: SharedSlab) -> bool:
     try:
         reply, _ = connection.ask(Offer(slab.nbytes, spans), Offered, (slab.fileno,))
     except RefusedError as error:
-        log.warning("a slab of %d bytes was not taken back: %s", slab.nbytes, error)
+        log.warning("a slab of %d bytes was not taken back: %s", slab.nbytes, str(error))
         return False
     numbers = dict(zip([span.offset for span in spans], reply.leases, strict=True))
     for lease in leases:

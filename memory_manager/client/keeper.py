@@ -45,7 +45,7 @@ def _run(reference: "weakref.ref[Reconnecting]", stop: threading.Event) -> None:
         try:
             client.reconnect()  # nothing, while the connection is good
         except MemoryManagerError as error:
-            log.debug("not reconnected: %s", error)
+            log.debug("not reconnected: %s", str(error))
             del client
             stop.wait(pause)
             pause = min(2 * pause, _LONGEST_S)

@@ -115,7 +115,7 @@ class Server:
                     self._handed[number], fd = fd, None
                     self._effects.extend(effects)
             except RefusedError as error:
-                log.warning("not taken back: %s", error)
+                log.warning("not taken back: %s", str(error))
             finally:
                 wire.close_all([] if fd is None else [fd])
         self._do_effects()

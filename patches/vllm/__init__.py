@@ -41,7 +41,9 @@ def _register_loader() -> None:
     except ImportError as error:
         # Raising here would end every engine of a vLLM that lost a name we import, also those
         # that never asked for us. Whoever asks hears from vLLM that the format is not supported.
-        _log.warning("the load format %s is not available in this vLLM: %s", LOAD_FORMAT, error)
+        _log.warning(
+            "the load format %s is not available in this vLLM: %s", LOAD_FORMAT, str(error)
+        )
         return
     register_model_loader(LOAD_FORMAT)(loader)
 

@@ -278,7 +278,7 @@ class TensorDedupLoader(ReadingLoader):
         try:
             return self._load_shared(vllm_config, model_config, prefix, trust_hints=trust)
         except StaleHintError as error:
-            _log.warning("%s; loading again without hints", error)
+            _log.warning("%s; loading again without hints", str(error))
         return self._load_shared(vllm_config, model_config, prefix, trust_hints=False)
 
     def _load_shared(

@@ -106,4 +106,4 @@ def _let_go(model: nn.Module) -> None:
     try:
         let_go_of_written(model)
     except SharedMemoryError as error:
-        _log.warning("after an update, memory that was shared before stays mapped: %s", error)
+        _log.warning("after an update, memory that was shared before stays mapped: %s", str(error))

@@ -95,7 +95,7 @@ def _fill(source: int, target: int, nbytes: int, name: str) -> bool:
     try:
         own_memory(nbytes, target)
     except OSError as error:
-        if isinstance(error, FileExistsError) and name in _mapped_at(target):
+        if isinstance(error, FileExistsError) and _may_be_mapped_at(target, name):
             return False
         # Whoever has the address would find nothing, or what another thread has put there since.
         os.write(2, b"tensor-dedup: no memory left to make tensors private; ending the process\n")
@@ -105,13 +105,17 @@ def _fill(source: int, target: int, nbytes: int, name: str) -> bool:
     return True
 
 
-def _mapped_at(address: int) -> str:
-    """How the kernel describes the mapping there; "" where there is none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+def _may_be_mapped_at(address: int, name: str) -> bool:
+    """Is what lies there of a file with that name? True where the kernel does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return True
+    for line in lines:
         start, _, end = line.split()[0].partition("-")
         if int(start, 16) <= address < int(end, 16):
-            return line
-    return ""
+            return name in line
+    return False
 
 
 def _error() -> OSError:

@@ -1,7 +1,5 @@
 """What is shared of a model, parameter by parameter, and what stays as the loader made it."""
 
-import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -15,6 +13,7 @@ from torch import nn
 
 import kernel
 import remains
+from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.address_space import AddressSpace
@@ -23,12 +22,9 @@ from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.lender import Wanted
 from tensor_dedup.loader.making import Terms
 from tensor_dedup.loader.memory import SlabWriter
-from tensor_dedup.loader.origins import Origins, Place
+from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.residents import Resident
 from tensor_dedup.loader.supply import Supply
-
-# A tensor of this many elements is shared as soon as it is heard of.
-LARGE = 4 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -36,23 +32,6 @@ def nothing_stays() -> Iterator[None]:
     before = remains.now()
     yield
     assert not remains.now().beyond(before)
-
-
-def adoption(model: nn.Module, origins: Origins | None = None) -> Adoption:
-    return Adoption(model, Terms(TensorDedupConfig(), Supply(as_aligned=True), origins))
-
-
-def shared(model: nn.Module) -> Adoption:
-    found = adoption(model)
-    found.settle()
-    return found
-
-
-def model_of(**parameters: torch.Tensor) -> Any:
-    model = nn.Module()
-    for name, tensor in parameters.items():
-        model.register_parameter(name, nn.Parameter(tensor))
-    return model
 
 
 @pytest.mark.parametrize("offset", [0, 1000])
@@ -221,19 +200,6 @@ def test_a_mapping_that_is_seen_otherwise_is_another_tensor(change: object) -> N
     assert torch.equal(first.weight, torch.arange(4096.0).view(64, 64))
 
 
-COUNT = 16 << 10  # of four bytes: hashed by the thread that loads
-
-
-def as_file(value: float, count: int = COUNT) -> bytes:
-    return torch.full((count,), value).numpy().tobytes()
-
-
-def mapped(path: Path, count: int = COUNT) -> Any:
-    """A model of one parameter that lies in a mapped file, as loaders leave it."""
-    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=4 * count)
-    return model_of(weight=torch.empty(0).set_(storage, 0, (count,), (1,)))
-
-
 @dataclass(slots=True)
 class Meddling(Supply):
     """Somebody writes to a file after it was hashed and before it is copied."""
@@ -332,134 +298,3 @@ def test_a_path_that_leads_to_another_file_by_now_says_nothing(tmp_path: Path, n
     assert memory.file(model.weight) is not None
     assert origins.place(model.weight, memory) is None
     origins.close()
-
-
-def being_read(path: Path, count: int = LARGE) -> tuple[Any, Adoption, Origins]:
-    """A model whose one parameter, of a file, is being read."""
-    path.write_bytes(as_file(1.0, count))
-    model, origins = mapped(path, count), Origins("blake3", trust=True)
-    where = model.weight.data_ptr()
-    found = adoption(model, origins)
-    found.note("weight")
-    assert model.weight.data_ptr() == where, "the loader waited"
-    return model, found, origins
-
-
-def test_what_is_read_while_the_loader_goes_on_is_shared_in_the_end(tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
-    found.note("weight")
-    found.settle()
-    origins.close()
-    assert found.ledger.skipped == {}
-    other = model_of(weight=torch.ones(LARGE))
-    shared(other)
-    assert shares_memory(model.weight, other.weight)
-
-
-@pytest.mark.parametrize("also", [False, True], ids=["alone", "before one in memory"])
-def test_a_write_while_it_is_read_is_not_lost(also: bool, tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
-    with torch.no_grad():
-        model.weight[5] = 3.0
-    if also:
-        model.register_parameter("other", nn.Parameter(torch.zeros(LARGE)))
-        found.note("other")
-    found.settle()
-    origins.close()
-    expected = torch.ones(LARGE)
-    assert not torch.equal(model.weight, expected)
-    expected[5] = 3.0
-    assert torch.equal(model.weight, expected)
-    other = model_of(weight=expected.clone())
-    shared(other)
-    assert shares_memory(model.weight, other.weight)
-    assert verify().ok
-
-
-def test_a_parameter_that_is_set_again_while_it_is_read_is_what_it_was_set_to(
-    tmp_path: Path,
-) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
-    model.weight.data = torch.full((LARGE,), 2.0)
-    found.settle()
-    origins.close()
-    assert (model.weight == 2).all()
-    other = model_of(weight=torch.full((LARGE,), 2.0))
-    shared(other)
-    assert shares_memory(model.weight, other.weight)
-
-
-def test_names_that_are_tied_while_one_is_read_stay_tied(tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
-    model.register_parameter("twin", nn.Parameter(model.weight.detach()))
-    model.register_buffer("view", model.weight.detach()[:8])
-    found.note("twin")
-    found.settle()
-    origins.close()
-    assert found.ledger.skipped == dict.fromkeys(("weight", "twin"), SHARED_STORAGE)
-    with torch.no_grad():
-        model.twin[3] = 4.0
-    assert model.weight[3] == model.view[3] == 4.0
-
-
-def test_files_are_closed_when_nobody_reads_them_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading, go_on = threading.Event(), threading.Event()
-    read = Place.read
-
-    def slowly(self: Place, into: memoryview, offset: int) -> None:
-        reading.set()
-        assert go_on.wait(60)
-        read(self, into, offset)
-
-    monkeypatch.setattr(Place, "read", slowly)
-    model, found, origins = being_read(tmp_path / "weights")
-    assert reading.wait(60)
-    ended = threading.Thread(target=found.abandon)
-    ended.start()
-    ended.join(0.2)
-    assert ended.is_alive(), "somebody still reads"
-    go_on.set()
-    ended.join(60)
-    assert not ended.is_alive()
-    origins.close()
-    assert (model.weight == 1).all()
-    assert not any(str(tmp_path) in each for each in kernel.descriptors())
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "weights"
-    read = Place.read
-
-    def cut(self: Place, into: memoryview, offset: int) -> None:
-        os.truncate(path, 100)
-        read(self, into, offset)
-
-    monkeypatch.setattr(Place, "read", cut)
-    _, found, origins = being_read(path)
-    with pytest.raises(ChangedFileError, match="became shorter while it was being loaded"):
-        found.settle()
-    found.abandon()
-    origins.close()
-
-
-def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> None:
-    """Two files of one load with the same bytes: the second was copied before that was known."""
-    count = 1 << 20
-    path = tmp_path / "weights"
-    path.write_bytes(as_file(1.0, count))
-    first, second = mapped(path, count), mapped(path, count)
-    second.register_parameter("more", nn.Parameter(torch.full((count,), 3.0)))
-    origins = Origins("blake3", trust=True)
-    terms = Terms(TensorDedupConfig(), Supply(as_aligned=True), origins)
-    for model in (first, second):
-        Adoption(model, terms).settle()
-    origins.close()
-    assert shares_memory(first.weight, second.weight)
-    slabs = {id(each.slab): each.slab for each in terms.own}
-    assert len(slabs) == 2
-    held = sum(os.fstat(slab.fileno).st_blocks * 512 for slab in slabs.values())
-    assert held <= 2 * 4 * count + (64 << 10)

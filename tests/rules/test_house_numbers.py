@@ -103,6 +103,31 @@ def test_generic_errors_are_counted() -> None:
     assert generic_share([text]) == 0.5
 
 
+def logged_errors(text: str) -> list[int]:
+    """Lines that log a caught error itself: whoever keeps the record keeps its frames' memory."""
+    return [
+        call.lineno
+        for handler in ast.walk(ast.parse(text))
+        if isinstance(handler, ast.ExceptHandler) and handler.name
+        for call in ast.walk(handler)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) in {"log", "_log"}
+        and any(isinstance(each, ast.Name) and each.id == handler.name for each in call.args)
+    ]
+
+
+def test_errors_are_logged_as_text() -> None:
+    found = {name: logged_errors(text) for name, text in house.sources().items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_an_error_that_is_logged_is_found() -> None:
+    text = "try:\n    f()\nexcept E as error:\n    log.warning('%s', {})\n"
+    assert logged_errors(text.format("error")) == [4]
+    assert logged_errors(text.format("str(error)")) == []
+
+
 def test_no_file_speaks_of_one_machine_or_of_work_left() -> None:
     found = [
         f"{path}: {match.group()}"
