@@ -9,6 +9,8 @@ from tensor_dedup.cli.store_verbs import existing, json_option, say, store_optio
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import StoredCheckpoint
 
+_WIDE = 10_000
+
 
 @click.command(name="show")
 @click.argument("name")
@@ -21,8 +23,11 @@ def command(name: str, store: str | None, as_json: bool) -> None:
             say(_document(checkpoint), as_json)
         else:
             console = Console()
+            piped = not console.is_terminal
+            if piped:  # for other programs: a line a tensor, nothing cut
+                console = Console(width=_WIDE)
             console.print(_files(checkpoint))
-            console.print(_tensors(checkpoint))
+            console.print(_tensors(checkpoint, whole=piped))
 
 
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
@@ -57,12 +62,15 @@ def _files(checkpoint: StoredCheckpoint) -> Table:
     return table
 
 
-def _tensors(checkpoint: StoredCheckpoint) -> Table:
-    table = Table("tensor", "dtype", "shape", "size", "stored", "codec", "digest")
+def _tensors(checkpoint: StoredCheckpoint, *, whole: bool) -> Table:
+    """`whole`: digests in full. On a terminal their beginning tells tensors apart."""
+    table = Table()
+    table.add_column("tensor", overflow="fold")
+    for name in ("dtype", "shape", "size", "stored", "codec", "digest"):
+        table.add_column(name, no_wrap=True)
     for tensor in checkpoint:
         shape = "x".join(map(str, tensor.shape)) or "-"
-        # The beginning tells tensors apart; --json has all of it.
-        digest = tensor.digest[:16]
+        digest = tensor.digest if whole else tensor.digest[:8]
         codec, stored, _ = checkpoint.stored(tensor)
         sizes = human(tensor.nbytes), human(stored)
         table.add_row(cell(tensor.name), cell(tensor.dtype), shape, *sizes, codec, digest)

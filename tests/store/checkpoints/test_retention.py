@@ -89,7 +89,7 @@ def test_what_stays_can_be_read_when_the_rest_is_gone(tmp_path: Path) -> None:
     run.gc(0)
     for step in run.steps():
         assert_same(run.load(step), kept[step])
-    with pytest.raises(UnknownStepError, match="it has 3, 1 to 4"):
+    with pytest.raises(UnknownStepError, match="it has 3 steps, from 1 to 4"):
         run.load(0)
     assert run.store.verify(full=True).fine
 
