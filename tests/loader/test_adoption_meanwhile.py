@@ -182,7 +182,7 @@ def test_a_write_through_a_view_of_what_was_read_is_not_lost(tmp_path: Path) -> 
 @pytest.mark.parametrize("short", [False, True], ids=["memory", "no memory"])
 @pytest.mark.parametrize("algorithm", ["blake3", "blake2b"])
 def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
-    algorithm: str, short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    algorithm: Any, short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "weights"
     numbers = torch.arange(LARGE + COUNT, dtype=torch.float32)
