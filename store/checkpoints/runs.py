@@ -143,9 +143,8 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
         manifest = objects.ref(name)
     except UnknownNameError as error:
         known = step_numbers(objects, run)
-        range_ = f"{len(known)} steps, from {known[0]} to {known[-1]}" if known else "none"
-        has = f"it has {range_}"
-        what = f"the run {run!r} has no step {step}; {has}"
+        has = f"{len(known)} steps, from {known[0]} to {known[-1]}" if known else "none"
+        what = f"the run {run!r} has no step {step}; it has {has}"
         raise UnknownStepError.at(objects.layout.root, what, run=run, step=step) from error
     content = objects.manifest(manifest)
     notes = Notes.from_texts(content.notes)

@@ -42,15 +42,19 @@ def being_read(path: Path, count: int = LARGE) -> tuple[Any, Adoption, Origins]:
     return model, found, origins
 
 
-def test_what_is_read_while_the_loader_goes_on_is_shared_in_the_end(tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
-    found.note("weight")
+def is_shared_in_the_end(model: Any, found: Adoption, origins: Origins) -> None:
     found.settle()
     origins.close()
     assert found.ledger.skipped == {}
     other = model_of(weight=torch.ones(LARGE))
     shared(other)
     assert shares_memory(model.weight, other.weight)
+
+
+def test_what_is_read_while_the_loader_goes_on_is_shared_in_the_end(tmp_path: Path) -> None:
+    model, found, origins = being_read(tmp_path / "weights")
+    found.note("weight")
+    is_shared_in_the_end(model, found, origins)
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["alone", "before one in memory"])
@@ -228,12 +232,7 @@ def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
 def test_a_parameter_that_is_wrapped_anew_while_it_is_read_is_shared(tmp_path: Path) -> None:
     model, found, origins = being_read(tmp_path / "weights")
     model.weight = nn.Parameter(model.weight.data)
-    found.settle()
-    origins.close()
-    assert found.ledger.skipped == {}
-    other = model_of(weight=torch.ones(LARGE))
-    shared(other)
-    assert shares_memory(model.weight, other.weight)
+    is_shared_in_the_end(model, found, origins)
 
 
 def test_a_child_that_is_forked_while_it_is_read_does_not_wait(

@@ -62,6 +62,20 @@ def load(path: str, kind: str, config: dict[str, Any] | None) -> "tuple[LLM, Loa
     }
 
 
+def one_after_the_other(
+    kind: str, paths: tuple[str, str], config: dict[str, Any] | None
+) -> tuple[Loaded, Loaded]:
+    """Both checkpoints of a kind, of which only one is loaded at a time."""
+    found = []
+    for path in paths:
+        llm, loaded = load(path, kind, config)
+        found.append(loaded)
+        engines.drop(llm)
+        del llm
+        gc.collect()
+    return found[0], found[1]
+
+
 def elsewhere(
     first: str, jobs: dict[str, tuple[str, str]], config: dict[str, Any], hints: str
 ) -> dict[str, tuple[Loaded, Loaded]]:
@@ -69,18 +83,8 @@ def elsewhere(
     import reference_kernels
 
     os.environ[ENVIRONMENT] = hints
-    found = {}
     with reference_kernels.installed(), engines.quick(Path(first)):
-        for kind, paths in jobs.items():
-            pair = []
-            for path in paths:
-                llm, loaded = load(path, kind, config)
-                pair.append(loaded)
-                engines.drop(llm)
-                del llm
-                gc.collect()
-            found[kind] = (pair[0], pair[1])
-    return found
+        return {kind: one_after_the_other(kind, paths, config) for kind, paths in jobs.items()}
 
 
 @dataclass
@@ -106,7 +110,7 @@ class World:
         held: dict[str, LLM] = {}
         self.kinds: dict[str, Kind] = {}
         with reference_kernels.installed(), engines.quick(pair.base):
-            alone = {kind: self._alone(kind, paths) for kind, paths in jobs.items()}
+            alone = {kind: one_after_the_other(kind, paths, None) for kind, paths in jobs.items()}
             here = {}
             for kind, (base, _) in jobs.items():
                 held[kind], here[kind] = load(base, kind, config)
@@ -127,17 +131,6 @@ class World:
         folder = root / kind.replace(" ", "-")
         base, tuned = (quantised.make(kind, source, folder / source.name) for source in sources)
         return str(base), str(tuned)
-
-    @staticmethod
-    def _alone(kind: str, paths: tuple[str, str]) -> tuple[Loaded, Loaded]:
-        found = []
-        for path in paths:
-            llm, loaded = load(path, kind, None)
-            found.append(loaded)
-            engines.drop(llm)
-            del llm
-            gc.collect()
-        return found[0], found[1]
 
 
 def _world(kinds: tuple[str, ...], root: Path) -> World:
