@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -78,31 +80,75 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 
 @contextmanager
 def scales_kept() -> Iterator[list[int]]:
-    """Give each int8 handler made in the block its scales' memory, which is then there as long.
+    """Give each int8 handler that this thread makes in the block its scales' memory to keep.
 
     oneDNN is given the scales once, as a pointer; a parameter that is given other memory, or a
     layer that is dropped before one that shares its handler, would leave it pointing to nothing.
-    Whose handler it is does not matter. Yields the storages kept so far, one entry a handler.
-    Replaces a function of vLLM's module meanwhile: one thread, under the load lock.
+    Whose handler it is does not matter. Yields the storages kept so far, one entry a handler. Any
+    thread, and several at once, none of which waits for another: no lock is held meanwhile.
     """
     kept: list[int] = []
-    create = _custom_ops.create_onednn_scaled_mm
+    with _HANDLERS.watched():
+        _HANDLERS.mine.kept.append(kept)
+        try:
+            yield kept
+        finally:
+            _HANDLERS.mine.kept.pop()
 
-    @functools.wraps(create)
-    def keeping(
-        weight: torch.Tensor, weight_scales: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> CPUDNNLGEMMHandler:
-        handler = create(weight, weight_scales, *args, **kwargs)
-        memory = weight_scales.detach()  # not the parameter, whose memory will be another
-        setattr(handler, _SCALES, memory)
-        kept.append(memory.untyped_storage()._cdata)
-        return handler
 
-    _custom_ops.create_onednn_scaled_mm = keeping
-    try:
-        yield kept
-    finally:
-        _custom_ops.create_onednn_scaled_mm = create
+class _Handlers:
+    """Replaces vLLM's function that makes int8 handlers while any thread is in `scales_kept`."""
+
+    def __init__(self) -> None:
+        self.mine = _Kept()
+        self._watching = 0
+        self._alone()
+        os.register_at_fork(after_in_child=self._alone)
+
+    def _alone(self) -> None:
+        # A thread that does not exist in the child may hold it. One that watched does not leave
+        # either: the function stays replaced there, and does for others what vLLM's own does.
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with self._lock:
+            if self._watching == 0:
+                self._create = _custom_ops.create_onednn_scaled_mm
+                _custom_ops.create_onednn_scaled_mm = self._keeping(self._create)
+            self._watching += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watching -= 1
+                if self._watching == 0:
+                    _custom_ops.create_onednn_scaled_mm = self._create
+
+    def _keeping(self, create: Callable[..., CPUDNNLGEMMHandler]) -> Callable[..., Any]:
+        @functools.wraps(create)
+        def keeping(
+            weight: torch.Tensor, weight_scales: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> CPUDNNLGEMMHandler:
+            handler = create(weight, weight_scales, *args, **kwargs)
+            if self.mine.kept:
+                memory = weight_scales.detach()  # not the parameter, whose memory will be another
+                setattr(handler, _SCALES, memory)
+                for kept in self.mine.kept:
+                    kept.append(memory.untyped_storage()._cdata)
+            return handler
+
+        return keeping
+
+
+class _Kept(threading.local):
+    """The lists of the blocks that a thread is in."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[int]] = []
+
+
+_HANDLERS: Final = _Handlers()
 
 
 def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:

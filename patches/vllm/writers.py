@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.sharing import leave_gpus, let_go_of_written, unshare
 from tensor_dedup.patches.vllm.kernels import scales_kept
@@ -89,7 +88,8 @@ def _keeping_scales(*models: nn.Module) -> Iterator[None]:
     """
     layers = [module for model in models for module in model.modules()]
     if any(hasattr(layer, "quant_method") and packs_int8(layer) for layer in layers):
-        with LOAD_LOCK, scales_kept():
+        # Without the lock of loads: an update may wait for a thread that loads.
+        with scales_kept():
             yield
     else:
         yield

@@ -4,6 +4,7 @@ What each format shares is in test_quantised. The oracle is a plain engine that 
 """
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
+from vllm import _custom_ops as ops
 
 import engines
+import loads
 import plain
 import quantised
 import reference_kernels
 import shared
 import tiny_checkpoints as checkpoints
-import transfers  # noqa: F401 - engines that transfer weights without a GPU
+import transfers  # engines that transfer weights without a GPU
 from tensor_dedup import unshare
 from tensor_dedup.patches.vllm import quantised as vllm_quantised
+from tensor_dedup.patches.vllm.kernels import scales_kept
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -196,3 +200,58 @@ def test_scales_of_keys_and_values_are_those_of_plain_vllm(
 def kv_scales(llm: "LLM") -> dict[str, tuple[float, float]]:
     layers = plain.model(llm).named_modules()
     return {n: (m._k_scale_float, m._v_scale_float) for n, m in layers if hasattr(m, "_k_scale")}
+
+
+def test_an_update_may_wait_for_a_thread_that_loads(
+    world: World, opened: Callable[..., "LLM"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does when engines of one process meet in a collective operation, one of them late."""
+    path = world.path["w8a8"]
+    mine = opened(path, tensor_dedup={}, weight_transfer_config={"backend": "files"})
+    receive, late = transfers.Files.receive_weights, threading.Event()
+
+    def load() -> None:
+        loads.load(world.plain, tensor_dedup={})
+        late.set()
+
+    def meet(self: transfers.Files, info: transfers.Update) -> None:
+        thread.start()
+        assert late.wait(60), "each waits for the other"
+        receive(self, info)
+
+    thread = threading.Thread(target=load, daemon=True)
+    monkeypatch.setattr(transfers.Files, "receive_weights", meet)
+    with loads.prepared(world.plain):
+        try:
+            _send(mine, path, *sorted(checkpoints.tensors(path)))
+        finally:
+            thread.join()
+    litter()
+    assert plain.outputs(mine) == world.expected("w8a8")
+    for handler in handlers(mine):
+        held = [v for v in vars(handler).values() if isinstance(v, torch.Tensor)]
+        assert len(held) == 2  # itself, and its scales
+
+
+def test_what_another_thread_makes_meanwhile_is_as_it_would_be(world: World) -> None:
+    made: list[Any] = []
+
+    def make() -> None:
+        weight = torch.ones(16, 32, dtype=torch.int8).t()
+        scales = torch.ones(16)
+        made.append(ops.create_onednn_scaled_mm(weight, scales, torch.bfloat16, True, False))
+
+    create = ops.create_onednn_scaled_mm
+    with scales_kept() as kept:
+        other = threading.Thread(target=make)
+        other.start()
+        other.join()
+        assert kept == []
+        with scales_kept() as inner:
+            make()
+        assert len(kept) == 1
+        assert kept == inner
+        assert ops.create_onednn_scaled_mm is not create
+    assert ops.create_onednn_scaled_mm is create
+    theirs, ours = ([v for v in vars(h).values() if isinstance(v, torch.Tensor)] for h in made)
+    assert len(ours) == len(theirs) + 1
