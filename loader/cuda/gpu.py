@@ -134,7 +134,12 @@ class Gpu:
     def map(self, extents: Sequence[Extent], opener: Opener, owner: object) -> DeviceMapping:
         """Map slabs one after the other, read-only; `owner` is held until they are unmapped."""
         self._try_to_reap()
-        address = self.with_room(lambda: opener.open(extents, Access.READ))
+        with Undo() as undo:
+            # No call of these is documented to need a context. One that does finds it.
+            with self.entered():
+                address = self.with_room(lambda: opener.open(extents, Access.READ))
+                undo.add(partial(opener.close, address, extents))
+            undo.keep()
         at = address
         for extent in extents:
             PLACES.add(at, extent.nbytes, extent.serial)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """What device memory costs to share: handles, cold loads, attaching, and computing with it.
 
-    scripts/bench/gpu.py [--only PART] [--size GIB] [--work DIR] [--write] [--rehearse]
+    scripts/bench/cuda.py [--only PART] [--size GIB] [--work DIR] [--write] [--rehearse]
 
 *handles*: making, exporting, importing, mapping and unmapping handles of 2 to 64 MiB. *load*: a
 file that is in no cache to the GPU, beside safetensors, fastsafetensors and the Run:ai streamer
 where they are installed, and the limits: reading the file, and copying pinned memory. *attach*: a
 resident model of 1, 4 and 14 GB. *forward*: products with shared and with private weights.
 Prints a section of Markdown, and names the GPU; `--write` puts it into docs/benchmarks.md.
-(Not cuda.py: torch would take a file of that name here for NVIDIA's package.)
+(Here and not in cuda.py, which stands aside where it is imported: it bears a package's name.)
 `--rehearse`: over the fake driver and tiny, to see that it runs; its figures mean nothing.
 """
 

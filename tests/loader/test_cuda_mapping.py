@@ -203,10 +203,10 @@ def test_whatever_call_of_unmapping_fails_nothing_is_unmapped_twice_or_lost(
 
 
 def mapped_calls() -> list[str]:
-    return ["reserve", "import_", "map", "import_", "map", "allow"]
+    return ["enter", "reserve", "import_", "map", "import_", "map", "allow"]
 
 
-@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("number", range(1, 8))
 def test_mapping_takes_back_what_it_has_done(bench: Bench, number: int) -> None:
     first, second = bench.slab(1), bench.slab(2)
     before = gpus.descriptors()
@@ -219,7 +219,22 @@ def test_mapping_takes_back_what_it_has_done(bench: Bench, number: int) -> None:
     assert len(PLACES) == 0
     bench.driver.again()
     assert bench.mapping(first, second).nbytes == 3 * UNIT
-    assert [call for call in bench.driver.calls if call != "enter"] == mapped_calls()
+    made = bench.driver.calls
+    assert made[made.index("reserve") - 1 :] == mapped_calls()  # what was put aside goes before
+
+
+def test_a_context_that_cannot_be_left_leaves_nothing_mapped(bench: Bench) -> None:
+    slab = bench.slab(1)
+    calls = ["enter", "reserve", "import_", "map", "release", "allow", "leave"]
+    bench.driver.cleaning = True
+    bench.driver.again(len(calls))
+    with pytest.raises(BackendError):
+        bench.mapping(slab)
+    assert bench.driver.calls[: len(calls)] == calls
+    bench.driver.cleaning = False
+    bench.fake.leave()
+    assert bench.fake.left() == {}
+    assert len(PLACES) == 0
 
 
 def test_whatever_call_of_becoming_private_fails_it_is_shared_as_before(bench: Bench) -> None:
