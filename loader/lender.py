@@ -8,12 +8,15 @@ tensor is kept in this process.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -239,11 +242,19 @@ def client_of(where: str, device: str = "") -> Client:
         key = os.getpid(), where, device
         client = _clients.get(key)
         if client is None or client.closed:
-            client = connect(where, name=f"process {os.getpid()}", device=device)
+            client = connect(where, name=_program(), device=device)
             _clients[key] = client
         elif not client.connected:
             _reconnect(client, where, device)
         return client
+
+
+def _program() -> str:
+    """What this process is, for people; its number the manager knows."""
+    program = Path(sys.argv[0]).name if sys.argv else ""
+    program = "python" if program in ("", "-c", "-m") else program
+    process = multiprocessing.current_process().name
+    return checkpoint_name(program if process == "MainProcess" else f"{program} {process}")
 
 
 def _reconnect(client: Client, where: str, device: str) -> None:

@@ -140,7 +140,9 @@ def pin(world: World, _now: float, connection: Connection, message: Pin) -> None
     else:
         pins.discard(message.name)
     found = world.ledger.named(message.name)
-    world.note("pinned" if message.pinned else "unpinned", name=message.name, tensors=len(found))
+    world.note(
+        "pinned" if message.pinned else "unpinned", name=repr(message.name), tensors=len(found)
+    )
     world.send(connection, Done(len(found), _nbytes(found)))
 
 
@@ -153,7 +155,7 @@ def evict(world: World, _now: float, connection: Connection, message: Evict) -> 
     nbytes = sum(slab.nbytes for slab in idle)
     for slab in idle:
         ledger.evict(slab)
-    world.note("evicted", name=message.name, tensors=count, nbytes=nbytes)
+    world.note("evicted", name=repr(message.name), tensors=count, nbytes=nbytes)
     world.send(connection, Done(count, nbytes))
 
 

@@ -1,5 +1,6 @@
 """Puts: reserve, allocate, seal, publish; take-over."""
 
+from tensor_dedup.memory_manager.core import tallies
 from tensor_dedup.memory_manager.core.effects import Allocate, SealAndHash
 from tensor_dedup.memory_manager.core.ledger import Slab
 from tensor_dedup.memory_manager.core.records import LayerRecord
@@ -47,7 +48,7 @@ def _open_put(
 ) -> int:
     number = world.next_put
     world.next_put += 1
-    put = Put(number, connection.number, connection.process, keys, now, checkpoint)
+    put = Put(number, connection.number, connection.process, keys, now, checkpoint, opened=now)
     connection.puts[number] = put
     world.builders.update(dict.fromkeys(keys, put))
     return number
@@ -201,10 +202,12 @@ def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code
         world.ledger.hold(resident, now, leased=False)
         world.ledger.attribute(resident, put.checkpoint)
         put.held.append(resident)
-    if not slab.residents:  # every tensor was resident elsewhere when the hash was known
+    if slab.residents:
+        tallies.count(connection, put, now, slab)
+    else:  # every tensor was resident elsewhere when the hash was known
         put.slab = None
         world.ledger.drop(slab)
-    world.note(
+    world.detail(
         "sealed", put=put.number, pid=connection.pid, tensors=len(digests), nbytes=slab.nbytes
     )
     world.send(connection, Sealed(digests))
@@ -277,7 +280,7 @@ def _require_held(connection: Connection, put: Put | None, message: Publish) -> 
 def _published(world: World, now: float, connection: Connection, put: Put, key: str) -> None:
     put.keys.discard(key)
     del world.builders[key]
-    world.note("built", key=key, put=put.number, pid=connection.pid, by=connection.name)
+    world.detail("published", key=key, put=put.number, pid=connection.pid)
     wake(world, key, "ready")
     if not put.keys:
         put.step(Event.FINISH)

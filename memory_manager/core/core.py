@@ -3,7 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from tensor_dedup.memory_manager.core import admin, building, handing_back, reading, waiting
+from tensor_dedup.memory_manager.core import (
+    admin,
+    building,
+    handing_back,
+    reading,
+    tallies,
+    waiting,
+)
 from tensor_dedup.memory_manager.core.effects import Close, Effect
 from tensor_dedup.memory_manager.core.ledger import Ledger
 from tensor_dedup.memory_manager.core.records import LayerRecord
@@ -151,6 +158,7 @@ class Core:
         world = self._world
         world.processes[connection.process].connections.discard(connection.number)
         if connection.name is not None:
+            tallies.say_all(world, connection)
             held = {"leases": len(connection.leases), "builds": len(connection.puts)}
             world.note("disconnected", pid=connection.pid, name=repr(connection.name), **held)
         connection.waiting = None
@@ -204,10 +212,17 @@ class Core:
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: end waits, hang up on those who never said hello."""
         waiting.look(self._world, now)
+        tallies.look(self._world, now)
         limit = self._world.settings.hello_timeout_s
         for connection in list(self._world.connections.values()):
             if connection.name is None and now - connection.since >= limit:
                 self._hang_up(now, connection, "protocol", f"no Hello within {limit} seconds")
+        return self._effects()
+
+    def ending(self) -> list[Effect]:
+        """The manager ends: what it still has to say."""
+        for connection in self._world.connections.values():
+            tallies.say_all(self._world, connection)
         return self._effects()
 
     def next_deadline(self, now: float) -> float | None:

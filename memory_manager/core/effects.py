@@ -64,10 +64,11 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that a person wants to read in the log."""
+    """Something that a person wants to read in the log; `detail`: only when asked for."""
 
     event: str
     facts: dict[str, object] = field(default_factory=dict)
+    detail: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Put:
     slab: int | None = None
     spans: tuple[tuple[int, int, str], ...] = ()
     held: list[Resident] = field(default_factory=list)
+    opened: float = 0.0
 
     @property
     def active(self) -> bool:
@@ -63,6 +64,16 @@ class Put:
         if self.state in (State.ALLOCATING, State.SEALING):
             return 0.0
         return max(0.0, now - self.progress)
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What a client has built of a checkpoint since it was last said."""
+
+    since: float
+    until: float
+    tensors: int = 0
+    nbytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +97,7 @@ class Connection:
     leased: Counter[str] = field(default_factory=Counter)
     puts: dict[int, Put] = field(default_factory=dict)
     waiting: Waiting | None = None
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by checkpoint
 
     @property
     def builds(self) -> bool:
@@ -147,6 +159,10 @@ class World:
     def note(self, event: str, **facts: object) -> None:
         """A line in the log."""
         self.effects.append(Note(event, facts))
+
+    def detail(self, event: str, **facts: object) -> None:
+        """A line in the log that only who looks for it wants to read."""
+        self.effects.append(Note(event, facts, detail=True))
 
     def may_lease(self, connection: Connection, count: int) -> bool:
         """May this client have so many leases more?"""

@@ -117,10 +117,10 @@ def _settings(start: Start, backend: Backend, path: Path) -> Settings:
     )
 
 
-def log_to() -> None:
-    """Readable lines on stderr, with the time."""
+def log_to(*, details: bool = False) -> None:
+    """Readable lines on stderr, with the time; `details`: of every put and layer too."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG if details else logging.INFO)
     log.propagate = False

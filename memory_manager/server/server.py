@@ -309,8 +309,9 @@ class Server:
                 self._close_client(connection)
             case Forget(process):
                 self._forget(process)
-            case Note(event, facts):
-                log.info("%s %s", event, " ".join(f"{k}={v!s}" for k, v in facts.items()))
+            case Note(event, facts, detail):
+                level = logging.DEBUG if detail else logging.INFO
+                log.log(level, "%s %s", event, " ".join(f"{k}={v!s}" for k, v in facts.items()))
             case End():
                 self._ending = True
             case _:
@@ -370,6 +371,8 @@ class Server:
     def _close(self) -> None:
         """No new clients, then no clients, then no threads, then no memory."""
         self._file.close()
+        self._effects.extend(self._core.ending())
+        self._do_effects()
         for client in list(self._clients.values()):
             client.flush(self._now())
             self._drop(client)

@@ -1,6 +1,8 @@
 """The verbs of the memory manager, against one that runs."""
 
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 
 import managers
 from tensor_dedup.cli import main
+from tensor_dedup.memory_manager.client import connect
 
 SIZE = 1 << 20
 
@@ -139,3 +142,85 @@ def test_the_manager_and_its_clients_need_no_framework(module: str) -> None:
     command = [sys.executable, "-c", f"import sys; {absent}; import {module}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_not_there_is_wrong_use_and_near_ones_are_said(
+    manager: managers.Manager,
+) -> None:
+    for verb in ("pin", "unpin", "evict"):
+        said = run(verb, "base", status=2)
+        assert "nothing of 'base' is in the memory manager" in said
+        assert "no checkpoint yet" in said
+    with manager.client() as client:
+        kept = managers.build(client, "layer", bytes(SIZE), checkpoint="/models/a-base")
+        managers.build(client, "other", managers.pattern(1, SIZE), checkpoint="/models/tuned")
+        digest = kept[0].digest
+        for verb in ("pin", "unpin", "evict"):
+            assert "did you mean '/models/tuned'?" in run(verb, "tuned", status=2)
+            assert "did you mean '/models/a-base'?" in run(verb, "a-bose", status=2)
+            assert "lists '/models/a-base', '/models/tuned'" in run(verb, "0" * 64, status=2)
+        assert manager.overview().totals.pins == []
+        assert "1.0 MiB" in run("pin", digest)
+        assert "is not pinned any more" in run("unpin", digest)
+        assert "was not pinned" in run("unpin", digest)
+        assert "in use" in run("evict", digest, status=1)
+
+
+def test_what_comes_later_can_be_pinned_before(manager: managers.Manager) -> None:
+    assert "nothing yet" in run("pin", "base", "--ahead")
+    with manager.client() as client:
+        managers.build(client, "layer", bytes(SIZE), checkpoint="base")
+    assert manager.overview().totals.pinned_bytes == SIZE
+    assert "is not pinned any more" in run("unpin", "base")
+    run("pin", "late", "--ahead")
+    assert "is not pinned any more" in run("unpin", "late")  # it is known, though nothing is here
+
+
+def test_a_process_stands_once_in_the_table_of_clients(manager: managers.Manager) -> None:
+    with manager.client("serve.py") as one, manager.client("serve.py") as two:
+        kept = managers.build(one, "layer", bytes(SIZE), checkpoint="[red]base")
+        kept += managers.build(two, "other", managers.pattern(1, SIZE), checkpoint="[red]base")
+        run("pin", "[red]base")
+        text, document = run("status"), json.loads(run("status", "--json"))
+        del kept
+    assert [row["pid"] for row in document["clients"]] == [os.getpid()] * 2
+    assert re.findall(rf"\b{os.getpid()}\b.*", text)[0].count("serve.py (2 connections)") == 1
+    assert len(re.findall(rf"\b{os.getpid()}\b", text)) == 1
+    assert "2 leases of 1 process\n" in re.sub(" +\n", "\n", text)
+    assert f"at {manager.socket}, up" in text  # piped: nothing is cut or folded
+    assert text.count("[red]base") == 2  # as it is, not as a colour: pinned, and in the table
+
+
+def test_nothing_to_stop_is_said_as_that(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    socket = tmp_path / "m.sock"
+    said = run("stop", "--socket", str(socket), status=1)
+    assert f"no memory manager runs at {socket}" in said
+    assert "serve" not in said
+
+
+def test_the_log_has_a_line_a_checkpoint_and_all_of_it_when_asked_for(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    code = "from tensor_dedup.cli import main; main()"
+    for options, lines in (((), 1), (("--verbose",), 7)):
+        socket = tmp_path / f"{lines}.sock"
+        command = [sys.executable, "-c", code, "serve", "--budget", "9M", "--json", *options]
+        command = [*command, "--socket", str(socket)]
+        with contextlib.ExitStack() as undo:
+            process = undo.enter_context(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+            undo.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            client = undo.enter_context(connect(socket, name="an engine", keep_connected=False))
+            for number in range(3):
+                managers.build(client, f"layer-{number}", managers.pattern(number, SIZE))
+            process.terminate()
+            _, log = process.communicate(timeout=managers.PATIENCE_S)
+        of_building = [
+            line for line in log.splitlines() if re.search("built|sealed|published", line)
+        ]
+        assert len(of_building) == lines, log
+        assert "built checkpoint='base' tensors=3 MiB=3.0 seconds=" in of_building[-1]
+        assert f"pid={os.getpid()} by='an engine'" in of_building[-1]

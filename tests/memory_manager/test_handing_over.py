@@ -128,7 +128,7 @@ def test_tensors_records_and_pins_survive_a_restart(systemd: Systemd, folder: Pa
     systemd.start()
     assert systemd.store == []  # taken out, or what is evicted later would never be free
     with connect(path, keep_connected=False) as client:
-        managers.until(lambda: client.lookup(["a"]) != [None])
+        managers.until(lambda: None not in client.lookup(["a", "b"]))
         [a, b] = client.lookup(["a", "b"])
         assert a is not None
         assert b is not None

@@ -142,3 +142,20 @@ def test_what_was_not_announced_before_is_announced_when_it_is_sealed(client: Cl
     assert refused("wrong_state", put.seal, right[:1])
     assert refused("mismatch", put.seal, list(reversed(right)))
     assert [lease.digest for lease in put.seal(right)] == right
+
+
+def test_what_was_built_is_said_when_its_builder_is_quiet_and_once(
+    manager: managers.Manager,
+) -> None:
+    with manager.client("an engine") as client:
+        kept = [
+            managers.build(client, f"{name}-{n}", bytes([n]) * n * 4096, checkpoint=name)
+            for name in ("base", "tuned")
+            for n in (1, 2, 3)
+        ]
+        managers.until(lambda: manager.lines("built"))
+        del kept
+    managers.until(lambda: manager.lines("disconnected"))
+    [line] = manager.lines("built")  # the second made nothing: all was there
+    assert "checkpoint='base' tensors=3 MiB=0.0" in line
+    assert "by='an engine'" in line

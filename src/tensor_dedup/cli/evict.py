@@ -2,6 +2,7 @@
 
 import click
 
+from tensor_dedup.cli.held import look_up, nothing_of
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
@@ -16,13 +17,15 @@ from tensor_dedup.memory_manager.client.admin import Admin
 def command(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> None:
     """Drop X, a checkpoint or a digest, from memory: what is neither in use nor pinned.
 
-    Memory is given back slab by slab, so tensors that lie beside X's go too. Exit status 1 when
-    nothing could be dropped.
+    X is what `status` calls it. Memory is given back slab by slab, so tensors that lie beside X's
+    go too. Exit status 1 when nothing could be dropped.
     """
     with Admin(socket) as admin:
+        if not look_up(admin, name).here:
+            raise nothing_of(admin, name)
         done = admin.evict(name)
     document = {"name": name, "tensors": done.count, "bytes": done.nbytes}
-    nothing = f"nothing of {name} was dropped: it is not here, in use, or pinned"
+    nothing = f"nothing of {name} was dropped: it is in use, or pinned; see `tensor-dedup status`"
     freed = f"{name}: {done.count} tensors dropped, {human(done.nbytes)} free"
     say(document, as_json, freed if done.count else nothing)
     if not done.count:

@@ -1,17 +1,19 @@
 """What the verbs of the memory manager have in common: which socket, how numbers look."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import click
 from rich.table import Table
+from rich.text import Text
 
-from tensor_dedup.cli.store_verbs import say
+from tensor_dedup.cli.names import cell
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
 from tensor_dedup.memory_manager.paths import ENVIRONMENT, device_socket, socket_path
+from tensor_dedup.memory_manager.tables import ClientRow
 
 _DEVICE: Final = "tensor_dedup.device"
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -58,20 +60,6 @@ def _beside(context: click.Context, _parameter: click.Parameter, value: str | No
     return str(device_socket(socket_path(value), device)) if device else value
 
 
-def set_pin(name: str, socket: str | None, as_json: bool, *, pinned: bool) -> None:
-    """Pin or unpin a checkpoint or a digest, and say how much that is."""
-    with Admin(socket) as admin:
-        done = admin.pin(name, pinned=pinned)
-    changed = {"name": name, "pinned": pinned, "tensors": done.count, "bytes": done.nbytes}
-    concerned = f"{done.count} tensors, {human(done.nbytes)}"
-    text = (
-        f"{name} is pinned: {concerned} so far"
-        if pinned
-        else f"{name} is not pinned any more: {concerned} of it are here"
-    )
-    say(changed, as_json, text)
-
-
 def on_device(admin: Admin) -> DeviceUse | NotAvailable | None:
     """What NVML says of the GPU whose memory a manager lends; None for the machine's memory."""
     return use_of(admin.device) if admin.device else None
@@ -86,20 +74,22 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
     """The totals, one a line."""
     t = overview.totals
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in (
         ("manager", f"process {t.pid} at {t.name}, up {_time(t.uptime_s)}"),
         ("budget", f"{human(t.charged)} of {human(t.budget)} in use"),
         ("residents", f"{t.residents} tensors, {human(t.resident_bytes)}; {t.records} layers"),
         (
             "leased",
-            f"{human(t.leased_bytes)}, {t.leases} leases of {len(overview.clients)} clients",
+            f"{human(t.leased_bytes)}, {t.leases} leases of {_processes(overview)}",
         ),
         ("pinned", human(t.pinned_bytes) + (f" ({', '.join(t.pins)})" if t.pins else "")),
         ("look-ups", f"{t.hits} layers found, {t.misses} not; {t.published} published"),
         ("builds", f"{t.builds} under way, {t.waiting} clients wait, {t.takeovers} taken over"),
         ("evicted", human(t.evicted_bytes)),
     ):
-        table.add_row(name, value)
+        table.add_row(name, cell(value))
     if t.lingering_bytes:
         table.add_row("lingering", f"{human(t.lingering_bytes)} of processes that were cut off")
     if isinstance(use, DeviceUse):
@@ -113,23 +103,40 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
     return table
 
 
+def _processes(overview: Overview) -> str:
+    count = len({row.pid for row in overview.clients})
+    return "1 process" if count == 1 else f"{count} processes"
+
+
 def clients(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
-    """Who holds what; with NVML, what each process has of the GPU in all."""
+    """Which process holds what; with NVML, what each has of the GPU in all.
+
+    What several connections of a process lease counts for each of them.
+    """
     gpu = ("on the GPU",) if isinstance(use, DeviceUse) else ()
     table = _table("pid", "client", "leases", "leased", "builds", "connected", *gpu)
+    of_pid: dict[int, list[ClientRow]] = {}
     for row in overview.clients:
-        cells = [
-            str(row.pid),
-            row.name,
-            str(row.leases),
-            human(row.leased_bytes),
-            str(row.builds),
-            _time(row.connected_s),
+        of_pid.setdefault(row.pid, []).append(row)
+    for pid, rows in of_pid.items():
+        cells: list[Text | str] = [
+            str(pid),
+            _client(rows),
+            str(sum(row.leases for row in rows)),
+            human(sum(row.leased_bytes for row in rows)),
+            str(sum(row.builds for row in rows)),
+            _time(max(row.connected_s for row in rows)),
         ]
         if isinstance(use, DeviceUse):
-            cells.append(_of_process(use, row.pid))
+            cells.append(_of_process(use, pid))
         table.add_row(*cells)
     return table
+
+
+def _client(rows: Sequence[ClientRow]) -> Text:
+    """The names that the connections of one process gave, each once."""
+    names = ", ".join(dict.fromkeys(row.name for row in rows))
+    return cell(names + (f" ({len(rows)} connections)" if len(rows) > 1 else ""))
 
 
 def _of_process(use: DeviceUse, pid: int) -> str:
@@ -145,7 +152,7 @@ def checkpoints(overview: Overview) -> Table:
     for row in overview.checkpoints:
         pinned = "yes" if row.pinned else ""
         size, used = human(row.nbytes), human(row.leased_bytes)
-        table.add_row(row.name, str(row.residents), size, used, pinned)
+        table.add_row(cell(row.name), str(row.residents), size, used, pinned)
     return table
 
 

@@ -2,14 +2,27 @@
 
 import click
 
-from tensor_dedup.cli.manager_verbs import place_options, set_pin
-from tensor_dedup.cli.store_verbs import json_option
+from tensor_dedup.cli.held import look_up, nothing_of
+from tensor_dedup.cli.manager_verbs import place_options
+from tensor_dedup.cli.store_verbs import json_option, say
+from tensor_dedup.loader.report_table import human
+from tensor_dedup.memory_manager.client.admin import Admin
 
 
 @click.command(name="pin")
 @click.argument("name", metavar="X")
+@click.option("--ahead", is_flag=True, help="Also when nothing of X is in memory yet.")
 @place_options
 @json_option
-def command(name: str, socket: str | None, as_json: bool) -> None:
-    """Keep X in memory, a checkpoint or a digest, also while nobody uses it."""
-    set_pin(name, socket, as_json, pinned=True)
+def command(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
+    """Keep X in memory, a checkpoint or a digest, also while nobody uses it.
+
+    X is what `status` calls it. What comes later under that name is kept too.
+    """
+    with Admin(socket) as admin:
+        if not ahead and not look_up(admin, name).here:
+            raise nothing_of(admin, name, "; `pin --ahead` keeps what will come under that name")
+        done = admin.pin(name)
+    document = {"name": name, "pinned": True, "tensors": done.count, "bytes": done.nbytes}
+    now = f"{done.count} tensors, {human(done.nbytes)} so far" if done.count else "nothing yet"
+    say(document, as_json, f"{name} is pinned: {now}")

@@ -106,6 +106,7 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     callback=_json_object,
     help="The engine arguments that --preload builds for.",
 )
+@click.option("--verbose", is_flag=True, help="Log every tensor too, not only every checkpoint.")
 @click.argument("more", nargs=-1, metavar="")
 @socket_option
 @json_option
@@ -120,6 +121,7 @@ def command(
     device: str,
     backend: str,
     handle: int,
+    verbose: bool,
     socket: str | None,
     as_json: bool,
 ) -> None:
@@ -143,7 +145,7 @@ def command(
         backend=backend,
         handle=handle,
     )
-    log_to()
+    log_to(details=verbose)
     helpers = Preload(start.socket, (*preload, *more), engine_args)
 
     def ready() -> None:

@@ -1,15 +1,12 @@
 """`tensor-dedup show`: what a stored checkpoint consists of."""
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from tensor_dedup.cli.names import cell
+from tensor_dedup.cli.names import cell, console
 from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import StoredCheckpoint
-
-_WIDE = 10_000
 
 
 @click.command(name="show")
@@ -22,12 +19,9 @@ def command(name: str, store: str | None, as_json: bool) -> None:
         if as_json:
             say(_document(checkpoint), as_json)
         else:
-            console = Console()
-            piped = not console.is_terminal
-            if piped:  # for other programs: a line a tensor, nothing cut
-                console = Console(width=_WIDE)
-            console.print(_files(checkpoint))
-            console.print(_tensors(checkpoint, whole=piped))
+            out = console()
+            out.print(_files(checkpoint))
+            out.print(_tensors(checkpoint, whole=not out.is_terminal))
 
 
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:

@@ -1,9 +1,9 @@
 """`tensor-dedup status`: what the memory manager holds, and for whom."""
 
 import click
-from rich.console import Console
 
 from tensor_dedup.cli import manager_verbs
+from tensor_dedup.cli.names import console
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.memory_manager.client.admin import Admin
 
@@ -22,13 +22,13 @@ def command(socket: str | None, as_json: bool) -> None:
     if as_json:
         say(manager_verbs.document(overview, use), as_json)
         return
-    console = Console()
-    console.print(manager_verbs.numbers(overview, use))
+    out = console()
+    out.print(manager_verbs.numbers(overview, use))
     if overview.clients:
-        console.print(manager_verbs.clients(overview, use))
+        out.print(manager_verbs.clients(overview, use))
     for rows, table in (
         (overview.checkpoints, manager_verbs.checkpoints),
         (overview.builds, manager_verbs.builds),
     ):
         if rows:
-            console.print(table(overview))
+            out.print(table(overview))

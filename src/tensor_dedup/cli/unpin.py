@@ -2,8 +2,11 @@
 
 import click
 
-from tensor_dedup.cli.manager_verbs import place_options, set_pin
-from tensor_dedup.cli.store_verbs import json_option
+from tensor_dedup.cli.held import look_up, nothing_of
+from tensor_dedup.cli.manager_verbs import place_options
+from tensor_dedup.cli.store_verbs import json_option, say
+from tensor_dedup.loader.report_table import human
+from tensor_dedup.memory_manager.client.admin import Admin
 
 
 @click.command(name="unpin")
@@ -11,5 +14,15 @@ from tensor_dedup.cli.store_verbs import json_option
 @place_options
 @json_option
 def command(name: str, socket: str | None, as_json: bool) -> None:
-    """Let X, a checkpoint or a digest, be evicted when memory is needed and nobody uses it."""
-    set_pin(name, socket, as_json, pinned=False)
+    """Let X, a checkpoint or a digest, be evicted when memory is needed and nobody uses it.
+
+    X is what `status` calls it.
+    """
+    with Admin(socket) as admin:
+        held = look_up(admin, name)
+        if not held.here and not held.pinned:
+            raise nothing_of(admin, name)
+        done = admin.pin(name, pinned=False)
+    document = {"name": name, "pinned": False, "tensors": done.count, "bytes": done.nbytes}
+    was = "is not pinned any more" if held.pinned else "was not pinned"
+    say(document, as_json, f"{name} {was}: {done.count} tensors, {human(done.nbytes)} are here")

@@ -1,0 +1,60 @@
+"""What a memory manager has of a name: its verbs say so where it has nothing."""
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Final
+
+from tensor_dedup.cli.errors import WrongUse
+from tensor_dedup.memory_manager.client.admin import Admin
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a name means to a manager: is anything of it in memory, and is it pinned?"""
+
+    here: bool
+    pinned: bool
+
+
+def look_up(admin: Admin, name: str) -> Held:
+    """What the manager has of a checkpoint's name or of a digest."""
+    pinned = name in admin.totals().pins
+    if _DIGEST.fullmatch(name):
+        here = any(row.digest == name for row in admin.overview().residents)
+    else:
+        here = name in _names(admin)
+    return Held(here, pinned)
+
+
+def nothing_of(admin: Admin, name: str, advice: str = "") -> WrongUse:
+    """Nothing of that name is here: what is, the nearest names first."""
+    return WrongUse(f"nothing of {name!r} is in the memory manager; {_offer(admin, name)}{advice}")
+
+
+def _offer(admin: Admin, name: str) -> str:
+    names = _names(admin)
+    if not names:
+        return "it holds no checkpoint yet, as `tensor-dedup status` shows"
+    close = _close(name, names)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    return f"`tensor-dedup status` lists {shown}"
+
+
+def _names(admin: Admin) -> list[str]:
+    return [row.name for row in admin.overview(residents=False).checkpoints]
+
+
+def _close(name: str, names: list[str]) -> list[str]:
+    """Those that end like it, or look like it; most people write a path's last part."""
+    last = PurePath(name).name
+    same = [each for each in names if last and PurePath(each).name == last]
+    ends = {PurePath(each).name: each for each in names}
+    near = [ends[end] for end in get_close_matches(last, ends, _SHOWN)]
+    return list(dict.fromkeys([*same, *near, *get_close_matches(name, names, _SHOWN)]))[:_SHOWN]
