@@ -7,7 +7,6 @@ recorded (`virtual.py`); what depends on data is answered with real data, read f
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,7 +108,7 @@ class Tracer:
 
         Raises UntraceableError when the code starts a thread: its writes would go unseen.
         """
-        with _no_new_threads(lambda: self._evaluating), without_collections(), _Mode(self):
+        with _no_new_threads(lambda: self._evaluating), _Mode(self):
             yield
 
     @contextmanager
@@ -359,20 +358,6 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keep the garbage collector out: what is recorded is not garbage, but there is so much of it
-    that one full collection after the other would look at every object of the engine. Of 45,000
-    expert tensors that took a second more, after recording, when their recipes were looked at."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from tensor_dedup.errors import FormatError, TensorDedupError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import Checkout, stored_in
 from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.garbage import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.generators import numbers_taken_back
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.keeping import keep
@@ -292,6 +293,7 @@ class TensorDedupLoader(ReadingLoader):
         device = self._device(vllm_config)
         dtype = cast("torch.dtype", model_config.dtype)  # vLLM has resolved "auto" by now
         with (
+            WITHOUT_FULL_COLLECTIONS,
             _taken_back(vllm_config),
             Run(
                 self.dedup,

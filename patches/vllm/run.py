@@ -34,7 +34,7 @@ from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.supply import Supply
-from tensor_dedup.loader.trace import Tracer, UntraceableError, without_collections
+from tensor_dedup.loader.trace import Tracer, UntraceableError
 from tensor_dedup.loader.untouched import Untouched, surely_unwritten
 from tensor_dedup.loader.virtual import within
 from tensor_dedup.patches.vllm.context import LayerContext
@@ -150,20 +150,19 @@ class Run:
     def conclude(self, model: nn.Module, *, updated: bool = False) -> None:
         """After tracing: settle what there is to do. `updated`: as `LayerContext` says."""
         assembly = self.assembly
-        with without_collections():
-            conclude(model, self._deferred, self.tracer)
-            settle_strays(
-                model,
-                self.tracer,
-                lambda view: assembly.supply.private(assembly.evaluator.value(view)),
-            )
-            for parameter in balanced(model):
-                if (each := self._deferred.get(id(parameter))) is not None:
-                    each.private = BALANCED
-            parameters = list(self._deferred.values())
-            assembly.expect(parameters)
-            shareable = [p for p in parameters if p.sources and assembly.reason(p) is None]
-            self._known = bool(shareable) and all(assembly.known(p) for p in shareable)
+        conclude(model, self._deferred, self.tracer)
+        settle_strays(
+            model,
+            self.tracer,
+            lambda view: assembly.supply.private(assembly.evaluator.value(view)),
+        )
+        for parameter in balanced(model):
+            if (each := self._deferred.get(id(parameter))) is not None:
+                each.private = BALANCED
+        parameters = list(self._deferred.values())
+        assembly.expect(parameters)
+        shareable = [p for p in parameters if p.sources and assembly.reason(p) is None]
+        self._known = bool(shareable) and all(assembly.known(p) for p in shareable)
         packed = self._config.cpu_weights != "plain" and not assembly.supply.plain
         on_gpu = self._gpu is not None
         self._processor = LayerProcessor(

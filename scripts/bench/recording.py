@@ -19,6 +19,7 @@ from stats import Estimate, estimate, verdict
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.dtypes import torch_dtype
+from tensor_dedup.loader.garbage import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.sources import SourceFile
 from tensor_dedup.loader.stored import FromDisk
@@ -113,7 +114,7 @@ def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path
             yield name, run.tracer.source(source, torch_dtype(source.spec.dtype))
 
     began = time.thread_time()
-    with weight_iterators.deferring(opened), run.tracer.recording():
+    with WITHOUT_FULL_COLLECTIONS, weight_iterators.deferring(opened), run.tracer.recording():
         load_weights()
     taken = time.thread_time() - began
     file.close()
@@ -123,8 +124,9 @@ def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path
 def whole(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
     """All that a load does before it shares."""
     began = time.thread_time()
-    run.defer(model)
-    with weight_iterators.deferring(run.open_files), run.tracer.recording():
-        load_weights()
-    run.conclude(model)
+    with WITHOUT_FULL_COLLECTIONS:  # as a load is
+        run.defer(model)
+        with weight_iterators.deferring(run.open_files), run.tracer.recording():
+            load_weights()
+        run.conclude(model)
     return time.thread_time() - began

@@ -160,14 +160,6 @@ def test_parameters_on_one_storage_see_each_others_writes(path: Path) -> None:
     assert same(make, path, load).file.reads == {"w": 1, "v": 1}
 
 
-def test_the_garbage_collector_is_as_it_was(path: Path) -> None:
-    seen: list[bool] = []
-    with deferring.deferred(one(), path, lambda m, w: seen.append(gc.isenabled())):
-        pass
-    assert seen == [False]
-    assert gc.isenabled()
-
-
 # --- what is answered with real data
 
 

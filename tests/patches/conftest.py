@@ -1,5 +1,6 @@
 """What the tests of the patches share."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -32,3 +33,11 @@ def nothing_stays() -> Iterator[None]:
     yield
     disable()
     assert not remains.now().beyond(before)
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_it_was() -> Iterator[None]:
+    """However a load ends, Python's garbage collector is what it was."""
+    before = gc.isenabled(), gc.get_threshold()
+    yield
+    assert (gc.isenabled(), gc.get_threshold()) == before
