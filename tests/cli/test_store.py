@@ -1,14 +1,19 @@
 """The verbs of the store as a user runs them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
+from tensor_dedup.cli import main
+from tensor_dedup.cli.tensorcas import main as tensorcas
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -98,12 +103,47 @@ def test_deleting_asks_first(shell: Shell) -> None:
     refused = shell.run("delete", "m")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--yes" in refused.stderr
-    assert shell.document("delete", "m", "--yes") == {"deleted": "m"}
+    deleted = shell.document("delete", "m", "--yes")
+    assert deleted["deleted"] == "m"
     planned = shell.document("gc", "--dry-run", "--grace", "0")
+    assert (deleted["reclaimable_bytes"], deleted["grace_hours"]) == (planned["trash_bytes"], 24)
     assert (planned["done"], planned["freed_bytes"]) == (False, 0)
     assert planned["trash_bytes"] > 90 * KIB
     assert shell.run("gc", "--grace", "0").returncode == 2
     assert shell.document("gc", "--grace", "0", "--yes")["freed_bytes"] == planned["trash_bytes"]
+
+
+def said(command: click.Command, *arguments: str | Path) -> str:
+    """What it says in this process: one of its own takes a second to start."""
+    done = CliRunner().invoke(command, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_what_deleting_gives_back_and_when_is_said(shell: Shell) -> None:
+    here = ("--store", shell.store)
+    for name in ("m", "twin"):
+        said(main, "import", shell.root / "m", "--name", name, *here)
+    assert "no space to give back" in said(main, "delete", "m", "--yes", *here)
+    text = said(main, "delete", "twin", "--yes", *here)
+    assert re.search(r"can give back \d{2}\.\d KiB.*24 hours later.*--grace 0", text)
+    assert "a gc 24 hours later deletes" in said(main, "gc", "--yes", *here)
+    text = said(main, "gc", "--grace", "0", "--dry-run", *here)
+    assert re.search(r"To delete: [1-9]\d* files, \d{2}\.\d KiB", text)
+    assert re.search(r"\nDeleted: [1-9]", said(main, "gc", "--grace", "0", "--yes", *here))
+
+
+def test_what_is_empty_says_where_it_looked(shell: Shell) -> None:
+    here = ("--store", shell.store)
+    said(main, "import", shell.root / "m", *here)
+    assert f"store {shell.store}\n" in said(main, "list", *here)
+    text = said(main, "runs", "list", *here)
+    assert f"{shell.store} holds no training runs" in text
+    assert "--store DIR or TENSOR_DEDUP_STORE" in text
+    said(main, "delete", "m", "--yes", *here)
+    assert f"{shell.store} holds no checkpoints" in said(main, "list", *here)
+    text = said(tensorcas, "--root", shell.store, "list")
+    assert text == f"{shell.store} holds no training runs; --root names another folder\n"
 
 
 def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:

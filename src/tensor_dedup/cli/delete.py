@@ -2,6 +2,7 @@
 
 import click
 
+from tensor_dedup.cli.gc import space_after
 from tensor_dedup.cli.store_verbs import ask, existing, json_option, say, store_option, yes_option
 
 
@@ -15,4 +16,5 @@ def command(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     opened = existing(store)
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
-    say({"deleted": name}, as_json, f"{name} is deleted; `tensor-dedup gc` gives back its space")
+    reclaimable, space = space_after(opened)
+    say({"deleted": name, **reclaimable}, as_json, f"{name} is deleted; {space}")

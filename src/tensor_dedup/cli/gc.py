@@ -3,8 +3,9 @@
 import click
 
 from tensor_dedup.cli.store_verbs import ask, existing, json_option, say, store_option, yes_option
+from tensor_dedup.errors import StoreError
 from tensor_dedup.loader.report_table import human
-from tensor_dedup.store import GcPlan
+from tensor_dedup.store import GcPlan, Store
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS
 
 
@@ -15,7 +16,7 @@ from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS
     default=DEFAULT_GRACE_HOURS,
     show_default=True,
     metavar="HOURS",
-    help="How long the trash is kept.",
+    help="How long the trash is kept; 0 deletes at once.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @yes_option
@@ -27,17 +28,46 @@ def command(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: 
     plan = opened.gc(grace, dry_run=True)
     if not dry_run:
         if plan.trash or plan.delete or plan.unfinished:
-            ask(f"{'. '.join(gc_lines(plan))}. Do it?", yes)
+            ask(f"{'. '.join(gc_lines(plan, grace))}. Do it?", yes)
         plan = opened.gc(grace)
     files = [str(item.path) for item in (*plan.trash, *plan.delete, *plan.unfinished)]
-    say(plan.to_dict(), as_json, *(files if dry_run else []), *gc_lines(plan))
+    say(plan.to_dict(), as_json, *(files if dry_run else []), *gc_lines(plan, grace))
 
 
-def gc_lines(plan: GcPlan) -> list[str]:
-    """What gc does, for people."""
-    trash = sum(item.nbytes for item in plan.trash)
+def gc_lines(plan: GcPlan, grace: float) -> list[str]:
+    """What gc does or did with a grace of so many hours, for people."""
+    trash = f"To the trash: {len(plan.trash)} files, {human(_trashed(plan))}"
+    if plan.trash:
+        trash += f", which a gc {_later(grace)} deletes" if grace else ", and deleted at once"
+    deleted = f"{len(plan.delete) + len(plan.unfinished)} files, {human(plan.freed_bytes)}"
     return [
-        f"To the trash: {len(plan.trash)} files, {human(trash)}",
-        f"Deleted: {len(plan.delete) + len(plan.unfinished)} files, {human(plan.freed_bytes)}",
+        trash,
+        f"{'Deleted' if plan.done else 'To delete'}: {deleted}",
         f"Kept: {human(plan.kept_bytes)}",
     ]
+
+
+def _trashed(plan: GcPlan) -> int:
+    return sum(item.nbytes for item in plan.trash)
+
+
+def _later(grace: float) -> str:
+    return f"{grace:g} hours later" if grace != 1 else "an hour later"
+
+
+def space_after(store: Store) -> tuple[dict[str, object], str]:
+    """What gc could give back now that something was deleted: for JSON, and for people."""
+    try:
+        nbytes = _trashed(store.gc(dry_run=True))
+    except StoreError as error:
+        return {"reclaimable_bytes": None}, f"how much `gc` can give back is not known: {error}"
+    known: dict[str, object] = {
+        "reclaimable_bytes": nbytes,
+        "grace_hours": DEFAULT_GRACE_HOURS,
+    }
+    if not nbytes:
+        return known, "other checkpoints use all of its bytes: there is no space to give back"
+    return known, (
+        f"`tensor-dedup gc` can give back {human(nbytes)}: it puts them into the trash, and when "
+        f"it runs {_later(DEFAULT_GRACE_HOURS)} it deletes them (`gc --grace 0`: at once)"
+    )

@@ -3,10 +3,17 @@
 from datetime import UTC, datetime
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
+from tensor_dedup.cli.names import cell
+from tensor_dedup.cli.store_verbs import (
+    empty,
+    existing,
+    json_option,
+    print_table,
+    say,
+    store_option,
+)
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import Listed
 
@@ -21,13 +28,15 @@ def command(store: str | None, as_json: bool) -> None:
     if as_json:
         document = {"store": str(opened.path), "checkpoints": [each.to_dict() for each in found]}
         say(document, as_json)
+    elif found:
+        print_table(opened, _table(found))
     else:
-        Console().print(_table(found))
+        say({}, as_json, empty(opened, "no checkpoints"))
 
 
 def _table(found: list[Listed]) -> Table:
     table = Table("name", "files", "size", "imported")
     for each in found:
         when = datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        table.add_row(each.name, str(each.files), human(each.nbytes), when)
+        table.add_row(cell(each.name), str(each.files), human(each.nbytes), when)
     return table

@@ -4,14 +4,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli.errors import WrongUse
-from tensor_dedup.cli.names import cell
+from tensor_dedup.cli.gc import space_after
+from tensor_dedup.cli.names import cell, console
 from tensor_dedup.cli.plotting import Series, plot_to
-from tensor_dedup.cli.store_verbs import ask, existing, json_option, say, store_option, yes_option
+from tensor_dedup.cli.store_verbs import (
+    ask,
+    empty,
+    existing,
+    json_option,
+    print_table,
+    say,
+    store_option,
+    yes_option,
+)
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
@@ -48,13 +57,16 @@ def list_(store: str | None, as_json: bool) -> None:
         found = [_summary(run, steps) for run, steps in runs.items()]
         say({"store": str(opened.path), "runs": found}, as_json)
         return
+    if not runs:
+        say({}, as_json, empty(opened, "no training runs"))
+        return
     table = Table("run", "steps", "first", "latest", "saved")
     for run, steps in runs.items():
         last = steps[-1]
         table.add_row(
             cell(run), str(len(steps)), str(steps[0].step), str(last.step), when(last.saved_at)
         )
-    Console().print(table)
+    print_table(opened, table)
 
 
 def names(store: Store) -> list[str]:
@@ -101,7 +113,7 @@ def show(run: str, store: str | None, as_json: bool) -> None:
         table.add_row(
             str(step.step), when(step.saved_at), size, metrics, pinned, cell(step.adapter)
         )
-    Console().print(table)
+    console().print(table)
 
 
 @command.command(name="stats")
@@ -205,11 +217,10 @@ def delete(
     known = steps_of(opened, run)
     chosen = [step.step for step in known if not step.pinned] if every else sorted({*steps})
     delete_steps(opened, run, chosen, yes)
-    say(
-        {"run": run, "deleted": chosen},
-        as_json,
-        f"{len(chosen)} steps of {run} are deleted; `tensor-dedup gc` gives back their space",
-    )
+    reclaimable, space = space_after(opened)
+    deleted = "1 step is" if len(chosen) == 1 else f"{len(chosen)} steps are"
+    document = {"run": run, "deleted": chosen, **reclaimable}
+    say(document, as_json, f"{run}: {deleted} deleted; {space}")
 
 
 def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:

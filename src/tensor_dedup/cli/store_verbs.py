@@ -15,8 +15,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
+from rich.table import Table
 
 from tensor_dedup.cli.errors import WrongUse, printable
+from tensor_dedup.cli.names import cell, console
 from tensor_dedup.store import Store
 from tensor_dedup.store.creation import ENVIRONMENT
 
@@ -48,6 +50,18 @@ def yes_option(verb: _Verb) -> _Verb:
 def existing(store: str | None) -> Store:
     """The store that is there; NotAStoreError rather than a new one."""
     return Store.open(store, create=False)
+
+
+def empty(store: Store, what: str) -> str:
+    """That there is nothing, where that was, and how to look elsewhere."""
+    return f"{store.path} holds {what}; --store DIR or {ENVIRONMENT} names another store"
+
+
+def print_table(store: Store, table: Table) -> None:
+    """A table of what a store has, under the store's path."""
+    out = console()
+    out.print(cell(f"store {store.path}"), soft_wrap=True)
+    out.print(table)
 
 
 def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:

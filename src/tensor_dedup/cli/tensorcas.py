@@ -39,7 +39,10 @@ def main(context: click.Context, root: Path) -> None:
 def list_(root: Path, run: str | None) -> None:
     """List all runs and their steps."""
     store = _opened(root)
-    for name in names(store) if run is None else [run]:
+    found = names(store) if run is None else [run]
+    if not found:
+        say({}, False, f"{store.path} holds no training runs; --root names another folder")
+    for name in found:
         steps = ", ".join(str(step.step) for step in steps_of(store, name))
         say({}, False, f"{name}: {steps}")
 
@@ -65,8 +68,8 @@ def gc(root: Path, grace: float, yes: bool) -> None:
     store = _opened(root)
     plan = store.gc(grace, dry_run=True)
     if plan.trash or plan.delete or plan.unfinished:
-        ask(f"{'. '.join(gc_lines(plan))}. Do it?", yes)
-    say({}, False, *gc_lines(store.gc(grace)))
+        ask(f"{'. '.join(gc_lines(plan, grace))}. Do it?", yes)
+    say({}, False, *gc_lines(store.gc(grace), grace))
 
 
 @main.command()
