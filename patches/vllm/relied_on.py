@@ -80,8 +80,10 @@ SEAMS: Final[tuple[Seam, ...]] = (
     Seam(
         f"{_RUNNER}.utils:request_memory",
         "profile",
-        "relied on: takes what others hold already off the engine's part of a GPU",
+        "relied on: takes what others hold already off the engine's part of a GPU; before 0.32 it "
+        "asks for nothing, and that part counts in full",
         "(init_snapshot, cache_config, external_weight_memory=0)",
+        earlier=("(init_snapshot, cache_config)",),
         optional=True,
         versions=(RECORDED_VERSION,),
     ),

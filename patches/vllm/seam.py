@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # Versions of vLLM under which this package was tried, oldest first.
-OLDEST, RECORDED_VERSION = "0.28", "0.32"
-EVERY = (OLDEST, RECORDED_VERSION)
+RECORDED_VERSION = "0.32"
+EVERY = ("0.26", "0.28", RECORDED_VERSION)
 
 Part = Literal["arguments", "loader", "reload", "updates", "profile"]
 # What a load does without that part; one sentence, so that the log can say it.

@@ -63,6 +63,24 @@ def test_what_older_versions_lack_is_in_the_table_as_such() -> None:
         assert (seams.compare(gone) is None) == each.optional
 
 
+def test_a_vllm_that_asks_for_no_number_plans_for_a_gpu_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As 0.26 and 0.28, which count free memory only: no warning with every load."""
+    from vllm.v1.worker import utils
+
+    def request_memory(init_snapshot: Any, cache_config: Any) -> int:
+        return 0
+
+    def moved(init_snapshot: Any, cache_config: Any, *, moved: int) -> int:
+        return 0
+
+    monkeypatch.setattr(utils, "request_memory", request_memory)
+    assert seams.check("profile") == ()
+    monkeypatch.setattr(utils, "request_memory", moved)
+    assert len(seams.check("profile")) == 1
+
+
 @pytest.mark.vllm
 def test_models_are_shared_without_what_older_versions_lack(tmp_path: Path) -> None:
     fresh.call(share_as_in_an_older_version, tmp_path)
