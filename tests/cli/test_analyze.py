@@ -1,17 +1,22 @@
 """The command `tensor-dedup analyze` as a user runs it."""
 
 import json
+import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from rich.console import Console
 from safetensors.numpy import save_file
 
 import tiny_checkpoints as checkpoints
+from tensor_dedup.analyze import analyze
+from tensor_dedup.cli.analysis_tables import show
 from tensor_dedup.store import Store
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
@@ -77,6 +82,64 @@ def test_people_read_tables_with_the_saving_at_the_end(pair: checkpoints.Pair) -
     for title in ("Checkpoints", "Shared by two", "Largest shared", "Layers shared", "Fused by"):
         assert title in result.stdout
     assert "Sharing saves" in result.stdout
+
+
+def said(*paths: Path, width: int = 200) -> str:
+    """The text form, in this process."""
+    out = StringIO()
+    show(analyze(paths), Console(file=out, width=width))
+    return out.getvalue()
+
+
+def blocks(path: Path, changed: tuple[int, ...] = (), **more: int) -> Path:
+    """A checkpoint of twelve layers, an embedding, and what else has that many bytes."""
+    sizes = {"model.embed_tokens.weight": 64, **more}
+    tensors = {name: numpy.full(size, size % 90, numpy.uint8) for name, size in sizes.items()}
+    for layer in range(12):
+        value = 100 + layer + 100 * (layer in changed)
+        tensors[f"model.layers.{layer}.mlp.weight"] = numpy.full(32, value, numpy.uint8)
+    save_file(tensors, path)
+    return path
+
+
+def test_layers_stand_in_their_order_and_modules_are_none(tmp_path: Path) -> None:
+    base, tuned = blocks(tmp_path / "a.safetensors"), blocks(tmp_path / "b.safetensors", (3, 11))
+    for second, ranges in ((tuned, ["0-2", "4-10"]), (base, ["0-11"])):
+        text = said(base, second)
+        shown = [line.split("│")[1].strip() for line in text.splitlines() if "│" in line]
+        layers = [name for name in shown if re.fullmatch(r"model\.layers\.[\d-]+", name)]
+        assert layers == [f"model.layers.{each}" for each in ranges]
+        assert "other modules: 1" in text
+        # Embeddings, of which there is one, are no layer; both checkpoints have it.
+        assert re.search(r"model\.embed_tokens +│ +- │ +1 │ +64 B │ +2 │", text)
+    assert "Layers shared whole: 10," in said(base, tuned)
+    largest = re.findall(r"model\.layers\.(\d+)\.mlp", said(base, base))
+    assert largest == [str(number) for number in range(9)]  # with the embedding, the first ten
+
+
+def test_what_describes_a_training_is_no_tensor(tmp_path: Path) -> None:
+    step = blocks(tmp_path / "a.safetensors", **{"#structure": 2048, "#values": 128})
+    text = said(step, step)
+    assert "Left out: 4 entries" in text
+    assert "4.2 KiB; --json" in text
+    assert re.search(r"│ 1 a\.safetensors │ +13 │", text)
+    assert text.count("#structure") == 1
+    assert analyze([step]).to_dict()["checkpoints"][0]["tensors"] == 15
+
+
+def test_a_narrow_terminal_breaks_names_after_their_dots_and_cuts_nothing(tmp_path: Path) -> None:
+    name = "language_model.transformer.encoder.embed_tokens_of_the_model.weight"
+    paths = [blocks(tmp_path / f"{n}.safetensors", **{name: 99}) for n in range(8)]
+    for width in (60, 80, 100):
+        text = said(*paths, width=width)
+        assert "…" not in text
+        assert max(map(len, text.splitlines())) <= width
+        cells = [line.split("│")[1].strip() for line in text.splitlines() if "│" in line]
+        assert name in "".join(cells)
+        broken = [c for c in cells if c and name.startswith(c) and c != name]
+        assert all(cell.endswith(".") for cell in broken), broken
+    # Eight columns of numbers have room in the widest only.
+    assert ["Shared by two" in said(*paths, width=width) for width in (60, 120)] == [False, True]
 
 
 def test_many_checkpoints_are_listed_by_pairs(tmp_path: Path) -> None:

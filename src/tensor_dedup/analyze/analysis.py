@@ -10,6 +10,7 @@ from typing import Any
 
 from tensor_dedup.analyze.fusing import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
+from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.reading import Digests, Progress, read_digests
 from tensor_dedup.analyze.stored import StrPath, is_stored, measure_stored, open_store
 from tensor_dedup.analyze.tensors import Measured, Tensor
@@ -202,7 +203,7 @@ def _shared_tensors(checkpoints: Sequence[Measured]) -> list[SharedTensor]:
         for fingerprint, where in places.items()
         if len(where) > 1
     ]
-    return sorted(shared, key=lambda tensor: -tensor.nbytes)
+    return sorted(shared, key=lambda tensor: (-tensor.nbytes, natural(tensor.places[0][1])))
 
 
 def _layer_dict(layer: SharedLayer) -> dict[str, Any]:

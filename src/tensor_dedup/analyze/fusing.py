@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import Measured, Residents, Tensor
 from tensor_dedup.types import Fingerprint
 
@@ -37,7 +38,6 @@ STACKED: Mapping[str, str] = {
 }
 _EXPERT = re.compile(r"^(.*\bexperts)\.\d+\.(\w+)\.(.+)$")
 _MODULE = re.compile(r"^(.*\.)?(\w+)\.(\w+)$")
-_DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def fuse(checkpoint: Measured) -> list[Final]:
     finals = []
     for (name, suffix), parts in members.items():
         alone = len(parts) == 1 and (name, suffix) not in small
-        ordered = tuple(sorted(parts, key=lambda part: _natural(part.name)))
+        ordered = tuple(sorted(parts, key=lambda part: natural(part.name)))
         finals.append(
             Final(
                 parts[0].name if alone else name,
@@ -185,8 +185,3 @@ def _target(name: str) -> tuple[str, str]:
         suffix = FUSED[module[2]]
         return f"{module[1] or ''}{suffix}.{module[3]}", suffix
     return name, ""
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Expert 10 after expert 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import Measured, Tensor
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)$")
@@ -52,7 +53,7 @@ def shared_layers(checkpoints: Sequence[Measured]) -> list[SharedLayer]:
         for digest, places in found.items()
         if len({number for number, _, _ in places}) > 1
     ]
-    return sorted(shared, key=lambda layer: -layer.nbytes)
+    return sorted(shared, key=lambda layer: (-layer.nbytes, natural(layer.places[0][1])))
 
 
 def _layers(checkpoint: Measured) -> dict[str, list[Tensor]]:

@@ -1,19 +1,43 @@
 """Tables, and names in them: these come from files, and are anybody's text, also a terminal's
 commands."""
 
+import re
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.text import Text
 
 from tensor_dedup.cli.errors import printable
 
 _WIDE: Final = 10_000
+_PART: Final = re.compile(r"[^./]*[./]*")
 
 
 def cell(name: str) -> Text:
     """For a cell of a table: the name itself, whatever brackets it has."""
     return Text(printable(name))
+
+
+class Dotted:
+    """For a cell of a table: a name that takes several lines breaks after a dot or a slash."""
+
+    def __init__(self, name: str) -> None:
+        self._name = printable(name)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(len(part) for part in _PART.findall(self._name))
+        limit = options.max_width
+        return Measurement(min(widest, limit), min(len(self._name), limit))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line, lines = "", list[str]()
+        for part in _PART.findall(self._name):
+            if line and len(line) + len(part) > options.max_width:
+                lines.append(line)
+                line = ""
+            line += part
+        yield Text("\n".join([*lines, line]), overflow="fold")
 
 
 def console() -> Console:
