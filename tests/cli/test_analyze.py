@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,11 @@ def said(*paths: Path, width: int = 200) -> str:
     return out.getvalue()
 
 
-def blocks(path: Path, changed: tuple[int, ...] = (), **more: int) -> Path:
+def blocks(
+    path: Path, changed: tuple[int, ...] = (), more: Mapping[str, int] | None = None
+) -> Path:
     """A checkpoint of twelve layers, an embedding, and what else has that many bytes."""
-    sizes = {"model.embed_tokens.weight": 64, **more}
+    sizes = {"model.embed_tokens.weight": 64, **(more or {})}
     tensors = {name: numpy.full(size, size % 90, numpy.uint8) for name, size in sizes.items()}
     for layer in range(12):
         value = 100 + layer + 100 * (layer in changed)
@@ -118,7 +121,7 @@ def test_layers_stand_in_their_order_and_modules_are_none(tmp_path: Path) -> Non
 
 
 def test_what_describes_a_training_is_no_tensor(tmp_path: Path) -> None:
-    step = blocks(tmp_path / "a.safetensors", **{"#structure": 2048, "#values": 128})
+    step = blocks(tmp_path / "a.safetensors", more={"#structure": 2048, "#values": 128})
     text = said(step, step)
     assert "Left out: 4 entries" in text
     assert "4.2 KiB; --json" in text
@@ -129,7 +132,7 @@ def test_what_describes_a_training_is_no_tensor(tmp_path: Path) -> None:
 
 def test_a_narrow_terminal_breaks_names_after_their_dots_and_cuts_nothing(tmp_path: Path) -> None:
     name = "language_model.transformer.encoder.embed_tokens_of_the_model.weight"
-    paths = [blocks(tmp_path / f"{n}.safetensors", **{name: 99}) for n in range(8)]
+    paths = [blocks(tmp_path / f"{n}.safetensors", more={name: 99}) for n in range(8)]
     for width in (60, 80, 100):
         text = said(*paths, width=width)
         assert "…" not in text
