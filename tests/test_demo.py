@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
+from rich.console import Console
 from safetensors.torch import save_file
 
 import tiny_checkpoints as checkpoints
 from tensor_dedup.analyze import analyze
 from tensor_dedup.demo import __main__ as demo
-from tensor_dedup.demo import gallery, models, pictures, run
+from tensor_dedup.demo import gallery, models, pictures, run, show
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report import ModelReport
 
@@ -50,6 +54,10 @@ def test_own_checkpoints_answer_as_plain_vllm_and_share(tmp_path: Path) -> None:
         assert found[side]["together"]
         assert len(found[side]["models"]) == 2
         assert found[side]["pss"] > 0
+        for model in found[side]["models"]:
+            # All of it is cleared when it is made; vLLM rounds down to whole blocks.
+            assert 500 << 20 < model["kv_cache"] <= 512 << 20
+            assert model["added_pss"] > model["kv_cache"]
 
 
 def side(*tokens: int) -> run.Side:
@@ -91,6 +99,45 @@ def test_what_each_load_added_and_its_sum() -> None:
     # Loaded in a process each, both levels are above the empty process's.
     assert of(together=False).added() == [{"pss": 20}, {"pss": 35}]
     assert of(together=False).total() == {"pss": 65}
+
+
+def test_a_models_memory_is_told_apart_from_its_kv_cache() -> None:
+    def of(*added: tuple[int, int]) -> run.Side:
+        level, loads = 10 << 20, list[dict[str, Any]]()
+        for size, cache in added:
+            level += size << 20
+            memory = {"rss": level, "pss": level}
+            loads.append({"seconds": 1.0, "memory": memory, "kv_cache": cache << 20})
+        before = {"rss": 10 << 20, "pss": 10 << 20}
+        answers = [{"seconds": 1.0, "tokens": [[1]], "logprobs": []} for _ in added]
+        return run.Side(loads, answers, before, level, True, None)
+
+    plain, shared = of((165, 64), (164, 64)), of((166, 64), (67, 64))
+    assert (plain.kept(), shared.kept()) == ([101 << 20, 100 << 20], [102 << 20, 3 << 20])
+    text = shown(["base", "tuned"], plain, shared)
+    assert re.search(r"│ tuned +│ +100\.0 MiB │ +3\.0 MiB │", text)
+    assert re.search(r"│ of it KV caches +│ +128\.0 MiB │ +128\.0 MiB │ +1\.00 │", text)
+
+
+def shown(names: Sequence[str], plain: run.Side, shared: run.Side, width: int = 200) -> str:
+    """The tables as text."""
+    out = StringIO()
+    show.show(Console(file=out, width=width), names, plain, shared)
+    return out.getvalue()
+
+
+def test_the_tables_are_whole_and_every_heading_says_all_of_it() -> None:
+    names = ["base", "a-fine-tune-with.a-long-name"]
+    tables = {
+        width: {line.rstrip() for line in shown(names, side(1, 2), side(1, 2), width).splitlines()}
+        for width in (80, 100, 120, 10_000)
+    }
+    for width, lines in tables.items():
+        text = "\n".join(lines)
+        assert "…" not in text
+        assert max(map(len, lines)) <= width
+        assert all(f"{word}," in text for word in ("memory", "seconds"))
+    assert tables[100] == tables[120] == tables[10_000]
 
 
 def test_an_engine_that_fails_says_where_it_said_why(tmp_path: Path) -> None:

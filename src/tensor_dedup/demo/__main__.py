@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from tensor_dedup.cli.errors import data_errors
+from tensor_dedup.cli.names import console as console_of_tables
 from tensor_dedup.demo import gallery, models, pictures, run, show
 from tensor_dedup.formats.checkpoint import open_checkpoint
 
@@ -80,7 +81,9 @@ def _language_models(
     with _bar(console) as bar:
         chosen = list(paths) or _made(folder, bar)
         plain, shared = _both(chosen, folder, bar, own=bool(paths), off=off)
-    show.show(Console(), [path.resolve().name for path in chosen], plain, shared, busy=busy)
+    show.show(
+        console_of_tables(), [path.resolve().name for path in chosen], plain, shared, busy=busy
+    )
     found = run.document(plain, shared)
     if json_file is not None:
         gallery.write_json(json_file, found)
@@ -106,7 +109,7 @@ def _pipelines(
         shared = gallery.run_side(chosen, work / "shared", step("sharing"), config, size)
     png = work / gallery.PNG
     gallery.save_png(plain, shared, png)
-    gallery.show(Console(), chosen, plain, shared, png)
+    gallery.show(console_of_tables(), chosen, plain, shared, png)
     found = gallery.document(plain, shared, png)
     if json_file is not None:
         gallery.write_json(json_file, found)
@@ -182,7 +185,7 @@ def _steps(bar: Progress, task: TaskID) -> Callable[[str], run.Step]:
 
     def step(side: str) -> run.Step:
         def told(event: str, model: str) -> None:
-            bar.update(task, description=f"{side}: {_WORDS[event]} {model}")
+            bar.update(task, description=f"{side}: {_WORDS[event]} {model}".rstrip())
             bar.advance(task, event in _STEPS)
 
         return told

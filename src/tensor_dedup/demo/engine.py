@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import mmap
 import os
 import resource
 import sys
@@ -54,7 +55,8 @@ def run(job: Job, say: Any) -> None:
         began = time.perf_counter()
         engines.append(_engine(path, job))
         seconds = time.perf_counter() - began
-        loads.append({"model": path, "seconds": seconds, "memory": memory()})
+        cache = kv_cache(engines[-1])
+        loads.append({"model": path, "seconds": seconds, "memory": memory(), "kv_cache": cache})
         say(event="loaded", model=path)
     answers = []
     for path, engine in zip(job["models"], engines, strict=True):
@@ -86,6 +88,34 @@ def memory() -> dict[str, int]:
             if name.rstrip(":").lower() in sizes:
                 sizes[name.rstrip(":").lower()] = int(value) * 1024
     return sizes
+
+
+def kv_cache(engine: "LLM") -> int:
+    """Bytes of an engine's KV cache that are resident: part of what its load has added."""
+    storages: dict[int, int] = {}
+
+    def look(model: Any) -> None:
+        for module in model.modules():
+            held = getattr(module, "kv_cache", None)
+            for tensor in held if isinstance(held, list | tuple) else [held]:
+                if tensor is not None and tensor.device.type == "cpu":
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+
+    engine.apply_model(look)
+    return sum(_resident(address, nbytes) for address, nbytes in storages.items() if nbytes)
+
+
+def _resident(address: int, nbytes: int) -> int:
+    """Bytes of the pages of this range that are in memory."""
+    page = mmap.PAGESIZE
+    start = address // page * page
+    pages = -(-(address + nbytes - start) // page)
+    flags = ctypes.create_string_buffer(pages)
+    libc = ctypes.CDLL("libc.so.6", use_errno=True)
+    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), flags):
+        return 0
+    return page * sum(byte & 1 for byte in flags.raw[:pages])
 
 
 def _engine(path: str, job: Job) -> "LLM":

@@ -11,9 +11,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress
 
+from tensor_dedup.cli.names import Dotted
 from tensor_dedup.demo import models, painter, pictures
 from tensor_dedup.demo.run import Side, Step, follow, one_process
-from tensor_dedup.demo.show import new_table, ratio, signed
+from tensor_dedup.demo.show import BESIDE, new_table, ratio, signed
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report_table import human
 
@@ -117,18 +118,18 @@ def document(plain: Side, shared: Side, png: Path) -> dict[str, Any]:
 def show(console: Console, paths: Sequence[Path], plain: Side, shared: Side, png: Path) -> None:
     """Print what each load cost on both sides, and whether the pictures are equal."""
     verdicts = equal_pictures(plain, shared)
-    headings = ("memory\nplain", "added\nshared", "seconds\nplain", "to load\nshared", "picture")
-    table = new_table("Beside plain Diffusers", "pipeline", *headings)
+    table = new_table("Beside plain Diffusers", "pipeline", *BESIDE, "picture")
     added = zip(plain.added(), shared.added(), strict=True)
     loads = zip(plain.loads, shared.loads, strict=True)
     for path, sizes, times, same in zip(paths, added, loads, verdicts, strict=True):
         table.add_row(
-            path.resolve().name,
+            Dotted(path.resolve().name),
             *(signed(size["pss"]) for size in sizes),
             *(f"{each['seconds']:.1f}" for each in times),
             "[green]equal[/]" if same else "[bold red]differs[/]",
         )
     console.print(table)
+    console.print("Memory: what a load added (PSS), every page of it read.")
     was, now = plain.total(), shared.total()
     table = new_table("All of it", "", "plain", "shared", "shared / plain")
     for label, before, after in (

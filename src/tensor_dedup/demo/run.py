@@ -61,6 +61,16 @@ class Side:
             return [{k: m["memory"][k] - self.before[k] for k in self.before} for m in self.loads]
         return [{k: b[k] - a[k] for k in a} for a, b in pairwise(levels)]
 
+    def kept(self) -> list[int]:
+        """What each load added to PSS beside its KV cache: weights, and what the engine needs."""
+        caches = [load.get("kv_cache", 0) for load in self.loads]
+        return [size["pss"] - cache for size, cache in zip(self.added(), caches, strict=True)]
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes of all KV caches that were resident after loading."""
+        return sum(load.get("kv_cache", 0) for load in self.loads)
+
     def total(self) -> dict[str, int]:
         """What a process with all models takes (estimated when they were not together)."""
         return {k: self.before[k] + sum(step[k] for step in self.added()) for k in self.before}
@@ -78,6 +88,7 @@ class Side:
                     "load_seconds": load["seconds"],
                     "answer_seconds": answer["seconds"],
                     **{f"added_{name}": size for name, size in added.items()},
+                    "kv_cache": load.get("kv_cache", 0),
                 }
                 for load, answer, added in zip(self.loads, self.answers, self.added(), strict=True)
             ],

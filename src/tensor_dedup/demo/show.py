@@ -6,9 +6,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tensor_dedup.cli.names import Dotted
 from tensor_dedup.demo.run import Side, equal_tokens
 from tensor_dedup.loader.report_table import human
 
+# Of each load; every heading says all of what stands below it.
+BESIDE = ("memory,\nplain", "memory,\nshared", "seconds,\nplain", "seconds,\nshared")
 _REPORTED = ("bytes_read", "bytes_hashed", "private_bytes", "shared_bytes")
 
 
@@ -18,13 +21,17 @@ def show(
     """Print what each load did, what both sides cost, and whether they said the same."""
     console.print(_loads_table(names, shared))
     console.print(_beside_table(names, plain, shared))
+    console.print(
+        "Memory: what a load added (PSS) beside its KV cache; the first has what engines need once."
+    )
     console.print(_costs_table(plain, shared))
     verdicts = equal_tokens(plain, shared)
     tokens = sum(len(answer) for side in plain.answers for answer in side["tokens"])
     if all(verdicts):
         different = len({str(answer["tokens"]) for answer in plain.answers})
         console.print(f"[bold green]All {tokens} tokens equal plain vLLM's.[/]")
-        console.print(f"({len(names)} models, {different} different answers.)")
+        answers = "answer" if different == 1 else "answers"
+        console.print(f"({len(names)} models, {different} different {answers}.)")
     else:
         wrong = [name for name, equal in zip(names, verdicts, strict=True) if not equal]
         console.print(f"[bold red]Tokens differ from plain vLLM's: {', '.join(wrong)}.[/]")
@@ -42,26 +49,19 @@ def _loads_table(names: Sequence[str], shared: Side) -> Table:
     )
     reports = (shared.report or {}).get("models", [])
     for name, cells in zip(names, _reported(reports, len(names)), strict=True):
-        table.add_row(name, *cells)
+        table.add_row(Dotted(name), *cells)
     return table
 
 
 def _beside_table(names: Sequence[str], plain: Side, shared: Side) -> Table:
-    headings = (
-        "memory\nplain",
-        "added\nshared",
-        "seconds\nplain",
-        "to load\nshared",
-        "tokens\nequal",
-    )
-    table = new_table("Beside plain vLLM", "model", *headings)
-    added = zip(plain.added(), shared.added(), strict=True)
+    table = new_table("Beside plain vLLM", "model", *BESIDE, "tokens\nequal")
+    added = zip(plain.kept(), shared.kept(), strict=True)
     seconds = zip(plain.loads, shared.loads, strict=True)
     verdicts = equal_tokens(plain, shared)
     for name, both, loads, equal in zip(names, added, seconds, verdicts, strict=True):
         table.add_row(
-            name,
-            *(signed(size["pss"]) for size in both),
+            Dotted(name),
+            *(signed(size) for size in both),
             *(f"{load['seconds']:.1f}" for load in loads),
             "[green]yes[/]" if equal else "[bold red]no[/]",
         )
@@ -71,7 +71,7 @@ def _beside_table(names: Sequence[str], plain: Side, shared: Side) -> Table:
 def new_table(title: str, first: str, *headings: str) -> Table:
     """A table with a column of names and several of numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column(first, overflow="fold")
+    table.add_column(first)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
@@ -91,6 +91,7 @@ def _costs_table(plain: Side, shared: Side) -> Table:
     was, now = plain.total(), shared.total()
     rows = [
         ("memory (PSS)", was["pss"], now["pss"]),
+        ("of it KV caches", plain.kv_cache, shared.kv_cache),
         ("resident (RSS)", was["rss"], now["rss"]),
         ("most ever resident", plain.peak_rss, shared.peak_rss),
     ]
