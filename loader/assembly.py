@@ -138,8 +138,8 @@ class Assembly:
         return self.digest_of(made.tensor)
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """Hash the bytes of a dense tensor, which are fetched from a GPU for it."""
-        return self.reader.digest(tensor_bytes(tensor.cpu()))
+        """Hash the bytes of a dense tensor, wherever it is."""
+        return self.reader.digest_of(tensor)
 
     def content_name(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True

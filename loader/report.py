@@ -76,7 +76,8 @@ class Report:
     """All loads in the order of time, and what the residents and their table take now, in bytes.
 
     The two sizes include workers', as of each one's last load. `devices`: why memory of a device is
-    shared less than it could be, as this process met it last.
+    shared less than it could be, as this process met it last, or (`hashing on cuda:0`) fetched to
+    be hashed.
     """
 
     models: list[ModelReport]

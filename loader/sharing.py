@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.hashing import digest_of
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.guarding import (
     Own,
@@ -24,7 +24,6 @@ from tensor_dedup.loader.known import is_of_bytes
 from tensor_dedup.loader.mappings import is_as_mapped
 from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import tensor_bytes
 from tensor_dedup.loader.whereabouts import is_mapped
 
 
@@ -58,9 +57,9 @@ class Verification:
 def verify() -> Verification:
     """Hash every resident of this process again. Safe from any thread; takes as long as hashing.
 
-    What is on GPUs and other devices is fetched for it, tensor by tensor: whether a write went past
-    the hardware's protection only its bytes can tell. Packed copies are opaque: they are listed by
-    layer key and never read.
+    What is on GPUs is hashed there, or fetched for it like that on other devices, tensor by tensor:
+    whether a write went past the hardware's protection only its bytes can tell. Packed copies are
+    opaque: they are listed by layer key and never read.
     """
     unknown = [
         key
@@ -94,7 +93,7 @@ def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
     algorithm = name.partition(":")[0] if ":" in name else "blake3"
-    return digest(tensor_bytes(tensor.cpu()), algorithm) == name
+    return digest_of(tensor, algorithm) == name
 
 
 def unshare(target: object) -> int:

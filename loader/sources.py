@@ -23,6 +23,7 @@ from tensor_dedup.errors import (
     UnreadableFileError,
 )
 from tensor_dedup.formats.weights import members_in, read_header
+from tensor_dedup.loader.cuda.hashing import digest_of
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.placed import Placed, placed
 
@@ -270,6 +271,14 @@ class SourceReader:
         began = time.perf_counter()
         value = digest(data, self.algorithm)
         self.counters.bytes_hashed += memoryview(data).nbytes
+        self.counters.hash_seconds += time.perf_counter() - began
+        return value
+
+    def digest_of(self, tensor: torch.Tensor) -> str:
+        """The digest of a gap-free tensor that was computed here, or on a GPU."""
+        began = time.perf_counter()
+        value = digest_of(tensor, self.algorithm)
+        self.counters.bytes_hashed += tensor.nbytes
         self.counters.hash_seconds += time.perf_counter() - began
         return value
 

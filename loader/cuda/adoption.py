@@ -1,7 +1,7 @@
 """Sharing the parameters that a loader has put straight onto a GPU, or that were moved there.
 
-Their bytes are fetched to be hashed; what becomes a resident is copied on the GPU, a slab's worth
-at a time, and the private memory goes back to torch's allocator.
+They are hashed there, or fetched for it where that cannot be; what becomes a resident is copied on
+the GPU, a slab's worth at a time, and the private memory goes back to torch's allocator.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tensor_dedup.digest import submit
 from tensor_dedup.loader import families
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.comparing import is_forgeable
 from tensor_dedup.loader.cuda.borrowing import Borrowing, borrowing_from
 from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.hashing import digest_of
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu
 from tensor_dedup.loader.dtypes import dtype_name
 from tensor_dedup.loader.known import Known
 from tensor_dedup.loader.placing import data_of, replace
-from tensor_dedup.loader.residents import sharable_anywhere, tensor_bytes
+from tensor_dedup.loader.residents import sharable_anywhere
 from tensor_dedup.loader.terms import Named, reason_of_class
 from tensor_dedup.loader.weak_storage import number_of
 from tensor_dedup.memory_manager.errors import BackendError
@@ -114,7 +114,7 @@ class GpuAdoption:
     def _known(self, parameter: nn.Parameter) -> Known:
         """What it is, as the first copy of its content that no other name of the model is."""
         data = data_of(parameter)
-        digest = submit(tensor_bytes(data.cpu()), self._terms.config.hash_algorithm).result()
+        digest = digest_of(data, self._terms.config.hash_algorithm)
         assert not is_forgeable(digest)  # those algorithms verify bytes
         self._terms.bytes_hashed += data.nbytes
         key = ResidentKey(dtype_name(data.dtype), tuple(data.shape), tuple(data.stride()), digest)

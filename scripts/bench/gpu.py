@@ -6,7 +6,8 @@
 *handles*: making, exporting, importing, mapping and unmapping handles of 2 to 64 MiB. *load*: a
 file that is in no cache to the GPU, beside safetensors, fastsafetensors and the Run:ai streamer
 where they are installed, and the limits: reading the file, and copying pinned memory. *attach*: a
-resident model of 1, 4 and 14 GB. *forward*: products with shared and with private weights.
+resident model of 1, 4 and 14 GB. *forward*: products with shared and with private weights. *hash*:
+digests of tensors that lie there, by the kernel and by the host.
 Prints a section of Markdown, and names the GPU; `--write` puts it into docs/benchmarks.md.
 (Here and not in cuda.py, which stands aside where it is imported: it bears a package's name.)
 `--rehearse`: over the fake driver and tiny, to see that it runs; its figures mean nothing.
@@ -29,6 +30,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
+from gpu_hash import hashing
 from gpu_place import MIB, Bench, Serving
 from process_memory import drop_pages
 from stats import estimate, machine, verdict, write_section
@@ -41,7 +43,7 @@ from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.types import ResidentKey
 
-PARTS = ("handles", "load", "attach", "forward")
+PARTS = ("handles", "load", "attach", "forward", "hash")
 GIB = 1 << 30
 REPEATS = 7
 ATTACH_MOST_MS = 100.0
@@ -302,7 +304,7 @@ def main(
     """Measure, print, and perhaps keep."""
     if not rehearse and not torch.cuda.is_available():
         raise click.ClickException("torch sees no GPU; --rehearse runs without one")
-    parts = {"handles": handles, "load": load, "attach": attach, "forward": forward}
+    parts = dict(zip(PARTS, (handles, load, attach, forward, hashing), strict=True))
     with tempfile.TemporaryDirectory(prefix="td-", dir=work) as folder:
         bench = Bench(Path(folder), rehearse, 0.004 if rehearse else size)
         lines = ["## Memory of a GPU", "", f"- GPU: {gpu_name(rehearsal=rehearse)}"]

@@ -22,12 +22,14 @@ import gpus
 import plain
 import quantised
 import shared
+import stand_in
 import tiny_checkpoints as checkpoints
 from gpu_loads import key_of, weights
 from tensor_dedup import report, shares_memory, unshare, verify
 from tensor_dedup.loader import generators
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.hashing import HASHING
 from tensor_dedup.loader.cuda.lender import DeviceLender
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
@@ -201,9 +203,11 @@ def test_what_vllm_processes_on_the_device_is_shared_by_content(
 ) -> None:
     path = quantised.make("w8a8", llama.base, tmp_path / "quantised")
     expected = tokens_of(path)
-    with on(driver):
+    # The host computes what the device would; what counts here is who was asked.
+    with on(driver), HASHING.replaced("cpu", stand_in.hasher):
         first = engines.sharing(path)
-        made = gpus.in_use()
+        made, hashed = gpus.in_use(), HASHING.nbytes
+        assert 0 < hashed <= engines.last_report().bytes_hashed
         second = engines.sharing(path)
         last = engines.last_report()
         assert gpus.in_use() == made
