@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import gpu_world
-from tensor_dedup import enable, report, shares_memory, verify
+from tensor_dedup import enable, report, shares_memory, sweep, verify
 from tensor_dedup.loader.cuda.devices import DEVICES
 
 pytestmark = [
@@ -25,6 +26,33 @@ def nothing_is_left() -> None:
     gc.collect()
     for each in DEVICES.opened():
         assert each.gpu.reap(wait=True) == 0
+
+
+def a_gibibyte() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4096, 4096, bias=False) for _ in range(16)]
+    return nn.Sequential(*layers).eval().requires_grad_(requires_grad=False)
+
+
+def test_a_model_that_fits_only_because_it_shares() -> None:
+    first, second = a_gibibyte(), a_gibibyte()
+    for each in (first, second):
+        sweep(each)
+    rows = torch.ones(2, 4096, device="cuda")
+    right = first.to("cuda")(rows)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    taken = torch.empty(free - (256 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        a_gibibyte().to("cuda")
+    second.to("cuda")
+    both = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(shares_memory(p, q) for p, q in both)
+    assert torch.equal(second(rows), right)
+    assert not report().devices
+    del first, second, each, taken, both
+    torch.cuda.empty_cache()
+    nothing_is_left()
 
 
 def test_a_pair_of_diffusers(tmp_path: Path) -> None:
