@@ -1,7 +1,7 @@
 """Models of real libraries that go to a GPU: the second costs what differs, and answers are plain.
 
 Each library is left out, with its name, where it is not installed. Without a GPU
-`tests/patches/test_gpu_moves.py` and `test_gpu_engines.py` do the like over the fake driver.
+`tests/patches/test_gpu_moves.py` does the like over the fake driver. vLLM: `test_vllm.py`.
 """
 
 import gc
@@ -91,18 +91,3 @@ def test_a_pair_of_transformers(way: str, tmp_path: Path) -> None:
     assert torch.equal(two[1](tokens).logits.detach(), right)
     del two, first, second
     nothing_is_left()
-
-
-def test_a_pair_of_vllm(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    plain: Any = pytest.importorskip("plain")
-    shared: Any = pytest.importorskip("shared")
-    checkpoints: Any = pytest.importorskip("tiny_checkpoints")
-    made = checkpoints.make("llama", tmp_path)
-    alone = plain.engine(made.base)
-    right = plain.tokens(plain.outputs(alone))
-    plain.let_go(alone)
-    first, second = (shared.engine(made.base) for _ in range(2))
-    assert shared.everything(first, second)
-    assert plain.tokens(plain.outputs(second)) == right
-    assert not report().models[-1].skipped
