@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -84,6 +84,7 @@ class PendingSave:
         self._commit, self._previous = commit, previous
         self._owner, self._began = os.getpid(), time.perf_counter()
         self._pinned, self._done = threading.Event(), threading.Event()
+        self._awaited = threading.Event()
         self._saved: Saved | None = None
         self._error: StoreError | None = None
 
@@ -104,6 +105,11 @@ class PendingSave:
         """What it failed with; None as long as it has not."""
         return self._error if self._done.is_set() else None
 
+    def hurry(self) -> None:
+        """Return when it has ended, soon: a training stands still. ForkedSaveError."""
+        self._awaited.set()
+        self.finish()
+
     def finish(self) -> None:
         """Return when it has ended. ForkedSaveError."""
         if self._owner != os.getpid():
@@ -117,7 +123,7 @@ class PendingSave:
         if self._pinning.crowded():
             self._pinned.wait()  # there may have been room since
             if self._pinning.crowded():
-                self.finish()
+                self.hurry()
 
     def pin(self) -> None:
         """The same, apart from what there is no room for."""
@@ -133,7 +139,7 @@ class PendingSave:
             if self._previous is not None:
                 self._previous.finish()
             began = time.perf_counter()
-            self._saved = self._commit(snapshot)
+            self._saved = self._commit(replace(snapshot, awaited=self._awaited.is_set))
             self.times.write = time.perf_counter() - began
         except StoreError as error:
             self._error = error
@@ -235,7 +241,7 @@ class Saves:
     def start(self, take: Callable[[], Taken], *, lazy: bool | None) -> PendingSave:
         """Save what `take` gives. Raises what an earlier save failed with, and saves nothing."""
         with self._turn, _Standby() as thread:
-            self._wait_until_fewer_than(self._in_flight)
+            self._wait_until_fewer_than(self._in_flight, PendingSave.hurry)
             began = time.perf_counter()
             taken = take()
             context = Context(self._pool, self._devices, self._moving, self._saver.large())
@@ -263,14 +269,16 @@ class Saves:
         with self._lock:
             return self._pending[-1] if self._pending else None
 
-    def _wait_until_fewer_than(self, count: int) -> None:
+    def _wait_until_fewer_than(
+        self, count: int, wait: Callable[[PendingSave], None] = PendingSave.finish
+    ) -> None:
         while True:
             with self._lock:
                 self._raise_one()
                 running = [each for each in self._pending if not each.done()]
             if len(running) < count:
                 return
-            running[0].finish()
+            wait(running[0])
 
     def _raise_one(self) -> None:
         """Raise what saves failed with, if nobody was told yet; forget those that have ended.

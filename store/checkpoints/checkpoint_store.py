@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
@@ -16,6 +16,7 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
+from tensor_dedup.store.checkpoints.haste import Compress
 from tensor_dedup.store.checkpoints.loading import load_values
 from tensor_dedup.store.checkpoints.naming import check_run, step_name
 from tensor_dedup.store.checkpoints.notes import Notes, checked
@@ -81,7 +82,7 @@ class CheckpointStore:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, int, Mode] | None = None,
-        compress: Literal["auto"] | None = "auto",
+        compress: Compress = "auto",
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         weights: str = "",
         pool_bytes: int | None = None,
@@ -95,8 +96,8 @@ class CheckpointStore:
         just saved stay, and without a rule all do. `config` (a folder, or texts by path) is kept
         with each step, so that engines can load `store://RUN@STEP`; when the model is only one part
         of what is saved, as in `{"model": ..., "optimizer": ...}`, `weights="model"` says which.
-        With `compress` what is
-        new is stored encoded where that saves a tenth. `pool_bytes` is how much memory the copies
+        With `compress` what is new is stored encoded where that saves a tenth; with "auto" not
+        what a training would stand still for. `pool_bytes` is how much memory the copies
         of `save_async` may take, by default a quarter of the machine's; `in_flight` how many of its
         saves may be unfinished at once. BadNameError, BadRetentionError, BadLimitError,
         NotAStoreError.

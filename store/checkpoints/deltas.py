@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.store.checkpoints.anchors import AnchorMemory, KeptAnchor
+from tensor_dedup.store.checkpoints.haste import Haste, worth_waiting_for
 from tensor_dedup.store.checkpoints.small import Small
 from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, changed
 from tensor_dedup.store.codecs.choosing import WORTH, Choice, Sample, choose
@@ -53,6 +54,7 @@ class Deltas:
     def __init__(self) -> None:
         self.small = Small()
         self.anchors = AnchorMemory()
+        self.haste = Haste()
         self._decisions: dict[str, _Decision] = {}
 
     def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
@@ -67,6 +69,11 @@ class Deltas:
         if made.choice.codec.against_base and made.anchor != against:
             made.anchor, made.spent, made.steps = against, anchor_bytes, 1
         return Plan(made.choice, anchor if made.choice.codec.against_base else None)
+
+    def pays(self, piece: Fresh) -> bool:
+        """Whether it is known that encoding a tensor of this name is worth being waited for."""
+        made = self._decisions.get(piece.name)
+        return made is not None and made.choice is not None and _quick(made.choice)
 
     def _decide(self, piece: Fresh, anchor: Anchor | None, old: _Decision | None) -> _Decision:
         # A delta that costs more than the average of its star is the sign to begin another.
@@ -94,6 +101,10 @@ class Deltas:
                 made.left = -1
 
 
+def _quick(choice: Choice) -> bool:
+    return worth_waiting_for(choice.codec.name)
+
+
 def _samples(piece: Fresh, anchor: Anchor | None) -> Iterator[Sample]:
     """Two samples of the leaf in the middle: only one leaf of the anchor has to be read."""
     nbytes, width = piece.view.nbytes, element_width(piece.dtype)
@@ -117,16 +128,24 @@ class DeltaWriter(MemoryWriter):
     def __init__(self, objects: Objects, hasher: Hasher) -> None:
         super().__init__(objects, hasher, ENCODED)
 
-    def encode(self, planned: Sequence[tuple[Fresh, Plan]]) -> Iterator[int | None]:
+    def encode(
+        self, planned: Sequence[tuple[Fresh, Plan]], haste: Callable[[], bool]
+    ) -> Iterator[int | None]:
         """Store these, on all threads; of each the bytes it took, or None: it was in vain.
 
-        ChangedModelError: one was written to.
+        Or there was no time: `haste` is asked before each leaf. ChangedModelError: one was written
+        to.
         """
+
+        def chunk(piece: Fresh, plan: Plan, at: int) -> bytes | None:
+            left = haste() and not _quick(plan.choice)
+            return None if left else _chunk(piece, plan, at)
+
         work = [(piece, plan, at) for piece, plan in planned for at in _leaves(piece)]
         # Waking threads for little takes longer than it saves.
         large = sum(piece.view.nbytes for piece, _ in planned) > LEAF_BYTES
         each = self._hasher.each if large else map
-        chunks = iter(each(lambda one: _chunk(*one), work))
+        chunks = iter(each(lambda one: chunk(*one), work))
         for piece, plan in planned:
             yield self._record(piece, plan, [next(chunks) for _ in _leaves(piece)])
 
@@ -183,6 +202,9 @@ class Encoding:
         """Store those that get smaller; the others."""
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.view.nbytes >= ENCODE_FROM]
+        self._deltas.anchors.begin()
+        if self._deltas.haste():
+            fit = [piece for piece in fit if self._deltas.pays(piece)]
         if fit:
             before = self._before()
             bases = {piece.fast: before[piece.name] for piece in fit if piece.name in before}
@@ -206,7 +228,7 @@ class Encoding:
         bases: Mapping[bytes, bytes],
         pieces: StoredPieces,
     ) -> set[bytes]:
-        self._deltas.anchors.begin()
+        haste = self._deltas.haste
         planned = []
         for piece in fit:
             anchor, nbytes = self._anchor(piece, bases.get(piece.fast, b""), pieces)
@@ -214,8 +236,9 @@ class Encoding:
             if plan is not None:
                 planned.append((piece, plan))
         done = set()
-        for (piece, plan), stored in zip(planned, writer.encode(planned), strict=True):
-            self._deltas.stored(piece, plan, stored)
+        for (piece, plan), stored in zip(planned, writer.encode(planned, haste), strict=True):
+            if stored is not None or not haste():  # or nothing was learnt
+                self._deltas.stored(piece, plan, stored)
             if stored is not None:
                 done.add(piece.fast)
         return done

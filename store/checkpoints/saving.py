@@ -13,18 +13,19 @@ session's lock, all of it durable before the reference appears.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import Literal, Self
+from typing import Self
 
 from tensor_dedup.digest import digest
 from tensor_dedup.store import manifests
 from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.fast import fast_all
+from tensor_dedup.store.checkpoints.haste import Compress
 from tensor_dedup.store.checkpoints.keeping import Keeper
 from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, Rows, crowded
 from tensor_dedup.store.checkpoints.naming import step_name
@@ -54,7 +55,7 @@ class Snapshot:
 
     `hashes` are the fast hashes of pieces of which they are known already, by name. Those in `same`
     have one and no bytes: they are what a step that was saved has, too large for a pack. `new`: it
-    replaces nothing.
+    replaces nothing. `awaited`, of one that is saved in the background: is its end waited for?
     """
 
     notes: Notes
@@ -63,6 +64,7 @@ class Snapshot:
     hashes: Mapping[str, bytes] = field(default_factory=dict)
     same: Mapping[str, Known] = field(default_factory=dict)
     new: bool = False
+    awaited: Callable[[], bool] | None = None
 
     def check(self) -> None:
         """NamedTwiceError: two parts have one name. EscapingPathError: a file has no fit path."""
@@ -107,7 +109,7 @@ class Saved:
 class Saver:
     """Commits the steps of one handle, one at a time. Any thread."""
 
-    def __init__(self, objects: Objects, workers: int, *, compress: Literal["auto"] | None) -> None:
+    def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
         self._objects = objects
         self._compress = compress
         self._keeper = Keeper(objects, workers)
@@ -167,6 +169,7 @@ class Saver:
     def _encoding(self, index: Index, last: Last, snapshot: Snapshot) -> Encoding | None:
         if self._deltas is None:
             return None
+        self._deltas.haste.begin(snapshot.awaited if self._compress == "auto" else None)
 
         def before() -> Mapping[str, bytes]:
             run = snapshot.notes.run
