@@ -22,7 +22,12 @@ _MARKER_BYTES = 1 << 12
 def default_path() -> Path:
     """The store of a user who names none."""
     named = os.environ.get(ENVIRONMENT)
-    return Path(named) if named else platformdirs.user_data_path("tensor-dedup") / "store"
+    return Path(named) if named else own_path()
+
+
+def own_path() -> Path:
+    """Where a user's store is when the environment names none."""
+    return platformdirs.user_data_path("tensor-dedup") / "store"
 
 
 def workers() -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -163,7 +164,7 @@ class Store:
 
         UnknownNameError; MissingObjectError, DamagedFileError: its bookkeeping is broken.
         """
-        with self._session(update=False) as (index, _):
+        with self._session(update=False) as (index, _), self._saying_near(name):
             return StoredCheckpoint(self._objects, index, check_name(name))
 
     def pieces(self, digests: Iterable[str]) -> StoredPieces:
@@ -190,8 +191,20 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Forget a checkpoint. Its bytes stay until gc finds that nobody else uses them."""
-        with self.locked():
+        with self.locked(), self._saying_near(name):
             self._objects.drop_ref(check_name(name))
+
+    @contextmanager
+    def _saying_near(self, name: str) -> Iterator[None]:
+        """When there is no checkpoint of that name, say which one was perhaps meant."""
+        try:
+            yield
+        except UnknownNameError as error:
+            near = get_close_matches(name, self._objects.names(), 3)
+            if not near:
+                raise
+            what = f"no checkpoint {name!r}, perhaps {' or '.join(map(repr, near))}"
+            raise type(error).at(self.path, what, name=name, near=near) from error
 
     def gc(
         self,

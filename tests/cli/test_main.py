@@ -1,8 +1,10 @@
 """The command group: help without verbs, exit statuses, one line on stderr."""
 
 import errno
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import click
 import pytest
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 
 from tensor_dedup.cli import VERBS, main
 from tensor_dedup.cli.errors import data_errors
+from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, NoSuchPathError
 
 
@@ -28,13 +31,69 @@ def test_help_names_every_verb_and_imports_none() -> None:
         "from tensor_dedup.cli import main\n"
         "main(['--help'], standalone_mode=False)\n"
         "verbs = [name for name in sys.modules if name.startswith('tensor_dedup.cli.')]\n"
-        "assert verbs == ['tensor_dedup.cli.errors'], verbs\n"
+        "assert sorted(verbs) == ['tensor_dedup.cli.errors', 'tensor_dedup.cli.groups'], verbs\n"
     )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     for verb in VERBS:
         assert f"\n  {verb} " in shown
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    """All verbs, and verbs of verbs, by what is typed."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+ALL = dict([*commands(main), *((f"tensorcas {n}", c) for n, c in commands(tensorcas))])
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_the_help_of_a_verb_explains_all_of_it(verb: str) -> None:
+    command = ALL[verb]
+    assert command.help is not None
+    assert re.match(r"[A-Z][^\n]*(\n[^\n]+)*?\.", command.help)  # a sentence first
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help, option.opts
+            flag = option.is_flag or not isinstance(option.default, int | float | str)
+            said = option.show_default or option.default in ("", "{}", None)
+            assert flag or said or option.required, option.opts
+    names = verb.split()
+    program, names = (tensorcas, names[1:]) if names[0] == "tensorcas" else (main, names)
+    shown = CliRunner().invoke(program, [*names, "--help"])
+    assert shown.exit_code == 0
+    assert not re.search(r"[a-z]-\n", shown.stdout)  # names and paths are there to be copied
+    assert "RANGE" not in shown.stdout
+
+
+def test_help_lists_verbs_with_whole_sentences() -> None:
+    for program, arguments in ((main, []), (main, ["runs"]), (tensorcas, [])):
+        shown = CliRunner().invoke(program, [*arguments, "--help"]).stdout
+        listed = " ".join(shown.split("\nVerbs:\n")[1].split())
+        assert listed.endswith(".")
+        assert "..." not in listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lst"], "no verb 'lst'; did you mean 'list'?"),
+        (["runs", "plt"], "no verb 'plt'; did you mean 'plot'?"),
+        (["runs", "xyz"], "no verb 'xyz'; there are best, delete, diff, list, plot, show, stats."),
+    ],
+)
+def test_a_wrong_verb_is_said_with_the_nearest(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.endswith(f"Error: {said}\n")
 
 
 def test_the_version_is_the_installed_one() -> None:

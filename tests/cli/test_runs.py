@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,6 +16,7 @@ from steps import handle, network, train
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
 
 
 class Runs:
@@ -88,6 +91,18 @@ def test_what_differs_between_steps(kept: Runs) -> None:
     assert "layer0.bias" in kept.text("diff", "a/one@0", "a/one@30")
     assert kept.run("diff", "a/one", "two@0").exit_code == 2
     assert kept.run("diff", "a/one@0", "two@7").exit_code == 1
+
+
+def test_tensors_that_differ_stand_in_their_order(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, "run") as run:
+        for step in (0, 1):
+            weights = {f"layer.{n}": numpy.full(4, 100 * step + n) for n in (10, 9, 2)}
+            run.save({**weights, "lr": step}, step)
+    arguments = ["runs", "diff", "run@0", "run@1", "--store", str(tmp_path)]
+    text = CliRunner().invoke(main, arguments).stdout
+    assert re.findall(r"^  (\S+)$", text, re.MULTILINE) == ["layer.2", "layer.9", "layer.10"]
+    assert "changed       3 tensors" in text
+    assert "plain values" in text
 
 
 def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:

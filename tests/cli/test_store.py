@@ -1,7 +1,10 @@
 """The verbs of the store as a user runs them."""
 
+import contextlib
+import fcntl
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +14,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import managers
 from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
+from tensor_dedup.store.layout import Layout
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -144,6 +149,46 @@ def test_what_is_empty_says_where_it_looked(shell: Shell) -> None:
     assert f"{shell.store} holds no checkpoints" in said(main, "list", *here)
     text = said(tensorcas, "--root", shell.store, "list")
     assert text == f"{shell.store} holds no training runs; --root names another folder\n"
+
+
+def test_a_name_that_is_not_there_is_said_with_the_nearest(shell: Shell) -> None:
+    said(main, "import", shell.root / "m", "--name", "org/base", "--store", shell.store)
+    for verb in ("show org/bse", "delete org/bse --yes", "export orgbase x"):
+        arguments = verb.split()
+        done = CliRunner().invoke(main, [*arguments, "--store", str(shell.store)])
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert f"no checkpoint {arguments[1]!r}, perhaps 'org/base'; see" in done.stderr
+
+
+@pytest.mark.parametrize("verb", [["import", "m"], ["export", "m", "out"], ["verify", "--full"]])
+def test_an_interrupted_verb_ends_with_130_and_leaves_nothing(
+    shell: Shell, verb: list[str]
+) -> None:
+    here = ("--store", shell.store)
+    said(main, "import", shell.root / "m", *here)
+    if verb[0] == "import":
+        verb = [*verb, "--name", "again"]
+    command = [str(COMMAND), *verb, "--store", str(shell.store)]
+    with Layout(shell.store).lock.open("rb") as sweep:
+        fcntl.flock(sweep, fcntl.LOCK_EX)  # as a gc that takes its time
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=shell.root
+        )
+        with process:
+            managers.until(lambda: has_open(process.pid, Layout(shell.store).lock))
+            process.send_signal(signal.SIGINT)
+            shown, errors = process.communicate(timeout=managers.PATIENCE_S)
+    assert (process.returncode, shown, errors) == (130, "", "interrupted\n")
+    assert not (shell.root / "out").exists()
+    listed = json.loads(said(main, "list", "--json", *here))["checkpoints"]
+    assert [each["name"] for each in listed] == ["m"]
+
+
+def has_open(pid: int, path: Path) -> bool:
+    """Does a process have this file open?"""
+    with contextlib.suppress(OSError):
+        return path in {link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return False
 
 
 def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:

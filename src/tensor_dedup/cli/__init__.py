@@ -6,12 +6,11 @@ when it is called, so that `--help` stays quick and no verb pays for another's l
 
 import importlib
 import keyword
-import signal
 from collections.abc import Mapping
 
 import click
 
-from tensor_dedup.cli.errors import data_errors
+from tensor_dedup.cli.groups import Program
 
 VERBS: Mapping[str, str] = {
     "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
@@ -35,11 +34,7 @@ VERBS: Mapping[str, str] = {
 }
 
 
-# As shells say it, and unlike 1, which is for wrong data.
-_INTERRUPTED = 128 + signal.SIGINT
-
-
-class VerbGroup(click.Group):
+class VerbGroup(Program):
     """Knows its verbs by name and one line, and imports the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -53,19 +48,9 @@ class VerbGroup(click.Group):
         command = importlib.import_module(f"tensor_dedup.cli.{module}").command
         return command if isinstance(command, click.Command) else None
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # click's own would import every verb for the sake of its short help.
-        with formatter.section("Verbs"):
-            formatter.write_dl(sorted(VERBS.items()))
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            with data_errors():
-                result: object = super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            ctx.exit(_INTERRUPTED)
-        return result
+    def sentence(self, ctx: click.Context, verb: str) -> str:
+        # Its own docstring would have to be imported.
+        return VERBS[verb]
 
 
 @click.group(

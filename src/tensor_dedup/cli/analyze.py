@@ -18,6 +18,7 @@ from tensor_dedup.loader.hints import HintIndex
     "--min-tensor-bytes",
     type=click.IntRange(min=0),
     default=0,
+    show_default=True,
     metavar="N",
     help="Leave tensors smaller than N bytes out of every number.",
 )
@@ -33,6 +34,7 @@ from tensor_dedup.loader.hints import HintIndex
     type=click.IntRange(min=0),
     default=10,
     show_default=True,
+    metavar="N",
     help="How many of the largest shared tensors, and layers, to list.",
 )
 @store_option

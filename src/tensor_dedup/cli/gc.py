@@ -58,7 +58,7 @@ def _later(grace: float) -> str:
 def space_after(store: Store) -> tuple[dict[str, object], str]:
     """What gc could give back now that something was deleted: for JSON, and for people."""
     try:
-        nbytes = _trashed(store.gc(dry_run=True))
+        nbytes = _trashed(store.gc(dry_run=True, wait_s=0.0))
     except StoreError as error:
         return {"reclaimable_bytes": None}, f"how much `gc` can give back is not known: {error}"
     known: dict[str, object] = {

@@ -15,7 +15,9 @@ from tensor_dedup.store import ImportResult, Store
 
 @click.command(name="import")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
-@click.option("--name", metavar="N", help="By default that of the folder, file or repository.")
+@click.option(
+    "--name", metavar="N", help="What to call it; by default as its folder, file or repository."
+)
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
 @click.option("--compress", type=click.Choice(["auto"]), help="Encode what gets a tenth smaller.")
 @click.option("--base", metavar="N", help="With --compress: what to store differences from.")

@@ -8,11 +8,16 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli.names import cell
+from tensor_dedup.cli.names import cell, short
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
-from tensor_dedup.memory_manager.paths import ENVIRONMENT, device_socket, socket_path
+from tensor_dedup.memory_manager.paths import (
+    ENVIRONMENT,
+    default_socket,
+    device_socket,
+    socket_path,
+)
 from tensor_dedup.memory_manager.tables import ClientRow
 
 _DEVICE: Final = "tensor_dedup.device"
@@ -43,7 +48,7 @@ def _socket_option(verb: _Verb, callback: Callable[..., Any] | None) -> _Verb:
         type=click.Path(dir_okay=False),
         metavar="PATH",
         callback=callback,
-        help=f"The manager's socket; by default ${ENVIRONMENT}, else the user's own.",
+        help=f"The manager's socket; by default ${ENVIRONMENT}, else {short(default_socket())}.",
     )(verb)
 
 

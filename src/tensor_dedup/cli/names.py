@@ -2,6 +2,7 @@
 commands."""
 
 import re
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -38,6 +39,15 @@ class Dotted:
                 line = ""
             line += part
         yield Text("\n".join([*lines, line]), overflow="fold")
+
+
+def short(path: Path) -> str:
+    """As people write it: `~` for their home."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without one
+        return str(path)
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
 def console() -> Console:

@@ -46,7 +46,7 @@ def plot_to(path: Path, title: str, series: Sequence[Series]) -> None:
     elif path.suffix == ".png":
         _png(path, title, series)
     else:
-        raise WrongUse(f"{path} ends neither in .html nor in .png")
+        raise WrongUse(f"{path} ends neither in .html nor in .png; name a file that does")
 
 
 def _png(path: Path, title: str, series: Sequence[Series]) -> None:

@@ -7,8 +7,10 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from tensor_dedup.analyze.natural import natural
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.gc import space_after
+from tensor_dedup.cli.groups import Verbs
 from tensor_dedup.cli.names import cell, console
 from tensor_dedup.cli.plotting import Series, plot_to
 from tensor_dedup.cli.store_verbs import (
@@ -37,11 +39,12 @@ from tensor_dedup.store.checkpoints.runs import (
     run_names,
     stats,
 )
+from tensor_dedup.store.generated import STATE_MARK
 
 _SHOWN_NAMES = 20
 
 
-@click.group(name="runs", subcommand_metavar="VERB [OPTIONS]...")
+@click.group(name="runs", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
 def command() -> None:
     """Training checkpoints: each step of a run is the checkpoint RUN@STEP of the store."""
 
@@ -149,7 +152,13 @@ def stats_lines(found: RunStats) -> list[str]:
 @command.command()
 @click.argument("run")
 @click.argument("metric")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True)
+@click.option(
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    default="min",
+    show_default=True,
+    help="Which value of the metric is best: the least or the greatest.",
+)
 @store_option
 @json_option
 def best(run: str, metric: str, mode: Mode, store: str | None, as_json: bool) -> None:
@@ -177,13 +186,18 @@ def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
     with opened.locked():
         found = difference(opened.objects, _step(one), _step(two))
     lines = [f"unchanged     {found.unchanged} tensors"]
-    for title, held in (
-        (f"changed       {len(found.changed)}, {human(found.changed_bytes)}", found.changed),
-        (f"added         {len(found.added)}", found.added),
-        (f"removed       {len(found.removed)}", found.removed),
+    for title, names, size in (
+        ("changed", found.changed, f", {human(found.changed_bytes)}"),
+        ("added", found.added, ""),
+        ("removed", found.removed, ""),
     ):
-        lines += [title, *(f"  {name}" for name in held[:_SHOWN_NAMES])]
-        lines += ["  ..."] if len(held) > _SHOWN_NAMES else []
+        # What describes an object, and its plain values, are no tensors but among the bytes.
+        held = sorted((n for n in names if not n.startswith(STATE_MARK)), key=natural)
+        lines.append(f"{title:<14}{len(held)} tensors{size}")
+        lines += [f"  {name}" for name in held[:_SHOWN_NAMES]]
+        lines += [f"  ... {len(held) - _SHOWN_NAMES} more"] if len(held) > _SHOWN_NAMES else []
+    if any(name.startswith(STATE_MARK) for name in (*found.changed, *found.added)):
+        lines.append("other         plain values or the structure")
     for name, (old, new) in found.metrics.items():
         lines.append(f"{name:<14}{_number(old)} -> {_number(new)}")
     say(found.to_dict(), as_json, *lines)
@@ -202,7 +216,9 @@ def _step(name: str) -> tuple[str, int]:
 
 @command.command()
 @click.argument("run")
-@click.option("--step", "steps", type=int, multiple=True, help="Repeat for several.")
+@click.option(
+    "--step", "steps", type=int, multiple=True, metavar="N", help="This step; can be repeated."
+)
 @click.option("--all", "every", is_flag=True, help="All steps that are not pinned.")
 @yes_option
 @store_option
@@ -226,7 +242,8 @@ def delete(
 def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
     """Ask, and delete."""
     what = ", ".join(map(str, steps[:_SHOWN_NAMES])) + (", ..." * (len(steps) > _SHOWN_NAMES))
-    ask(f"Delete {len(steps)} steps of {run} ({what}) from {store.path}?", yes)
+    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
+    ask(f"Delete {count} of {run} ({what}) from {store.path}?", yes)
     handle = CheckpointStore(store, run)
     for step in steps:
         handle.delete(step)
@@ -237,7 +254,8 @@ def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="A file that ends in .html or .png [default: RUN.html].",
+    metavar="FILE",
+    help="A file that ends in .html or .png; by default RUN.html.",
 )
 @store_option
 @json_option

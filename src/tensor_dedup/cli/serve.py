@@ -58,13 +58,13 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     "--metrics",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Serve Prometheus metrics on this port of the loopback address.",
+    help="Serve Prometheus metrics on this port of the loopback address; 0: any; by default none.",
 )
 @click.option(
     "--idle-exit",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="End when nobody has been connected for so long.",
+    help="End when nobody has been connected for so long; by default never.",
 )
 @click.option(
     "--build-timeout",
@@ -104,7 +104,7 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     default="{}",
     metavar="JSON",
     callback=_json_object,
-    help="The engine arguments that --preload builds for.",
+    help='The engine arguments that --preload builds for, for example {"dtype": "bfloat16"}.',
 )
 @click.option("--verbose", is_flag=True, help="Log every tensor too, not only every checkpoint.")
 @click.argument("more", nargs=-1, metavar="")
@@ -125,7 +125,7 @@ def command(
     socket: str | None,
     as_json: bool,
 ) -> None:
-    """Own the memory that engines of this user share, until SIGTERM or `tensor-dedup stop`.
+    """Own the memory that engines of this user share, until SIGTERM, Ctrl-C or the verb `stop`.
 
     Logs on stderr. With --json: one document on stdout, as soon as clients can connect.
     """

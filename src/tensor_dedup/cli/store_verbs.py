@@ -18,9 +18,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from tensor_dedup.cli.errors import WrongUse, printable
-from tensor_dedup.cli.names import cell, console
+from tensor_dedup.cli.names import cell, console, short
 from tensor_dedup.store import Store
-from tensor_dedup.store.creation import ENVIRONMENT
+from tensor_dedup.store.creation import ENVIRONMENT, own_path
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
@@ -31,7 +31,7 @@ def store_option(verb: _Verb) -> _Verb:
         "--store",
         type=click.Path(file_okay=False),
         metavar="DIR",
-        help=f"The store; by default ${ENVIRONMENT}, else one in your data folder.",
+        help=f"The store; by default ${ENVIRONMENT}, else {short(own_path())}.",
     )(verb)
 
 

@@ -4,22 +4,15 @@ from pathlib import Path
 
 import click
 
-from tensor_dedup.cli.errors import data_errors
 from tensor_dedup.cli.gc import gc_lines
+from tensor_dedup.cli.groups import Program
 from tensor_dedup.cli.runs import delete_steps, measured, names, stats_lines, steps_of
 from tensor_dedup.cli.store_verbs import ask, existing, say
 from tensor_dedup.store import Store
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS
 
 
-class _Group(click.Group):
-    def invoke(self, ctx: click.Context) -> object:
-        with data_errors():
-            result: object = super().invoke(ctx)
-        return result
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--root",
     type=click.Path(file_okay=False, path_type=Path),
@@ -49,7 +42,14 @@ def list_(root: Path, run: str | None) -> None:
 
 @main.command()
 @click.option("--run", help="Only this run.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="For people, or one JSON document.",
+)
 @click.pass_obj
 def stats(root: Path, run: str | None, form: str) -> None:
     """Chunk counts, unique chunks, dedup ratio, total bytes. A chunk is a tensor here."""
@@ -59,7 +59,12 @@ def stats(root: Path, run: str | None, form: str) -> None:
 
 @main.command()
 @click.option(
-    "--grace", type=click.FloatRange(min=0), default=DEFAULT_GRACE_HOURS, show_default=True
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_GRACE_HOURS,
+    show_default=True,
+    metavar="HOURS",
+    help="How long what no checkpoint needs is kept; 0 deletes at once.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.pass_obj
@@ -73,8 +78,8 @@ def gc(root: Path, grace: float, yes: bool) -> None:
 
 
 @main.command()
-@click.option("--run", required=True)
-@click.option("--step", type=int, required=True)
+@click.option("--run", required=True, help="The run.")
+@click.option("--step", type=int, required=True, metavar="N", help="Its step.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.pass_obj
 def delete(root: Path, run: str, step: int, yes: bool) -> None:

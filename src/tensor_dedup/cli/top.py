@@ -14,7 +14,12 @@ from tensor_dedup.memory_manager.client.admin import Admin
 
 @click.command(name="top")
 @click.option(
-    "--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS"
+    "--every",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often to look.",
 )
 @manager_verbs.place_options
 @json_option

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from tensor_dedup.cli.errors import data_errors
+from tensor_dedup.cli.groups import INTERRUPTED
 from tensor_dedup.cli.names import console as console_of_tables
 from tensor_dedup.demo import gallery, models, pictures, run, show
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -64,12 +65,13 @@ def main(
     """
     console = Console(stderr=True)
     folder = work or models.default_folder()
-    if diffusers:
+    compare = _pipelines if diffusers else _language_models
+    try:
         with data_errors():
-            equal = _pipelines(console, folder, paths, json_file, off=off)
-    else:
-        with data_errors():
-            equal = _language_models(console, folder, paths, json_file, off=off)
+            equal = compare(console, folder, paths, json_file, off=off)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        raise SystemExit(INTERRUPTED) from None
     if not equal:
         raise SystemExit(1)
 
