@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import Checkout, stored_in
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.garbage import WITHOUT_FULL_COLLECTIONS
-from tensor_dedup.loader.generators import numbers_taken_back
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.keeping import keep
 from tensor_dedup.loader.lender import checkpoint_name
@@ -49,11 +47,12 @@ from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.reading import ReadingLoader
 from tensor_dedup.patches.vllm.run import Run
 from tensor_dedup.patches.vllm.seams import usable, why_not
+from tensor_dedup.patches.vllm.taking_back import taken_back
 from tensor_dedup.patches.vllm.unusable import plain_loader
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
-    from vllm.config import CompilationConfig, LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 _Loaded: TypeAlias = tuple[nn.Module, ModelReport]
@@ -294,7 +293,7 @@ class TensorDedupLoader(ReadingLoader):
         dtype = cast("torch.dtype", model_config.dtype)  # vLLM has resolved "auto" by now
         with (
             WITHOUT_FULL_COLLECTIONS,
-            _taken_back(vllm_config),
+            taken_back(vllm_config),
             Run(
                 self.dedup,
                 dtype,
@@ -343,34 +342,6 @@ class TensorDedupLoader(ReadingLoader):
             # A checkpoint that does not fit the model fails again, plainly, with vLLM's own words.
             raise UntraceableError(f"its loading code cannot be deferred ({error})") from error
         run.plan_seconds = time.perf_counter() - began
-
-
-@contextmanager
-def _taken_back(vllm_config: VllmConfig) -> Iterator[None]:
-    """When the block fails, let the next attempt find things as this one found them.
-
-    vLLM enters each attention and MoE layer in the configuration when it is made, and refuses a
-    second one of that name; constructors draw random numbers.
-    """
-    compilation = vllm_config.compilation_config
-    layers = dict(compilation.static_forward_context)
-    experts = list(compilation.static_all_moe_layers)
-    counted = [Counter(ops) for ops in _counted_ops(compilation)]
-    try:
-        with numbers_taken_back():
-            yield
-    except BaseException:
-        compilation.static_forward_context.clear()
-        compilation.static_forward_context.update(layers)
-        compilation.static_all_moe_layers[:] = experts
-        for ops, before in zip(_counted_ops(compilation), counted, strict=True):
-            ops.clear()
-            ops.update(before)
-        raise
-
-
-def _counted_ops(compilation: CompilationConfig) -> tuple[Counter[str], Counter[str]]:
-    return compilation.enabled_custom_ops, compilation.disabled_custom_ops
 
 
 def _describe_checkpoint(report: ModelReport, path: str) -> None:
