@@ -15,6 +15,7 @@ MAX_ROWS: Final = 64
 MAX_NAME: Final = 128
 MAX_NAMES_SHOWN: Final = 3  # of the checkpoints that one tensor belongs to
 MAX_WAIT_S: Final = 3600.0
+COMMAND: Final = "tensor-dedup command"  # the name of who only looks, or asks for a change
 
 Code: TypeAlias = Literal[
     "protocol",  # no message of this version: the connection is closed

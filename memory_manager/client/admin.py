@@ -8,6 +8,7 @@ import msgspec
 
 from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.client.connection import Connection
+from tensor_dedup.memory_manager.limits import COMMAND
 from tensor_dedup.memory_manager.messages import Done, Evict, Pin, Rows, Status, Stop
 from tensor_dedup.memory_manager.tables import (
     BuildRow,
@@ -18,7 +19,6 @@ from tensor_dedup.memory_manager.tables import (
     Totals,
 )
 
-_NAME: Final = "tensor-dedup command"
 Table: TypeAlias = Literal["clients", "checkpoints", "residents", "builds"]
 
 
@@ -43,7 +43,7 @@ class Admin:
 
     def __init__(self, where: str | os.PathLike[str] | None = None) -> None:
         self.path: Final = paths.socket_path(where)
-        self._connection = Connection(self.path, _NAME)
+        self._connection = Connection(self.path, COMMAND)
 
     def totals(self) -> Totals:
         """The numbers."""
@@ -59,7 +59,7 @@ class Admin:
         clients = [row for page in self._pages("clients") for row in page.clients]
         return Overview(
             self.totals(),
-            [row for row in clients if row.name != _NAME],
+            [row for row in clients if row.name != COMMAND],
             [row for page in self._pages("checkpoints") for row in page.checkpoints],
             [row for page in self._pages("builds") for row in page.builds],
             [row for page in self._pages("residents") for row in page.residents]

@@ -17,7 +17,7 @@ from tensor_dedup.memory_manager.core.records import LayerRecord
 from tensor_dedup.memory_manager.core.states import BadTransition
 from tensor_dedup.memory_manager.core.world import Connection, Process, Settings, World
 from tensor_dedup.memory_manager.errors import RefusedError
-from tensor_dedup.memory_manager.limits import Code, Message
+from tensor_dedup.memory_manager.limits import COMMAND, Code, Message
 from tensor_dedup.memory_manager.messages import (
     WITHOUT_REPLY,
     Abandon,
@@ -117,7 +117,7 @@ class Core:
             self._hang_up(now, connection, "protocol", "the first message is Hello, once")
             return
         connection.name = request.name
-        self._world.note("connected", pid=connection.pid, name=repr(request.name))
+        _told(self._world, connection)("connected", pid=connection.pid, name=repr(request.name))
         settings = self._world.settings
         reply = Welcome(
             settings.pid,
@@ -160,7 +160,8 @@ class Core:
         if connection.name is not None:
             tallies.say_all(world, connection)
             held = {"leases": len(connection.leases), "builds": len(connection.puts)}
-            world.note("disconnected", pid=connection.pid, name=repr(connection.name), **held)
+            facts = {"pid": connection.pid, "name": repr(connection.name), **held}
+            _told(world, connection)("disconnected", **facts)
         connection.waiting = None
         for slab in {r.slab for r in connection.leases.values()}:
             world.charge(world.ledger.slabs[slab], connection.process)
@@ -240,3 +241,8 @@ class Core:
         self._world.settle()
         effects, self._world.effects = self._world.effects, []
         return effects
+
+
+def _told(world: World, connection: Connection) -> Callable[..., None]:
+    """Who looks at a manager comes and goes all the time: that is a detail."""
+    return world.detail if connection.name == COMMAND else world.note

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 import managers
 from tensor_dedup.cli import main
+from tensor_dedup.loader.lender import checkpoint_name
 from tensor_dedup.memory_manager.client import connect
 
 SIZE = 1 << 20
@@ -95,7 +96,7 @@ def test_metrics_are_the_totals(manager: managers.Manager) -> None:
 def test_top_draws_until_it_is_interrupted(manager: managers.Manager) -> None:
     code = "from tensor_dedup.cli import main; main(['top', '--every', '0.1'])"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    managers.until(lambda: manager.lines("connected"))
+    managers.until(lambda: manager.overview().totals.clients > 1)  # it, and who asks
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=managers.PATIENCE_S)
     assert process.returncode == 0
@@ -174,6 +175,23 @@ def test_what_comes_later_can_be_pinned_before(manager: managers.Manager) -> Non
     assert "is not pinned any more" in run("unpin", "base")
     run("pin", "late", "--ahead")
     assert "is not pinned any more" in run("unpin", "late")  # it is known, though nothing is here
+
+
+def test_a_long_path_is_known_by_its_end(manager: managers.Manager) -> None:
+    path = f"/models/{'deep/' * 40}base"
+    with manager.client() as client:
+        managers.build(client, "layer", bytes(SIZE), checkpoint=checkpoint_name(path))
+    for verb in ("pin", "unpin", "evict"):
+        run(verb, path)
+    assert manager.overview().totals.residents == 0
+
+
+def test_who_only_looks_is_not_in_the_log(manager: managers.Manager) -> None:
+    with manager.client("an engine"):
+        run("status")
+    managers.until(lambda: manager.lines("disconnected"))
+    told = [*manager.lines("connected"), *manager.lines("disconnected")]
+    assert ["'an engine'" in line for line in told] == [True, True]
 
 
 def test_a_process_stands_once_in_the_table_of_clients(manager: managers.Manager) -> None:

@@ -2,7 +2,7 @@
 
 import click
 
-from tensor_dedup.cli.held import look_up, nothing_of
+from tensor_dedup.cli.held import look_up, name_of, nothing_of
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
@@ -20,6 +20,7 @@ def command(ctx: click.Context, name: str, socket: str | None, as_json: bool) ->
     X is what `status` calls it. Memory is given back slab by slab, so tensors that lie beside X's
     go too. Exit status 1 when nothing could be dropped.
     """
+    name = name_of(name)
     with Admin(socket) as admin:
         if not look_up(admin, name).here:
             raise nothing_of(admin, name)

@@ -8,6 +8,7 @@ from typing import Final
 
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.memory_manager.limits import MAX_NAME
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _SHOWN: Final = 5
@@ -19,6 +20,11 @@ class Held:
 
     here: bool
     pinned: bool
+
+
+def name_of(given: str) -> str:
+    """What a manager calls it: of a longer path its end."""
+    return given[-MAX_NAME:]
 
 
 def look_up(admin: Admin, name: str) -> Held:
@@ -33,7 +39,9 @@ def look_up(admin: Admin, name: str) -> Held:
 
 def nothing_of(admin: Admin, name: str, advice: str = "") -> WrongUse:
     """Nothing of that name is here: what is, the nearest names first."""
-    return WrongUse(f"nothing of {name!r} is in the memory manager; {_offer(admin, name)}{advice}")
+    offer = _offer(admin, name)
+    more = f"{' ' if offer.endswith('?') else '; '}{advice}" if advice else ""
+    return WrongUse(f"nothing of {name!r} is in the memory manager; {offer}{more}")
 
 
 def _offer(admin: Admin, name: str) -> str:

@@ -8,7 +8,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli.names import cell, short
+from tensor_dedup.cli.names import Dotted, cell, short
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
@@ -157,7 +157,7 @@ def checkpoints(overview: Overview) -> Table:
     for row in overview.checkpoints:
         pinned = "yes" if row.pinned else ""
         size, used = human(row.nbytes), human(row.leased_bytes)
-        table.add_row(cell(row.name), str(row.residents), size, used, pinned)
+        table.add_row(Dotted(row.name), str(row.residents), size, used, pinned)
     return table
 
 
@@ -176,7 +176,10 @@ def _table(*columns: str) -> Table:
     table = Table()
     for column in columns:
         text = column in ("client", "checkpoint", "state", "pinned")
-        table.add_column(column, justify="left" if text else "right", overflow="fold")
+        if text:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

@@ -2,7 +2,7 @@
 
 import click
 
-from tensor_dedup.cli.held import look_up, nothing_of
+from tensor_dedup.cli.held import look_up, name_of, nothing_of
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
@@ -19,9 +19,10 @@ def command(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
 
     X is what `status` calls it. What comes later under that name is kept too.
     """
+    name = name_of(name)
     with Admin(socket) as admin:
         if not ahead and not look_up(admin, name).here:
-            raise nothing_of(admin, name, "; `pin --ahead` keeps what will come under that name")
+            raise nothing_of(admin, name, "`pin --ahead` keeps what will come under that name")
         done = admin.pin(name)
     document = {"name": name, "pinned": True, "tensors": done.count, "bytes": done.nbytes}
     now = f"{done.count} tensors, {human(done.nbytes)} so far" if done.count else "nothing yet"

@@ -2,7 +2,7 @@
 
 import click
 
-from tensor_dedup.cli.held import look_up, nothing_of
+from tensor_dedup.cli.held import look_up, name_of, nothing_of
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
@@ -18,6 +18,7 @@ def command(name: str, socket: str | None, as_json: bool) -> None:
 
     X is what `status` calls it.
     """
+    name = name_of(name)
     with Admin(socket) as admin:
         held = look_up(admin, name)
         if not held.here and not held.pinned:
