@@ -28,8 +28,9 @@ from tensor_dedup.errors import UnsupportedError
 CHUNK_BYTES: Final = 1024
 _BLOCK_BYTES: Final = 64
 LANES: Final = 128  # of a program: one for each thread of four warps
-# Bytes that are hashed at once: the chunks' values take a sixteenth of it, twice 32 bytes a KiB.
-PIECE_BYTES: Final = 64 * LEAF_BYTES
+# Leaves that are hashed at once, a piece: the chunks' values take a sixteenth of it, twice 32 bytes
+# a KiB.
+PIECE_LEAVES: Final = 64
 _DIGEST_BYTES: Final = 32
 # What Triton raises where it has no compiler, no driver or another version than we know. torch's
 # OutOfMemoryError is a RuntimeError, and goes first.
@@ -52,20 +53,20 @@ _FAILURES: Final = (
 def leaf_digests(
     data: torch.Tensor,
     leaf_bytes: int = LEAF_BYTES,
-    piece_bytes: int = PIECE_BYTES,
+    piece_leaves: int = PIECE_LEAVES,
     lanes: int = LANES,
 ) -> list[bytes]:
     """`tensor_dedup.digest.leaf_digests` of a flat tensor of bytes, on its device.
 
     After what is in its current stream, and waited for. `leaf_bytes`: a power of two, from a chunk
-    on; `piece_bytes`: a multiple of it; `lanes`: of a program, a power of two. One thread at a
-    time. UnsupportedError where Triton cannot; torch.OutOfMemoryError.
+    on; `lanes`: of a program, a power of two. One thread at a time. UnsupportedError where Triton
+    cannot; torch.OutOfMemoryError.
     """
     if not data.numel():
         return []
     try:
         with _on(data.device):
-            return list(_digests(data, leaf_bytes, piece_bytes, lanes))
+            return list(_digests(data, leaf_bytes, piece_leaves, lanes))
     except torch.OutOfMemoryError:
         raise
     except _FAILURES as error:
@@ -79,17 +80,16 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _digests(data: torch.Tensor, leaf: int, piece: int, lanes: int) -> Iterator[bytes]:
-    nbytes, width = data.numel(), leaf // CHUNK_BYTES
-    room = min(-(-nbytes // leaf), piece // leaf) * width
+def _digests(data: torch.Tensor, leaf: int, most: int, lanes: int) -> Iterator[bytes]:
+    count, width = -(-data.numel() // leaf), leaf // CHUNK_BYTES
+    room = min(count, most) * width
     values = torch.empty((2, 8, room), dtype=torch.int32, device=data.device)
-    found = torch.empty((-(-nbytes // leaf), 8), dtype=torch.int32, device=data.device)
-    for start in range(0, nbytes, piece):
-        part = data[start : start + piece]
+    found = torch.empty((count, 8), dtype=torch.int32, device=data.device)
+    for first in range(0, count, most):
+        part = data[first * leaf : (first + most) * leaf]
         leaves = -(-part.numel() // leaf)
         _hash_chunks(part, values[0], width, lanes)
-        last = _hash_pairs(part.numel(), values, width, leaves, lanes)
-        found[start // leaf : start // leaf + leaves] = last.T
+        found[first : first + leaves] = _hash_pairs(part.numel(), values, width, leaves, lanes).T
     text = found.cpu().numpy().astype("<i4").tobytes()
     for start in range(0, len(text), _DIGEST_BYTES):
         yield text[start : start + _DIGEST_BYTES]
@@ -301,7 +301,7 @@ def _chunks(
     words = data.to(tl.pointer_type(tl.uint32)) + place * 256
     size = tl.minimum(nbytes - chunk * 1024, 1024)
     leaf = chunk // WIDTH * WIDTH
-    alone = tl.where(nbytes - leaf * 1024 <= 1024, 8, 0)
+    alone = tl.where(tl.minimum(nbytes - leaf * 1024, WIDTH * 1024) <= 1024, 8, 0)
     counter = (chunk - leaf).to(tl.uint32)
     h = _start(counter)
     begin = 1

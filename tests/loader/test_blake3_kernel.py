@@ -26,7 +26,7 @@ class Case(NamedTuple):
     nbytes: int
     start: int = 0
     leaf: int = 4096
-    piece: int = 8192
+    most: int = 2
     lanes: int = 16
 
 
@@ -65,8 +65,8 @@ def test_leaves_are_those_of_blake3(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [
         Case(1023),
         Case(1024),
-        Case(4096 + 3 * 1024 + 65, start=1, piece=4096),  # pieces, from no word on
-        Case(LEAF_BYTES + 1025, leaf=LEAF_BYTES, piece=2 * LEAF_BYTES, lanes=2048),  # programs
+        Case(4096 + 3 * 1024 + 65, start=1, most=1),  # pieces, from no word on
+        Case(LEAF_BYTES + 1025, leaf=LEAF_BYTES, lanes=2048),  # programs
     ]
     run(monkeypatch, blocks + chunks)
 
@@ -77,9 +77,9 @@ def test_leaves_of_any_length_are_those_of_blake3(monkeypatch: pytest.MonkeyPatc
     cases = []
     for _ in range(12):
         leaf = 1024 << chosen.randrange(5)
-        piece = leaf * chosen.randrange(1, 4)
-        nbytes = chosen.randrange(1, 3 * leaf) + chosen.choice((0, 0, 2 * piece))
-        cases.append(Case(nbytes, chosen.randrange(4), leaf, piece, 1 << chosen.randrange(4, 6)))
+        most = chosen.randrange(1, 4)
+        nbytes = chosen.randrange(1, 3 * leaf) + chosen.choice((0, 0, 2 * most * leaf))
+        cases.append(Case(nbytes, chosen.randrange(4), leaf, most, 1 << chosen.randrange(4, 6)))
     run(monkeypatch, [*cases, *(Case(n * 1024 + 1, leaf=16384) for n in (3, 5, 6, 7, 11, 13))])
 
 
