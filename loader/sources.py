@@ -81,16 +81,16 @@ class SourceFile:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._hints = hints
         self._algorithm = algorithm
-        self.identity = FileIdentity.of(self._fd)
-        self._began_ns = time.time_ns()
         self.hashed: dict[tuple[int, int], str] = {}
         try:
+            self.identity = FileIdentity.of(self._fd)
+            self._began_ns = time.time_ns()
             self.header: Header = read_header(path, fd=self._fd)
+            known = hints.lookup(self._fd, algorithm) if hints is not None and trust else {}
+            self.tensors = {spec.name: self._tensor(spec, known) for spec in self.header.tensors}
         except BaseException:
             self.close()
             raise
-        known = hints.lookup(self._fd, algorithm) if hints is not None and trust else {}
-        self.tensors = {spec.name: self._tensor(spec, known) for spec in self.header.tensors}
 
     def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
         """Every tensor of the file by every name it has, in the order of names.

@@ -109,3 +109,16 @@ def test_a_cursor_that_dies_waits_for_nobody(tmp_path: Path) -> None:
             assert not other.is_alive()
         # Closed by whoever came next: nothing is open that would keep the file's log from going.
         assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+
+
+def test_a_transaction_that_cannot_be_committed_is_not_left_open(tmp_path: Path) -> None:
+    with closing(connect(tmp_path / "db", timeout_s=1.0)) as db:
+        db.execute("PRAGMA foreign_keys = ON")
+        db.execute("CREATE TABLE known (x INTEGER PRIMARY KEY)")
+        late = "REFERENCES known DEFERRABLE INITIALLY DEFERRED"  # looked at by COMMIT
+        db.execute(f"CREATE TABLE t (x INTEGER {late})")
+        with pytest.raises(sqlite3.IntegrityError), transaction(db):
+            db.execute("INSERT INTO t VALUES (1)")
+        assert not db.in_transaction
+        # And so another connection need not wait, nor this one.
+        assert write(tmp_path / "db") == 1

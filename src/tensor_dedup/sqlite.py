@@ -118,9 +118,9 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            db.execute("COMMIT")  # one that fails, or is not reached, leaves it open
         except BaseException:
             # Some errors end the transaction by themselves; the first error is the one to report.
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             raise
-        db.execute("COMMIT")

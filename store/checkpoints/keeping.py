@@ -5,9 +5,10 @@ together longer than a save takes. A forked child does not touch what its parent
 """
 
 import os
+import sqlite3
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from tensor_dedup.store.hashing import Hasher
@@ -51,16 +52,18 @@ class Keeper:
             try:
                 yield kept.index, kept.hasher
             except BaseException:
-                self.close()  # whatever it was, it may have been this
+                # Whatever it was, it may have been this; that comes first, and so it is raised.
+                with suppress(OSError, sqlite3.Error):
+                    self.close()
                 raise
             if kept.index.broken:
                 self.close()
 
     def close(self) -> None:
         """Let go; the next session takes it up again."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._finalizer = self._kept = None
+        finalizer, self._finalizer, self._kept = self._finalizer, None, None
+        if finalizer is not None:
+            finalizer()
 
     def _usable(self) -> _Kept:
         if self._kept is not None and self._kept.owner != os.getpid():

@@ -95,6 +95,19 @@ def test_a_file_changed_while_open_is_noticed(path: Path, file: SourceFile) -> N
         file.check_unchanged()
 
 
+def test_hints_that_are_interrupted_leave_no_descriptor(
+    path: Path, index: HintIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lookup(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(index, "lookup", lookup)
+    before = kernel.descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        SourceFile(path, index, "blake3")
+    assert not kernel.descriptors() - before
+
+
 def test_a_header_that_lies_leaves_no_descriptor(tmp_path: Path) -> None:
     before = kernel.descriptors()
     liar = tmp_path / "liar.safetensors"
