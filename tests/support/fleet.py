@@ -59,7 +59,7 @@ class Manager:
     def built(self) -> list[str]:
         """The layer keys that were built, as often as they were."""
         lines = self.log.read_text().splitlines()
-        return [line.split("key=")[1].split()[0] for line in lines if " built key=" in line]
+        return [line.split("key=")[1].split()[0] for line in lines if " published key=" in line]
 
 
 @contextmanager
@@ -70,7 +70,9 @@ def manager(folder: Path, *options: str) -> Iterator[Manager]:
     path, log = home / "manager.sock", folder / f"manager-{time.monotonic_ns()}.log"
     command = Path(sys.executable).with_name("tensor-dedup")
     with log.open("wb") as out:
-        process = subprocess.Popen([command, "serve", "--socket", path, *options], stderr=out)
+        process = subprocess.Popen(
+            [command, "serve", "--verbose", "--socket", path, *options], stderr=out
+        )
     try:
         running = Manager(path, process, log)
         running.wait_for("serving socket=")
