@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import managers
 from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
@@ -149,6 +150,24 @@ def test_what_is_empty_says_where_it_looked(shell: Shell) -> None:
     assert f"{shell.store} holds no checkpoints" in said(main, "list", *here)
     text = said(tensorcas, "--root", shell.store, "list")
     assert text == f"{shell.store} holds no training runs; --root names another folder\n"
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_a_narrow_terminal_shows_whole_names_and_numbers(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    name = "language_model.transformer.encoder.layers.0.self_attention.q_proj.weight"
+    write(shell.root / "long", {"model.safetensors": safetensors(u8(**{name: noise(1, 300)}))})
+    said(main, "import", shell.root / "long", "--store", shell.store)
+    narrow = Console(width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr("tensor_dedup.cli.show.console", lambda: narrow)
+    shown = said(main, "show", "long", "--store", shell.store)
+    table = shown[shown.index("tensor ") :]
+    cells = [line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│")]
+    assert "".join(cells) == name
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    assert ("No room for: codec" in shown) == (width < 120)
 
 
 def test_a_name_that_is_not_there_is_said_with_the_nearest(shell: Shell) -> None:

@@ -11,7 +11,7 @@ from tensor_dedup.analyze.natural import natural
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.gc import space_after
 from tensor_dedup.cli.groups import Verbs
-from tensor_dedup.cli.names import cell, console
+from tensor_dedup.cli.names import Dotted, cell, console
 from tensor_dedup.cli.plotting import Series, plot_to
 from tensor_dedup.cli.store_verbs import (
     ask,
@@ -63,11 +63,13 @@ def list_(store: str | None, as_json: bool) -> None:
     if not runs:
         say({}, as_json, empty(opened, "no training runs"))
         return
-    table = Table("run", "steps", "first", "latest", "saved")
+    table = Table("run")
+    for heading in ("steps", "first", "latest", "saved"):
+        table.add_column(heading, no_wrap=True)
     for run, steps in runs.items():
         last = steps[-1]
         table.add_row(
-            cell(run), str(len(steps)), str(steps[0].step), str(last.step), when(last.saved_at)
+            Dotted(run), str(len(steps)), str(steps[0].step), str(last.step), when(last.saved_at)
         )
     print_table(opened, table)
 
@@ -107,7 +109,9 @@ def show(run: str, store: str | None, as_json: bool) -> None:
     if as_json:
         say({"run": run, "steps": [step.to_dict() for step in steps]}, as_json)
         return
-    table = Table("step", "saved", "size", "metrics", "pinned", "adapter")
+    table = Table()
+    for heading in ("step", "saved", "size", "metrics", "pinned", "adapter"):
+        table.add_column(heading, no_wrap=heading in ("step", "size"), overflow="fold")
     for step in steps:
         # One a line: a table breaks lines where it likes.
         metrics = Text("\n").join(cell(f"{n} {value:g}") for n, value in step.metrics.items())

@@ -1,12 +1,22 @@
 """`tensor-dedup show`: what a stored checkpoint consists of."""
 
-import click
-from rich.table import Table
+from typing import Final
 
-from tensor_dedup.cli.names import cell, console
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tensor_dedup.cli.errors import printable
+from tensor_dedup.cli.names import Dotted, cell, console
 from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import StoredCheckpoint
+
+# What goes first where a terminal is narrow, so that names keep this width.
+_LEAST: Final = ("codec", "stored", "digest", "dtype")
+_NAME: Final = 32
+_BORDER: Final = 4
 
 
 @click.command(name="show")
@@ -21,7 +31,10 @@ def command(name: str, store: str | None, as_json: bool) -> None:
         else:
             out = console()
             out.print(_files(checkpoint))
-            out.print(_tensors(checkpoint, whole=not out.is_terminal))
+            table, left_out = _tensors(checkpoint, out)
+            out.print(table)
+            if left_out:
+                out.print(f"No room for: {', '.join(left_out)}; a pipe and --json have all.")
 
 
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
@@ -56,16 +69,32 @@ def _files(checkpoint: StoredCheckpoint) -> Table:
     return table
 
 
-def _tensors(checkpoint: StoredCheckpoint, *, whole: bool) -> Table:
-    """`whole`: digests in full. On a terminal their beginning tells tensors apart."""
-    table = Table()
-    table.add_column("tensor", overflow="fold")
-    for name in ("dtype", "shape", "size", "stored", "codec", "digest"):
-        table.add_column(name, no_wrap=True)
+def _tensors(checkpoint: StoredCheckpoint, out: Console) -> tuple[Table, list[str]]:
+    """All tensors, and the columns that had to go to leave room for their names.
+
+    For other programs digests in full; on a terminal their beginning tells tensors apart.
+    """
+    digits = 8 if out.is_terminal else None
+    names, rows = [], []
     for tensor in checkpoint:
-        shape = "x".join(map(str, tensor.shape)) or "-"
-        digest = tensor.digest if whole else tensor.digest[:8]
         codec, stored, _ = checkpoint.stored(tensor)
+        shape = "x".join(map(str, tensor.shape)) or "-"
         sizes = human(tensor.nbytes), human(stored)
-        table.add_row(cell(tensor.name), cell(tensor.dtype), shape, *sizes, codec, digest)
-    return table
+        names.append(tensor.name)
+        rows.append((printable(tensor.dtype), shape, *sizes, codec, tensor.digest[:digits]))
+    columns = ["dtype", "shape", "size", "stored", "codec", "digest"]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    room = out.width - _BORDER - min(_NAME, max(map(len, ["tensor", *names])))
+    left_out: list[str] = []
+    while sum(widths[columns.index(c)] + _BORDER for c in columns if c not in left_out) > room:
+        if len(left_out) == len(_LEAST):
+            break
+        left_out.append(_LEAST[len(left_out)])
+    table = Table("tensor")
+    for column in columns:
+        if column not in left_out:
+            table.add_column(column, no_wrap=True)
+    for name, row in zip(names, rows, strict=True):
+        shown = [cell for column, cell in zip(columns, row, strict=True) if column not in left_out]
+        table.add_row(Dotted(name), *map(Text, shown))
+    return table, left_out
