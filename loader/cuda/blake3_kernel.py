@@ -70,9 +70,26 @@ def leaf_digests(
     except torch.OutOfMemoryError:
         raise
     except _FAILURES as error:
-        raise UnsupportedError(
-            f"Triton cannot hash there: {type(error).__name__}: {str(error)[:300]}"
-        ) from error
+        raise _refused(error) from error
+
+
+def build(device: torch.device) -> None:
+    """Compile what `leaf_digests` launches there, and launch nothing: seconds, without a cache.
+
+    Any thread. UnsupportedError.
+    """
+    sizes = {"grid": (1,), "WIDTH": LEAF_BYTES // CHUNK_BYTES, "LANES": LANES}
+    try:
+        with _on(device):
+            _chunks.warmup(torch.uint8, torch.int32, *[1] * 5, **sizes)
+            _pairs.warmup(torch.int32, torch.int32, *[1] * 4, **sizes)
+    except _FAILURES as error:
+        raise _refused(error) from error
+
+
+def _refused(error: BaseException) -> UnsupportedError:
+    text = f"{type(error).__name__}: {str(error)[:300]}"
+    return UnsupportedError(f"Triton cannot hash there: {text}")
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

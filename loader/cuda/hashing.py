@@ -1,8 +1,9 @@
 """The digest of a tensor, computed where the tensor lies: on a GPU, if its kernel can be trusted.
 
-A kernel is asked for answers that the host knows before its first use on a device. Where one is
-wrong, or Triton is missing or cannot build there, tensors are fetched and hashed on the host for
-the rest of this process, and `report()` says why. It never ran on a GPU yet.
+A kernel is built by a thread, while the host hashes as if there were none, and asked for answers
+that the host knows before its first use on a device. Where one is wrong, or Triton is missing or
+cannot build there, tensors are fetched and hashed on the host for the rest of this process, and
+`report()` says why. It never ran on a GPU yet.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -39,12 +42,14 @@ class DeviceHash(NamedTuple):
     """Who hashes on a device: the leaf digests of a flat tensor of bytes there.
 
     Smaller tensors than `least` bytes are fetched; `asked`: of how many bytes it must know the
-    digests first. UnsupportedError: not any more; torch.OutOfMemoryError: not now.
+    digests first. `build` takes seconds before the first use, uses nothing of the device, and is
+    called in a thread. UnsupportedError: not any more; torch.OutOfMemoryError: not now.
     """
 
     leaf_digests: Callable[[torch.Tensor], list[bytes]]
     least: int
     asked: tuple[int, ...] = _ASKED
+    build: Callable[[], None] | None = None
 
 
 Open = Callable[[torch.device], DeviceHash]
@@ -59,7 +64,26 @@ def _open_cuda(device: torch.device) -> DeviceHash:
     except _NO_KERNEL as error:
         raise UnsupportedError(f"Triton cannot be imported: {error}") from error
     # Below, some twelve launches take longer than a copy. A guess: `scripts/bench/cuda.py` tells.
-    return DeviceHash(kernel.leaf_digests, 1 << 20)
+    return DeviceHash(kernel.leaf_digests, 1 << 20, build=partial(kernel.build, device))
+
+
+def _begun(build: Callable[[], None] | None) -> Future[None]:
+    """Done when that is built. A daemon: a program that ends need not wait for it."""
+    built: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            if build is not None:
+                build()
+            built.set_result(None)
+        except UnsupportedError as error:
+            built.set_exception(error)
+
+    if build is None:
+        run()
+    else:
+        threading.Thread(target=run, name="tensor-dedup-build", daemon=True).start()
+    return built
 
 
 class DeviceHashing:
@@ -74,13 +98,15 @@ class DeviceHashing:
     def reset(self) -> None:
         """Forget what was opened, and what cannot be used."""
         self._found: dict[torch.device, DeviceHash | None] = {}
+        self._building: dict[torch.device, tuple[DeviceHash, Future[None]]] = {}
         self._lock = threading.Lock()
         self.nbytes = 0
 
     def digest(self, tensor: torch.Tensor) -> str | None:
         """The BLAKE3 digest of a gap-free tensor's bytes, if its device has computed it.
 
-        After what is in torch's current stream there, and waited for. None: the host must.
+        After what is in torch's current stream there, and waited for. None: the host must, if only
+        until the kernel is built.
         """
         opener = self._openers.get(tensor.device.type)
         if opener is None or not sharable_anywhere(tensor) or _captures(tensor.device):
@@ -104,10 +130,17 @@ class DeviceHashing:
             self._give_up(tensor.device, error)
         return None
 
+    def settle(self) -> None:
+        """Wait for what is being built."""
+        for _, built in list(self._building.values()):
+            built.exception()
+
     def _opened(self, device: torch.device, opener: Open) -> DeviceHash | None:
         if device not in self._found:
             try:
-                found = opener(device)
+                found = self._built(device, opener)
+                if found is None:
+                    return None
                 _require_known_answers(found, device)
                 self._found[device] = found
             except torch.OutOfMemoryError as error:  # it is asked again
@@ -116,6 +149,17 @@ class DeviceHashing:
             except (UnsupportedError, IntegrityError) as error:
                 self._give_up(device, error)
         return self._found[device]
+
+    def _built(self, device: torch.device, opener: Open) -> DeviceHash | None:
+        """None until it is. UnsupportedError."""
+        if device not in self._building:
+            opened = opener(device)
+            self._building[device] = opened, _begun(opened.build)
+        found, built = self._building[device]
+        if not built.done():
+            return None
+        built.result()
+        return found
 
     def _give_up(self, device: torch.device, error: UnsupportedError | IntegrityError) -> None:
         self._found[device] = None

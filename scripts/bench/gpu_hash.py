@@ -30,11 +30,13 @@ def hashing(bench: Bench) -> list[str]:
 
 def _lines(bench: Bench, sizes: tuple[int, ...]) -> list[str]:
     began = time.perf_counter()
+    HASHING.digest(_bytes(bench, sizes[-1]))
+    HASHING.settle()
     if HASHING.digest(_bytes(bench, sizes[-1])) is None:
         return [f"Not run: {report().devices}"]
     lines = [
-        f"The first digest of the process took {time.perf_counter() - began:.2f} s: building the "
-        "kernels, where no cache has them, and asking for known answers.",
+        f"It was ready after {time.perf_counter() - began:.2f} s: building the kernels, where no "
+        "cache has them, which a thread does while the host hashes, and asking for known answers.",
         "",
         "| MiB | there, GB/s | fetched, GB/s | there over fetched | aim |",
         "| --- | --- | --- | --- | --- |",

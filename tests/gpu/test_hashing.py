@@ -30,6 +30,8 @@ def _there() -> Iterator[None]:
     pytest.importorskip("triton")
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("Triton builds its launchers with a C compiler, and there is none")
+    HASHING.digest(content(1 << 20).to(PLACE))
+    HASHING.settle()
     yield
 
 

@@ -5,6 +5,7 @@ The host stands in for the device here; `test_blake3_kernel.py` is about the ker
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -147,6 +148,36 @@ def test_a_device_without_memory_at_first_is_asked_again(reasons: dict[str, str]
         assert digest_of(weights(9)) == expected(weights(9))
         assert HASHING.nbytes == 9
     assert not reasons
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_while_it_is_built_the_host_hashes(fails: bool, reasons: dict[str, str]) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def build() -> None:
+        asked.set()
+        go_on.wait()
+        if fails:
+            raise UnsupportedError("no compiler")
+
+    opened: list[torch.device] = []
+
+    def opener(device: torch.device) -> DeviceHash:
+        opened.append(device)
+        return DeviceHash(right, 0, asked=(1,), build=build)
+
+    with HASHING.replaced("cpu", opener):
+        for _ in range(2):
+            assert digest_of(weights(9)) == expected(weights(9))
+            assert asked.wait(60)
+        assert HASHING.nbytes == 0
+        assert not reasons
+        go_on.set()
+        HASHING.settle()
+        assert digest_of(weights(9)) == expected(weights(9))
+        assert HASHING.nbytes == (0 if fails else 9)
+        assert ("no compiler" in str(reasons)) == fails
+    assert len(opened) == 1
 
 
 def test_what_the_host_hashes(reasons: dict[str, str]) -> None:
