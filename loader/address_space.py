@@ -12,17 +12,16 @@ import fcntl
 import os
 import weakref
 from bisect import bisect_right
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from tensor_dedup import libc
 from tensor_dedup.loader.placing import data_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_MAPS: Final = Path("/proc/self/maps")
 _MEMORY_FILE: Final = "/memfd:"
 
 
@@ -138,7 +137,7 @@ class _Kernel:
     def open(cls) -> _Kernel | None:
         """None where the kernel is older, or hides what is asked."""
         try:
-            found = cls(os.open(_MAPS, os.O_RDONLY | os.O_CLOEXEC))
+            found = cls(os.open(libc.MAPS, os.O_RDONLY | os.O_CLOEXEC))
             found.mapping(ctypes.addressof(found._name))
         except OSError:
             return None
@@ -176,21 +175,13 @@ class _Kernel:
 def _listed() -> Iterator[Mapped]:
     """Every mapping but private ones of memory files. None where /proc cannot be read."""
     try:
-        lines = _MAPS.read_text(errors="surrogateescape").splitlines()
+        every = libc.mappings()
     except OSError:
         return
-    for line in lines:
+    for start, end, line in every:
         # Residents are thousands of lines that say nothing here.
-        if _MEMORY_FILE in line and line.partition(" ")[2][3] == "p":
+        if _MEMORY_FILE in line and line[3] == "p":
             continue
-        fields = line.split(maxsplit=5)  # addresses, permissions, offset, device, inode, path
-        start, _, end = fields[0].partition("-")
-        yield Mapped(
-            int(start, 16),
-            int(end, 16),
-            int(fields[2], 16),
-            fields[3],
-            int(fields[4]),
-            fields[5] if len(fields) > 5 else "",
-            fields[1].endswith("s") and "w" in fields[1],
-        )
+        allowed, offset, device, inode, *path = line.split(maxsplit=4)
+        common = allowed.endswith("s") and "w" in allowed
+        yield Mapped(start, end, int(offset, 16), device, int(inode), "".join(path), common)

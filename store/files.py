@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from tensor_dedup import libc
 from tensor_dedup.sqlite import connect
 from tensor_dedup.store import memory
 
@@ -88,8 +89,7 @@ class Files(ABC):
 
         `direct` reads past the page cache, whole pages only: memory, offset and size are multiples
         of PAGE; OSError (EINVAL) where the file system cannot. FileExistsError when `create` finds
-        one. `lock` makes the file when it is missing and falls
-        back to reading where writing is not allowed.
+        one. `lock` makes a missing file, and falls back to reading where it may not write.
         """
 
     @abstractmethod
@@ -265,7 +265,7 @@ class RealFiles(Files):
         return done
 
     def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
-        return memory.cached_bytes(handle.fd, start, nbytes)
+        return libc.cached_bytes(handle.fd, start, nbytes)
 
     def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
         with _naming(handle):
@@ -278,7 +278,7 @@ class RealFiles(Files):
                 done += os.pwrite(handle.fd, view[done:], offset + done)
 
     def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
-        memory.begin_writing(handle.fd, start, nbytes)
+        libc.begin_writing(handle.fd, start, nbytes)
 
     def truncate(self, handle: Handle, size: int) -> None:
         with _naming(handle):

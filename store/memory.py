@@ -4,7 +4,6 @@ First touch is the hidden cost of loading: a fresh page costs more than the byte
 memory that is used again costs nothing.
 """
 
-import ctypes
 import errno
 import mmap
 import os
@@ -20,23 +19,8 @@ HUGE_PAGE: Final = 2 << 20
 _REGION: Final = 64 << 20
 _ALIGNMENT: Final = 64
 
-_libc: Final = ctypes.CDLL(None, use_errno=True)
 # Not in Python's mmap yet.
 _POPULATE_READ: Final = 22
-_CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
-_SYNC_RANGE_WRITE: Final = 2
-_sync_range: Final = getattr(_libc, "sync_file_range", None)
-if _sync_range is not None:
-    _sync_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
-
-
-class _Pages(ctypes.Structure):
-    _names = ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    _fields_ = tuple((name, ctypes.c_uint64) for name in _names)
 
 
 def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
@@ -91,20 +75,6 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
     if isinstance(region, mmap.mmap):
         with suppress(OSError):  # before Linux 5.14; and what cannot be read is found when it is
             region.madvise(_POPULATE_READ, start, nbytes)
-
-
-def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:
-    """How much of a range of a file is in the page cache; None where the kernel does not say."""
-    pages = _Pages()
-    wanted = _Range(start, nbytes)
-    failed = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(pages), 0)
-    return None if failed else min(nbytes, int(pages.cached) * PAGE)
-
-
-def begin_writing(fd: int, start: int, nbytes: int) -> None:
-    """Have the kernel begin to write a range of a file to the disk, where it can; nothing waits."""
-    if _sync_range is not None:
-        _sync_range(fd, start, nbytes, _SYNC_RANGE_WRITE)
 
 
 class Pool:

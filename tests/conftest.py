@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ os.environ.update(
     # Nothing a test does may reach the store of the person who runs it.
     TENSOR_DEDUP_STORE=str(Path(_SESSION.name) / "store"),
 )
+
+
+@pytest.fixture
+def nothing_stays() -> Iterator[None]:
+    """Of a test nothing stays resident, nor mapped."""
+    import remains
+    from tensor_dedup import disable
+
+    before = remains.now()
+    yield
+    disable()
+    assert not remains.now().beyond(before)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Calls of libc on the memory of this process that Python does not have, or has with a catch.
+"""Calls of libc on memory and files that Python does not have, or has with a catch.
 
 Python's mmap duplicates the descriptor, and its close() unmaps memory under live tensors.
 """
@@ -6,9 +6,11 @@ Python's mmap duplicates the descriptor, and its close() unmaps memory under liv
 import ctypes
 import mmap as _mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+MAPS: Final = Path("/proc/self/maps")
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
 MAP_FIXED_NOREPLACE: Final = 0x100000  # before Linux 4.17 a hint: ask where it lies
@@ -29,6 +31,30 @@ _libc.munmap.argtypes = [_address, _size]
 _libc.madvise.argtypes = [_address, _size, _int]
 _libc.mprotect.argtypes = [_address, _size, _int]
 _libc.fallocate.argtypes = [_int, _int, ctypes.c_long, ctypes.c_long]
+_CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
+_SYNC_RANGE_WRITE: Final = 2
+_sync_range: Final = getattr(_libc, "sync_file_range", None)
+if _sync_range is not None:
+    _sync_range.argtypes = [_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+class MappingLine(NamedTuple):
+    """Where a mapping lies, and the rest of what the kernel writes of it: permissions, offset,
+    device, inode, path.
+    """
+
+    start: int
+    end: int
+    line: str
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _names = ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    _fields_ = tuple((name, ctypes.c_uint64) for name in _names)
 
 
 def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
@@ -57,6 +83,31 @@ def mprotect(address: int, nbytes: int, protection: int) -> None:
 def punch(fd: int, offset: int, nbytes: int) -> None:
     """Give a range of a file back to its file system, where that can be; it is zeros from then."""
     _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
+
+
+def begin_writing(fd: int, start: int, nbytes: int) -> None:
+    """Have the kernel begin to write a range of a file to the disk, where it can; nothing waits."""
+    if _sync_range is not None:
+        _sync_range(fd, start, nbytes, _SYNC_RANGE_WRITE)
+
+
+def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:
+    """How much of a range of a file is in the page cache; None where the kernel does not say."""
+    pages, wanted = _Pages(), _Range(start, nbytes)
+    failed = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(pages), 0)
+    return None if failed else min(nbytes, int(pages.cached) * _mmap.PAGESIZE)
+
+
+def mappings() -> Iterator[MappingLine]:
+    """All mappings of this process, by address. OSError where the kernel does not tell."""
+    lines = MAPS.read_text(errors="surrogateescape").splitlines()
+    return map(_mapping, lines)
+
+
+def _mapping(line: str) -> MappingLine:
+    addresses, _, rest = line.partition(" ")
+    start, _, end = addresses.partition("-")
+    return MappingLine(int(start, 16), int(end, 16), rest)
 
 
 def own_memory(nbytes: int, at: int = 0) -> int:
@@ -108,14 +159,9 @@ def _fill(source: int, target: int, nbytes: int, name: str) -> bool:
 def _may_be_mapped_at(address: int, name: str) -> bool:
     """Is what lies there of a file with that name? True where the kernel does not tell."""
     try:
-        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+        return any(each.start <= address < each.end and name in each.line for each in mappings())
     except OSError:
         return True
-    for line in lines:
-        start, _, end = line.split()[0].partition("-")
-        if int(start, 16) <= address < int(end, 16):
-            return name in line
-    return False
 
 
 def _error() -> OSError:

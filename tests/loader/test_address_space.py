@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernel import forked
-from tensor_dedup.loader import address_space
+from tensor_dedup import libc
 from tensor_dedup.loader.address_space import AddressSpace, Mapped, _Kernel
 from tensor_dedup.loader.residents import pack
 
@@ -87,7 +87,7 @@ def test_where_proc_cannot_be_read_nothing_is_known(
 ) -> None:
     tensor = of_file(tmp_path / "a", mmap.MAP_PRIVATE)
     assert AddressSpace().file(tensor) is not None
-    monkeypatch.setattr(address_space, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(libc, "MAPS", tmp_path / "maps")
     assert AddressSpace().file(tensor) is None
     assert not AddressSpace().is_common(tensor)
 

@@ -1,7 +1,7 @@
 """What is shared of a model, parameter by parameter, and what stays as the loader made it."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import kernel
-import remains
 from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
@@ -26,12 +25,7 @@ from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.residents import Resident
 from tensor_dedup.loader.supply import Supply
 
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    before = remains.now()
-    yield
-    assert not remains.now().beyond(before)
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 @pytest.mark.parametrize("offset", [0, 1000])

@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 import kernel
-import remains
 from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
@@ -23,12 +21,7 @@ from tensor_dedup.loader.memory import OutOfMemoryError, SlabWriter
 from tensor_dedup.loader.origins import Origins, Place
 from tensor_dedup.loader.supply import Supply
 
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    before = remains.now()
-    yield
-    assert not remains.now().beyond(before)
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 def being_read(path: Path, count: int = LARGE) -> tuple[Any, Adoption, Origins]:

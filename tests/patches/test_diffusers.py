@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from diffusers import UNet2DConditionModel
 import fresh
 import kernel
 import managers
-import remains
 import tiny_pipelines
 from tensor_dedup import (
     ConfigError,
@@ -33,7 +32,7 @@ from tiny_pipelines import equal, image, load, nbytes, parameters, shared
 _SLACK = 256 << 10
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "others")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> dict[str, bytes]:
     """What each pipeline draws when it is loaded plainly."""
     return {name: image(load(folder / name)) for name in ("sd", "tuned")}
-
-
-@pytest.fixture(autouse=True)
-def others() -> Iterator[int]:
-    """Bytes that were resident before, from other tests. Of this one nothing stays."""
-    before = remains.now()
-    yield registry.resident_bytes()
-    disable()
-    assert not remains.now().beyond(before)
 
 
 @pytest.mark.parametrize("order", [("sd", "tuned"), ("tuned", "sd")])

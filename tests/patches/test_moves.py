@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import remains
 from tensor_dedup import TensorDedupConfig, move, shares_memory, sweep, unshare, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.device_copies import COPIES
@@ -22,12 +21,7 @@ from tensor_dedup.patches.moves import APPLY
 from tensor_dedup.patches.signatures import usable
 from tiny_pipelines import equal, parameters, shared
 
-
-@pytest.fixture(autouse=True)
-def others() -> Iterator[None]:
-    before = remains.now()
-    yield
-    assert not remains.now().beyond(before)
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 def pair() -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-import remains
 import tiny_checkpoints as checkpoints
-from tensor_dedup import disable, enable, report, shares_memory, sweep, verify
+from tensor_dedup import enable, report, shares_memory, sweep, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.patches import signatures
@@ -31,13 +30,7 @@ SEAMS = (
 _SLACK = 256 << 10
 
 
-@pytest.fixture(autouse=True)
-def others() -> Iterator[int]:
-    """Bytes that were resident before, from other tests. Of this one nothing stays."""
-    before = remains.now()
-    yield registry.resident_bytes()
-    disable()
-    assert not remains.now().beyond(before)
+pytestmark = pytest.mark.usefixtures("others")
 
 
 def load(path: Path, **options: Any) -> Any:
