@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+# What it raises, for who catches it and opens no file.
+Error: Final = sqlite3.Error
 # SQLite's own mutexes would be copied into a forked child in whatever state they are: forks wait
 # until no thread is inside. Reentrant, because a signal handler may fork.
 INSIDE: Final = threading.RLock()

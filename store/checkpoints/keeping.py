@@ -5,12 +5,12 @@ together longer than a save takes. A forked child does not touch what its parent
 """
 
 import os
-import sqlite3
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
+from tensor_dedup import sqlite
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import Index, open_index
 from tensor_dedup.store.locks import session
@@ -53,7 +53,7 @@ class Keeper:
                 yield kept.index, kept.hasher
             except BaseException:
                 # Whatever it was, it may have been this; that comes first, and so it is raised.
-                with suppress(OSError, sqlite3.Error):
+                with suppress(OSError, sqlite.Error):
                     self.close()
                 raise
             if kept.index.broken:
