@@ -68,7 +68,7 @@ def _open_cuda(device: torch.device) -> DeviceHash:
 
 
 def _begun(build: Callable[[], None] | None) -> Future[None]:
-    """Done when that is built. A daemon: a program that ends need not wait for it."""
+    """Done when that is built, or failed."""
     built: Future[None] = Future()
 
     def run() -> None:
@@ -78,11 +78,15 @@ def _begun(build: Callable[[], None] | None) -> Future[None]:
             built.set_result(None)
         except UnsupportedError as error:
             built.set_exception(error)
+        finally:
+            if not built.done():  # what it was goes on
+                built.set_exception(UnsupportedError("building it ended with another error"))
 
     if build is None:
         run()
     else:
-        threading.Thread(target=run, name="tensor-dedup-build", daemon=True).start()
+        # No daemon: an interpreter that ends while Triton compiles is aborted by its C++.
+        threading.Thread(target=run, name="tensor-dedup-build", daemon=False).start()
     return built
 
 

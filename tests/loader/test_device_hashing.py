@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import fresh
 from stand_in import hasher
 from stand_in import leaves as right
 from tensor_dedup.digest import LEAF_BYTES, digest
@@ -178,6 +180,38 @@ def test_while_it_is_built_the_host_hashes(fails: bool, reasons: dict[str, str])
         assert HASHING.nbytes == (0 if fails else 9)
         assert ("no compiler" in str(reasons)) == fails
     assert len(opened) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_build_that_ends_with_an_error_nobody_expects_is_over(reasons: dict[str, str]) -> None:
+    def build() -> None:
+        raise ZeroDivisionError
+
+    with HASHING.replaced("cpu", lambda _: DeviceHash(right, 0, asked=(1,), build=build)):
+        digest_of(weights(9))
+        HASHING.settle()
+        for thread in threading.enumerate():
+            if thread.name == "tensor-dedup-build":
+                thread.join()  # it tells of the error
+        assert digest_of(weights(9)) == expected(weights(9))
+        assert HASHING.nbytes == 0
+    assert "another error" in str(reasons)
+
+
+def end_while_it_is_built(mark: str) -> None:
+    def build() -> None:
+        threading.main_thread().join()
+        threading.Event().wait(0.5)  # a daemon is gone by then
+        Path(mark).touch()
+
+    with HASHING.replaced("cpu", lambda _: DeviceHash(right, 0, asked=(1,), build=build)):
+        digest_of(weights(9))
+
+
+def test_a_program_ends_when_it_is_built(tmp_path: Path) -> None:
+    """Ended in the middle, Triton's compiler aborts it."""
+    fresh.call(end_while_it_is_built, str(tmp_path / "built"))
+    assert (tmp_path / "built").exists()
 
 
 def test_what_the_host_hashes(reasons: dict[str, str]) -> None:

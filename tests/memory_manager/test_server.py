@@ -1,5 +1,6 @@
 """The server around another kind of memory, one that fails when a test wants it to."""
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,7 @@ def test_what_was_built_is_said_when_its_builder_is_quiet_and_once(
         managers.until(lambda: manager.lines("built"))
         del kept
     managers.until(lambda: manager.lines("disconnected"))
-    [line] = manager.lines("built")  # the second made nothing: all was there
-    assert "checkpoint='base' tensors=3 MiB=0.0" in line
-    assert "by='an engine'" in line
+    lines = manager.lines("built")  # of the second none: all that it made was there
+    assert all("checkpoint='base' " in line and "by='an engine'" in line for line in lines)
+    # More than one only where this machine stood still for as long as a load pauses.
+    assert sum(int(re.findall(r"tensors=(\d+) MiB=0\.0", line)[0]) for line in lines) == 3
