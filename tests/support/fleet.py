@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -154,13 +154,17 @@ class Fleet:
         environment.pop(REPORT_DIR_VARIABLE, None)
         command = [sys.executable, __file__, json.dumps([str(path), config, options])]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
+        )
         self._engines.append(Engine(process))
         return self._engines[-1]
 
     def close(self) -> None:
         for engine in self._engines:
-            engine.process.kill()
+            # vLLM's own processes, too: they do not end when the one that started them is killed.
+            with suppress(ProcessLookupError):
+                os.killpg(engine.pid, signal.SIGKILL)
             engine.end()
 
 
