@@ -108,7 +108,15 @@ class PendingSave:
     def hurry(self) -> None:
         """Return when it has ended, soon: a training stands still. ForkedSaveError."""
         self._awaited.set()
+        self._hurry_those_before()
         self.finish()
+
+    def _hurry_those_before(self) -> None:
+        """Who waits for this one waits for them."""
+        previous = getattr(self, "_previous", None)  # let go of when this one has ended
+        if previous is not None:
+            previous._awaited.set()
+            previous._hurry_those_before()
 
     def finish(self) -> None:
         """Return when it has ended. ForkedSaveError."""
@@ -121,6 +129,7 @@ class PendingSave:
         """Return when the model may be changed."""
         self.pin()
         if self._pinning.crowded():
+            self._hurry_those_before()
             self._pinned.wait()  # there may have been room since
             if self._pinning.crowded():
                 self.hurry()

@@ -164,6 +164,32 @@ def test_a_next_step_that_is_there_already_waits_for_no_encoding(tmp_path: Path)
         assert_same(run.load(step), weights(step))
 
 
+@pytest.mark.parametrize("pool_bytes", [None, 9 * ELEMENTS])
+def test_what_is_waited_for_is_in_haste_with_all_that_it_waits_for(
+    tmp_path: Path, pool_bytes: int | None
+) -> None:
+    """A small pool has room for one save: the second waits in `save_async` for the first's."""
+    gate = Gate()
+    run = gated(tmp_path, gate, in_flight=2, pool_bytes=pool_bytes)
+    first = run.save_async(weights(0), 0)
+    assert gate.waiting.wait(60)
+
+    def wait() -> None:
+        second = run.save_async(weights(1), 1)
+        if pool_bytes is None:
+            second.hurry()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    awaited = first._awaited.wait(20)
+    gate.opened.set()
+    thread.join()
+    run.close()
+    assert awaited
+    for step in range(2):
+        assert_same(run.load(step), weights(step))
+
+
 def test_who_wants_everything_encoded_gets_it(tmp_path: Path) -> None:
     run = handle(tmp_path, compress="always")
     for step in range(3):
