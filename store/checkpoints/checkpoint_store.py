@@ -100,7 +100,7 @@ class CheckpointStore:
         what a training would stand still for. `pool_bytes` is how much memory the copies
         of `save_async` may take, by default a quarter of the machine's; `in_flight` how many of its
         saves may be unfinished at once. BadNameError, BadRetentionError, BadLimitError,
-        NotAStoreError.
+        BadCompressError, NotAStoreError.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         self.run_id = check_run(run_id)

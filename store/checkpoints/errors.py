@@ -9,6 +9,7 @@ StoreError
                    NamedTwiceError       two tensors of one name, or a file in a tensor's place
                    NotATrainingError     a checkpoint of that name that no run has saved
                    BadLimitError         a bound of what saves in the background may use makes none
+                   BadCompressError      `compress` is none of what there is
                    ForkedSaveError       a save that another process has begun is waited for
   - of the world:  ChangedModelError     a tensor was written to while it was saved
                    BrokenSaveError       a save in the background ended as none should
@@ -71,6 +72,12 @@ class BadLimitError(AdvisedError):
     """A bound of what saves in the background may use makes no sense."""
 
     advice = "let one save or more be unfinished, and give the pool bytes, or none"
+
+
+class BadCompressError(AdvisedError):
+    """`compress` is none of what there is."""
+
+    advice = 'give "auto", "always" or None'
 
 
 class ForkedSaveError(AdvisedError):

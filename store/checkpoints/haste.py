@@ -9,6 +9,8 @@ saves encode nothing, and after some of them it is tried again, later each time.
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
+from tensor_dedup.store.checkpoints.errors import BadCompressError
+
 Compress: TypeAlias = Literal["auto", "always"] | None
 """When what is new is stored encoded: as above; however long it takes; never."""
 
@@ -18,6 +20,13 @@ Compress: TypeAlias = Literal["auto", "always"] | None
 _QUICK = "sparse"
 _FIRST = 2
 _LONGEST = 64
+
+
+def known(compress: Compress) -> Compress:
+    """The same. BadCompressError: it is none of these."""
+    if compress not in ("auto", "always", None):
+        raise BadCompressError.at("CheckpointStore", f"compress={compress!r}")
+    return compress
 
 
 def worth_waiting_for(codec: str) -> bool:

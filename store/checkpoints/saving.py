@@ -25,7 +25,7 @@ from tensor_dedup.store import manifests
 from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.fast import fast_all
-from tensor_dedup.store.checkpoints.haste import Compress
+from tensor_dedup.store.checkpoints.haste import Compress, known
 from tensor_dedup.store.checkpoints.keeping import Keeper
 from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, Rows, crowded
 from tensor_dedup.store.checkpoints.naming import step_name
@@ -111,7 +111,7 @@ class Saver:
 
     def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
         self._objects = objects
-        self._compress = compress
+        self._compress = known(compress)
         self._keeper = Keeper(objects, workers)
         self._lock = threading.Lock()
         self._settled = Settled()

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from gates import Gate, gated
 from steps import Model, assert_same, copied, handle
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import BadCompressError
 from tensor_dedup.store.checkpoints.haste import Haste
 from tensor_dedup.store.checkpoints.saving import Saved
 from tensor_dedup.store.tables import PLAIN
@@ -195,3 +197,9 @@ def test_who_wants_everything_encoded_gets_it(tmp_path: Path) -> None:
     for step in range(3):
         save(run, step, lambda: True)
         assert codecs(run, step) == ALL
+
+
+@pytest.mark.parametrize("compress", ["", "zstd", "Always", True])
+def test_what_is_no_way_to_compress_is_refused(tmp_path: Path, compress: Any) -> None:
+    with pytest.raises(BadCompressError, match='give "auto", "always" or None'):
+        handle(tmp_path, compress=compress)
