@@ -10,7 +10,7 @@ from tensor_dedup.memory_manager.errors import MemoryManagerError
 
 log = logging.getLogger("tensor_dedup.memory_manager.client")
 _FIRST_S: Final = 0.5
-_LONGEST_S: Final = 30.0
+_LONGEST_S: Final = 2.0  # a load that begins meanwhile finds nothing of what this process holds
 _SETTLE_S: Final = 0.05  # who has a request under way finds out first
 _CHECK_MS: Final = 60_000
 

@@ -70,7 +70,7 @@ def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code
     for resident, names in zip(residents, pending.checkpoints, strict=False):
         for name in names:
             world.ledger.attribute(resident, name)
-    world.note("taken back", tensors=len(residents), nbytes=slab.nbytes)
+    world.detail("taken back", tensors=len(residents), nbytes=slab.nbytes)
     if not slab.residents:
         world.ledger.drop(slab)
     _enter_inherited_records(world)

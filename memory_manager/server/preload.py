@@ -1,9 +1,12 @@
 """Helpers that fill a manager before anybody asks: one process after the other, then gone."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +15,11 @@ from tensor_dedup.memory_manager.server.server import log
 # By name: the manager never loads torch or vLLM.
 _MODULE: Final = "tensor_dedup.patches.vllm.preload"
 _PATIENCE_S: Final = 5.0
+
+
+def _signal(group: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.killpg(group, number)
 
 
 class Preload:
@@ -36,11 +44,13 @@ class Preload:
             running = self._running
         if running is None:
             return
-        running.terminate()
+        # With vLLM's own processes below it, which would stay.
+        _signal(running.pid, signal.SIGTERM)
         try:
             running.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            running.kill()
+            log.debug("the helper does not end by itself")
+        _signal(running.pid, signal.SIGKILL)
 
     def _run(self) -> None:
         for checkpoint in self._checkpoints:
@@ -54,6 +64,7 @@ class Preload:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     text=True,
+                    start_new_session=True,
                 )
             _, said = self._running.communicate()
             last = said.strip().rpartition("\n")[2]

@@ -2,12 +2,13 @@
 
 python -m tensor_dedup.patches.vllm.preload --socket SOCKET [--engine-args JSON] CHECKPOINT
 
-Runs as a process of its own: the manager never runs models. What it built stays pinned under the
+Runs as a process of its own: the manager never runs models. The engine is made as one of this
+environment is, below this process unless VLLM_ENABLE_V1_MULTIPROCESSING is 0: there vLLM computes
+with another number of threads, and layer keys name that. What it built stays pinned under the
 checkpoint's name until `tensor-dedup unpin`. Exit status 1 when anything could not be lent.
 """
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -22,8 +23,7 @@ _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": Tr
 
 
 def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
-    """Load `path` in an engine of this process and pin what it put; why not, or None."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    """Load `path` in an engine and pin what it put; why not, or None."""
     from vllm import LLM
 
     from tensor_dedup.loader.report import report
