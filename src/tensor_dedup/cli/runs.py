@@ -147,7 +147,8 @@ def stats_lines(found: RunStats) -> list[str]:
     return [
         f"run           {found.run_id or 'all'}",
         f"checkpoints   {found.checkpoints}",
-        f"tensors       {found.total_chunks}, {found.unique_chunks} of them distinct",
+        # With those that hold an object's structure and its plain values: what a step refers to.
+        f"pieces        {found.total_chunks}, {found.unique_chunks} of them distinct",
         f"dedup ratio   {found.dedup_ratio:.4f} (distinct / all: lower is more reuse)",
         f"on disk       {human(found.total_bytes)}",
     ]
@@ -189,7 +190,8 @@ def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
     opened = existing(store)
     with opened.locked():
         found = difference(opened.objects, _step(one), _step(two))
-    lines = [f"unchanged     {found.unchanged} tensors"]
+    # Here too what describes an object counts, which the lists below leave out.
+    lines = [f"unchanged     {found.unchanged} pieces (tensors, structure, plain values)"]
     for title, names, size in (
         ("changed", found.changed, f", {human(found.changed_bytes)}"),
         ("added", found.added, ""),
