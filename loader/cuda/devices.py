@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -13,6 +11,7 @@ import torch
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.kinds import ByKind
 from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CUDA
@@ -45,16 +44,11 @@ def _let_go(device: torch.device) -> bool:
     return torch.cuda.memory_reserved(device) < before
 
 
-class Devices:
-    """GPUs by torch's device, each opened when it is first asked for. Safe from any thread.
-
-    A forked child has none: no GPU that its parent has used works there.
-    """
+class Devices(ByKind[Open]):
+    """GPUs by torch's device, each opened when it is first asked for. Safe from any thread."""
 
     def __init__(self) -> None:
-        self._openers: dict[str, Open] = {"cuda": _open_cuda}
-        self.reset()
-        os.register_at_fork(after_in_child=self.reset)
+        super().__init__("cuda", _open_cuda)
 
     def reset(self) -> None:
         """Forget what was opened."""
@@ -103,20 +97,6 @@ class Devices:
             and tensor.nbytes > 0
             and PLACES.holds(tensor.data_ptr())
         )
-
-    @contextmanager
-    def replaced(self, kind: str, opener: Open) -> Iterator[None]:
-        """For tests: devices of that type are opened so, within the block."""
-        before = self._openers.get(kind)
-        self._openers[kind] = opener
-        self.reset()
-        try:
-            yield
-        finally:
-            self._openers.pop(kind)
-            if before is not None:
-                self._openers[kind] = before
-            self.reset()
 
 
 def _numbered(device: torch.device) -> torch.device:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +22,7 @@ from tensor_dedup import digest as host
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import IntegrityError, UnsupportedError
 from tensor_dedup.loader import report
+from tensor_dedup.loader.cuda.kinds import ByKind
 from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.residents import sharable_anywhere, tensor_bytes
 
@@ -90,14 +89,11 @@ def _begun(build: Callable[[], None] | None) -> Future[None]:
     return built
 
 
-class DeviceHashing:
-    """Which devices hash by themselves. Safe from any thread, one at a time; a forked child has
-    none: no GPU that its parent has used works there."""
+class DeviceHashing(ByKind[Open]):
+    """Which devices hash by themselves. Safe from any thread, one at a time."""
 
     def __init__(self) -> None:
-        self._openers: dict[str, Open] = {"cuda": _open_cuda}
-        self.reset()
-        os.register_at_fork(after_in_child=self.reset)
+        super().__init__("cuda", _open_cuda)
 
     def reset(self) -> None:
         """Forget what was opened, and what cannot be used."""
@@ -168,20 +164,6 @@ class DeviceHashing:
     def _give_up(self, device: torch.device, error: UnsupportedError | IntegrityError) -> None:
         self._found[device] = None
         report.note(f"hashing on {device}", f"on the host in its place: {error.message}")
-
-    @contextmanager
-    def replaced(self, kind: str, opener: Open) -> Iterator[None]:
-        """For tests: devices of that type hash so, within the block."""
-        before = self._openers.get(kind)
-        self._openers[kind] = opener
-        self.reset()
-        try:
-            yield
-        finally:
-            self._openers.pop(kind)
-            if before is not None:
-                self._openers[kind] = before
-            self.reset()
 
 
 def _captures(device: torch.device) -> bool:
