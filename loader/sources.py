@@ -268,17 +268,16 @@ class SourceReader:
 
     def digest(self, data: Buffer) -> str:
         """The digest of bytes that were computed here."""
-        began = time.perf_counter()
-        value = digest(data, self.algorithm)
-        self.counters.bytes_hashed += memoryview(data).nbytes
-        self.counters.hash_seconds += time.perf_counter() - began
-        return value
+        return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
 
     def digest_of(self, tensor: torch.Tensor) -> str:
         """The digest of a gap-free tensor that was computed here, or on a GPU."""
+        return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
+
+    def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:
         began = time.perf_counter()
-        value = digest_of(tensor, self.algorithm)
-        self.counters.bytes_hashed += tensor.nbytes
+        value = hash_()
+        self.counters.bytes_hashed += nbytes
         self.counters.hash_seconds += time.perf_counter() - began
         return value
 

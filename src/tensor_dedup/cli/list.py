@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import click
 from rich.table import Table
 
-from tensor_dedup.cli.names import Dotted
+from tensor_dedup.cli.names import Dotted, listing
 from tensor_dedup.cli.store_verbs import (
     empty,
     existing,
@@ -35,9 +35,7 @@ def command(store: str | None, as_json: bool) -> None:
 
 
 def _table(found: list[Listed]) -> Table:
-    table = Table("name")
-    for heading in ("files", "size", "imported"):
-        table.add_column(heading, no_wrap=True)
+    table = listing("name", "files", "size", "imported")
     for each in found:
         when = datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
         table.add_row(Dotted(each.name), str(each.files), human(each.nbytes), when)

@@ -7,6 +7,7 @@ from typing import Final
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli.errors import printable
@@ -39,6 +40,14 @@ class Dotted:
                 line = ""
             line += part
         yield Text("\n".join([*lines, line]), overflow="fold")
+
+
+def listing(name: str, *others: str) -> Table:
+    """A table of names, which may take several lines, and of what stays on one."""
+    table = Table(name)
+    for each in others:
+        table.add_column(each, no_wrap=True)
+    return table
 
 
 def short(path: Path) -> str:

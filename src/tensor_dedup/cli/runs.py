@@ -11,7 +11,7 @@ from tensor_dedup.analyze.natural import natural
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.gc import space_after
 from tensor_dedup.cli.groups import Verbs
-from tensor_dedup.cli.names import Dotted, cell, console
+from tensor_dedup.cli.names import Dotted, cell, console, listing
 from tensor_dedup.cli.plotting import Series, plot_to
 from tensor_dedup.cli.store_verbs import (
     ask,
@@ -63,9 +63,7 @@ def list_(store: str | None, as_json: bool) -> None:
     if not runs:
         say({}, as_json, empty(opened, "no training runs"))
         return
-    table = Table("run")
-    for heading in ("steps", "first", "latest", "saved"):
-        table.add_column(heading, no_wrap=True)
+    table = listing("run", "steps", "first", "latest", "saved")
     for run, steps in runs.items():
         last = steps[-1]
         table.add_row(

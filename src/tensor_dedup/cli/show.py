@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli.errors import printable
-from tensor_dedup.cli.names import Dotted, cell, console
+from tensor_dedup.cli.names import Dotted, cell, console, listing
 from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import StoredCheckpoint
@@ -90,10 +90,7 @@ def _tensors(checkpoint: StoredCheckpoint, out: Console) -> tuple[Table, list[st
         if len(left_out) == len(_LEAST):
             break
         left_out.append(_LEAST[len(left_out)])
-    table = Table("tensor")
-    for column in columns:
-        if column not in left_out:
-            table.add_column(column, no_wrap=True)
+    table = listing("tensor", *(column for column in columns if column not in left_out))
     for name, row in zip(names, rows, strict=True):
         shown = [cell for column, cell in zip(columns, row, strict=True) if column not in left_out]
         table.add_row(Dotted(name), *map(Text, shown))
