@@ -1,9 +1,10 @@
 """What every load of this process, and of its workers, read, shared and kept for itself. No torch.
 
 A worker process hands its reports over as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also
-writes the model's report there, and a process that calls `collect_from` merges them. Files, and
-not a pipe, because engines start workers in ways we do not control, and a worker may be gone
-before anyone asks.
+writes the model's report there, and a process that calls `collect_from` merges them. A process
+that inherited the variable and has workers itself gives them a directory below. Files, and not a
+pipe, because engines start workers in ways we do not control, and a worker may be gone before
+anyone asks.
 """
 
 import atexit
@@ -14,7 +15,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -116,6 +117,7 @@ class _Collection:
         self.refused: set[Path] = set()
         self.devices: dict[str, str] = {}
         self.gauges: tuple[Callable[[], int], Callable[[], int]] = (int, int)
+        self.own: tuple[int, Path] | None = None  # whose workers write where
         self.numbers = itertools.count(1)
         self.lock = threading.Lock()
 
@@ -173,7 +175,7 @@ def _hand_over(entry: _Entry, directory: Path) -> None:
 
 
 def collect_from(directory: str | os.PathLike[str]) -> None:
-    """From now on `report` also takes what other processes write into this directory."""
+    """From now on `report` also takes what other processes write into this directory, or below."""
     path = Path(directory).absolute()
     with _collection.lock:
         if path not in _collection.directories:
@@ -183,17 +185,28 @@ def collect_from(directory: str | os.PathLike[str]) -> None:
 def share_with_workers() -> Path:
     """Make workers started from now on report to this process; return the directory.
 
-    Does nothing more when the variable is set: then an outer process, or the user, collects.
-    The directory is removed when this process ends.
+    It lies in the one that the variable names, if it does: then an outer process, or the user,
+    collects them too, and it stays. Otherwise it is removed when this process ends.
     """
     given = os.environ.get(REPORT_DIR_VARIABLE)
-    if given:
+    if given and _collection.own == (os.getpid(), Path(given)):
         return Path(given)
-    path = Path(tempfile.mkdtemp(prefix="tensor-dedup-reports-"))
-    atexit.register(_remove_in, os.getpid(), path)
+    path = _directory_in(given) if given else None
+    if path is None:
+        path = Path(tempfile.mkdtemp(prefix="tensor-dedup-reports-"))
+        atexit.register(_remove_in, os.getpid(), path)
     os.environ[REPORT_DIR_VARIABLE] = str(path)
+    _collection.own = os.getpid(), path
     collect_from(path)
     return path
+
+
+def _directory_in(outer: str) -> Path | None:
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=outer)).absolute()
+    except OSError as error:  # its process has ended, perhaps
+        _log.warning("reports of this process's workers stay in it: %s", str(error))
+        return None
 
 
 def _remove_in(pid: int, path: Path) -> None:
@@ -207,7 +220,7 @@ def report() -> Report:
         entries = {(entry.pid, entry.number): entry for entry in _collection.entries}
         directories = list(_collection.directories)
     for directory in directories:
-        for path in sorted(directory.glob("[0-9]*-*.json")):
+        for path in _files_in(directory):
             entry = _read(path)
             if entry is not None:
                 entries.setdefault((entry.pid, entry.number), entry)
@@ -220,6 +233,14 @@ def report() -> Report:
         resident_bytes=resident_bytes + sum(entry.resident_bytes for entry in last.values()),
         devices=dict(_collection.devices),
     )
+
+
+def _files_in(directory: Path) -> Iterator[Path]:
+    """The reports there, and in the directories of processes that collect for themselves."""
+    for folder, _, names in os.walk(directory):
+        for name in sorted(names):
+            if name[0].isdecimal() and name.endswith(".json"):
+                yield Path(folder, name)
 
 
 def _read(path: Path) -> _Entry | None:

@@ -32,6 +32,8 @@ def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
     dedup = {**(given.pop("tensor_dedup", None) or {}), "memory_manager": socket}
     llm = LLM(model=path, tensor_dedup=dedup, **given)
     loaded = report().models
+    if not loaded:
+        return "the process that loaded it left no report"
     lent = sum(model.total_bytes for model in loaded if not model.skipped)
     with Admin(socket) as admin:
         # Under the name that its tensors have there, which for a stored one is not its folder's.

@@ -267,6 +267,46 @@ def test_a_directory_that_cannot_be_written_fails_no_load(
     assert "the report of kept stays" in caplog.text
 
 
+def test_who_inherits_a_directory_sees_its_own_workers_and_those_above_see_all(
+    tmp_path: Path,
+) -> None:
+    code = """
+import os, subprocess, sys
+from tensor_dedup.loader import report
+path = report.share_with_workers()
+assert report.share_with_workers() == path
+report.add(report.ModelReport(name="mine"))
+subprocess.run([sys.executable, "-c", sys.argv[1], "my worker's"], check=True)
+print(*[model.name for model in report.report().models], path, sep=", ")
+"""
+    report.collect_from(tmp_path)
+    work(tmp_path, "another's")
+    done = subprocess.run(
+        [sys.executable, "-c", code, WORKER],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {report.REPORT_DIR_VARIABLE: "."},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    *found, path = done.stdout.strip().split(", ")
+    assert found == ["mine", "my worker's"]
+    assert Path(path).parent == tmp_path
+    assert names(report.report()) == ["another's", "mine", "my worker's"]
+
+
+def test_a_directory_that_is_gone_is_not_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(report.REPORT_DIR_VARIABLE, str(tmp_path / "gone"))
+    path = report.share_with_workers()
+    assert str(tmp_path / "gone") in caplog.text
+    work(path, "a worker's")
+    assert names(report.report()) == ["a worker's"]
+    assert os.environ[report.REPORT_DIR_VARIABLE] == str(path)
+
+
 def test_sharing_with_workers_lasts_as_long_as_the_process() -> None:
     code = """
 import os, subprocess, sys

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fleet
+from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from tensor_dedup.memory_manager.client.admin import Admin
 
 # Large enough that whole pages for small tensors do not matter, small enough to load in no time.
@@ -145,14 +146,20 @@ def test_what_was_preloaded_is_there_for_the_first_engine(
     engines: fleet.Fleet,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a user has it, with engines in processes below those that ask: nothing is read."""
+    """As a user has it, with engines in processes below those that ask: nothing is read.
+
+    And with somebody who collects the reports of all.
+    """
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.setenv("TENSOR_DEDUP_HINTS", str(engines.hints))  # one, as of one user
     base, _ = checkpoints
     settings = json.dumps({"skip_tokenizer_init": True, "max_model_len": 256})
     options = ("--preload", str(base), "--engine-args", settings)
-    with fleet.manager(tmp_path, *options) as manager:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    with fleet.manager(tmp_path, *options, environ={REPORT_DIR_VARIABLE: str(reports)}) as manager:
         manager.wait_for(" preloaded ")
+        assert len(list(reports.rglob("*.json"))) == 1
         with Admin(manager.socket) as admin:
             totals = admin.totals()
         assert (totals.clients, totals.leases) == (1, 0)

@@ -154,7 +154,7 @@ def held_elsewhere(path: Path, manager: str) -> int:
 
 def reported(environment: dict[str, str]) -> list[dict[str, Any]]:
     folder = Path(environment[REPORT_DIR_VARIABLE])
-    return [json.loads(file.read_text())["model"] for file in sorted(folder.glob("*.json"))]
+    return [json.loads(file.read_text())["model"] for file in sorted(folder.rglob("*.json"))]
 
 
 def expected(model: str) -> list[int]:

@@ -62,8 +62,16 @@ class Manager:
         return [line.split("key=")[1].split()[0] for line in lines if " published key=" in line]
 
 
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Ours and `more`, but engines there do not report to this process, as those in it do."""
+    kept = {name: each for name, each in os.environ.items() if name != REPORT_DIR_VARIABLE}
+    return {**kept, **more}
+
+
 @contextmanager
-def manager(folder: Path, *options: str) -> Iterator[Manager]:
+def manager(
+    folder: Path, *options: str, environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Manager]:
     """`tensor-dedup serve` at a socket in `folder`; ended at the end."""
     home = folder / "socket"
     home.mkdir(mode=0o700, exist_ok=True)
@@ -71,7 +79,9 @@ def manager(folder: Path, *options: str) -> Iterator[Manager]:
     command = Path(sys.executable).with_name("tensor-dedup")
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [command, "serve", "--verbose", "--socket", path, *options], stderr=out
+            [command, "serve", "--verbose", "--socket", path, *options],
+            stderr=out,
+            env=_environment(environ),
         )
     try:
         running = Manager(path, process, log)
@@ -149,9 +159,7 @@ class Fleet:
 
         `options` are the engine's.
         """
-        environment = {**os.environ, "TENSOR_DEDUP_HINTS": str(self.hints), **environ}
-        # Or its workers would report to this process, as those of engines in it do.
-        environment.pop(REPORT_DIR_VARIABLE, None)
+        environment = _environment({"TENSOR_DEDUP_HINTS": str(self.hints), **environ})
         command = [sys.executable, __file__, json.dumps([str(path), config, options])]
         pipe = subprocess.PIPE
         process = subprocess.Popen(

@@ -27,22 +27,25 @@ class Full(FakeDriver):
         return super().create(device, nbytes)
 
 
-def in_use() -> int:
-    """Bytes of the fake GPU that this process keeps alive, by whatever reference."""
-    found: dict[int, int] = {}
+def _memory() -> Iterator[os.stat_result]:
+    """Of each descriptor of the fake GPU's memory that this process has, what it leads to."""
     for entry in Path("/proc/self/fd").iterdir():
         try:
             if "fake-gpu:" in str(entry.readlink()):
-                found[entry.stat().st_ino] = entry.stat().st_size
+                yield entry.stat()
         except FileNotFoundError:
             continue
-    return sum(found.values())
+
+
+def in_use() -> int:
+    """Bytes of the fake GPU that this process keeps alive, by whatever reference."""
+    return sum({each.st_ino: each.st_size for each in _memory()}.values())
 
 
 def descriptors() -> int:
-    """How many this process has open, when the garbage of earlier tests has closed its own."""
+    """How many this process has of such memory, when the garbage of earlier tests is gone."""
     gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return len(list(_memory()))
 
 
 @contextmanager
