@@ -209,20 +209,6 @@ class Lender:
         )
 
 
-def lender_for(where: str | os.PathLike[str] | None, checkpoint: str) -> Lender | None:
-    """What a load of `checkpoint` uses of the manager at `where`; None, with a warning, without.
-
-    One connection a process and manager, made when first needed, again after a fork.
-    """
-    if where is None:
-        return None
-    try:
-        return Lender(client_of(os.fspath(where)), checkpoint_name(checkpoint))
-    except MemoryManagerError as error:
-        _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
-        return None
-
-
 def checkpoint_name(path: str) -> str:
     """What a manager calls a checkpoint: its path, or as much of its end as a name may have."""
     return "".join(char for char in path if char.isprintable())[-MAX_NAME:]

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+# Among the names of what could not be shared: the reason is why other processes do not get it all.
+BETWEEN_PROCESSES: Final = "<memory manager>"
 _SIZES: Final = (
     ("total", "total_bytes"),
     ("shared", "shared_bytes"),
@@ -82,7 +84,10 @@ def _saved(report: Mapping[str, Any]) -> str:
 
 
 def _reasons(models: list[Mapping[str, Any]]) -> list[str]:
-    reasons = Counter(str(reason) for model in models for _, reason in model["skipped"])
+    said = [(str(name), str(reason)) for model in models for name, reason in model["skipped"]]
+    between = dict.fromkeys(reason for name, reason in said if name == BETWEEN_PROCESSES)
+    reasons = Counter(reason for name, reason in said if name != BETWEEN_PROCESSES)
     lines = [f"not shared: {n} x {reason}" for reason, n in reasons.most_common(_REASONS_SHOWN)]
-    hidden = len(reasons) - len(lines)
-    return [*lines, f"not shared: {hidden} more reasons"] if hidden > 0 else lines
+    if hidden := len(reasons) - len(lines):
+        lines.append(f"not shared: {hidden} more {'reason' if hidden == 1 else 'reasons'}")
+    return [*lines, *(f"not shared with other processes: {why}" for why in between)]

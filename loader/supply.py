@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from tensor_dedup.loader.lender import Lender, checkpoint_name, client_of
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack
+from tensor_dedup.memory_manager.errors import MemoryManagerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +21,14 @@ if TYPE_CHECKING:
     import torch
 
     from tensor_dedup.loader.cuda.residents import DeviceResident
-    from tensor_dedup.loader.lender import Lender, Wanted
+    from tensor_dedup.loader.lender import Wanted
     from tensor_dedup.types import ResidentKey
 
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.
     Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
     AnyResident: TypeAlias = Resident | DeviceResident
 
+_log: Final = logging.getLogger(__name__)
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
 _OWN_SLAB_BYTES: Final = 64 << 10
 
@@ -81,14 +86,15 @@ class Home(Protocol):
 class Supply:
     """The residents of one load. One thread. `lender`: with a memory manager.
 
-    `as_aligned`: what is made in this process is aligned as the tensor it is made of.
+    `as_aligned`: what is made in this process is aligned as the tensor it is made of. `failed`: why
+    there is no lender, where one was asked for.
     """
 
     lender: Lender | None = None
     as_aligned: bool = False
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
-    asked: bool = False  # for a manager, whether or not one answers
+    failed: str | None = None
 
     @property
     def local(self) -> bool:
@@ -105,7 +111,7 @@ class Supply:
         """Why a memory manager that was asked for is not used for all, or None."""
         if self.lender is not None:
             return self.lender.failed or self.lender.refused
-        return "no memory manager answered" if self.asked else None
+        return self.failed
 
     def by_content(self, key: ResidentKey) -> Resident | None:
         """The resident of this process with these bytes."""
@@ -177,3 +183,21 @@ class Supply:
                 self.lender.remember(each.key, first)
             made.append((first, new and first is resident))
         return made
+
+
+def supply_for(
+    where: str | os.PathLike[str] | None, checkpoint: str, *, as_aligned: bool = False
+) -> Supply:
+    """Where a load of `checkpoint` finds residents: here, and in the manager at `where`.
+
+    Without a manager, with a warning, only here. One connection a process and manager, made when
+    first needed, again after a fork.
+    """
+    if where is None:
+        return Supply(as_aligned=as_aligned)
+    try:
+        lender = Lender(client_of(os.fspath(where)), checkpoint_name(checkpoint))
+    except MemoryManagerError as error:
+        _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
+        return Supply(as_aligned=as_aligned, failed=str(error))
+    return Supply(lender, as_aligned=as_aligned)

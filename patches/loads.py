@@ -23,13 +23,13 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.adoption import Adoption
 from tensor_dedup.loader.generators import numbers_taken_back
 from tensor_dedup.loader.heap import release_memory
-from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
 from tensor_dedup.loader.making import Terms
 from tensor_dedup.loader.origins import Origins
 from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
 from tensor_dedup.loader.sources import StaleHintError
-from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.supply import supply_for
 from tensor_dedup.patches.moves import watch
 from tensor_dedup.patches.signatures import Replacements
 from tensor_dedup.patches.switch import REFUSAL
@@ -77,11 +77,11 @@ class Load:
         """`trust`: believe hints, where the config does."""
         self._name = name
         self._config = config
-        lender = lender_for(config.memory_manager, name)
         trust = trust and config.verify == "hint"
         self._origins = Origins(config.hash_algorithm, trust=trust)
         # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
-        self._terms = Terms(config, Supply(lender, as_aligned=True), self._origins)
+        supply = supply_for(config.memory_manager, name, as_aligned=True)
+        self._terms = Terms(config, supply, self._origins)
         self._adoptions: dict[int, Adoption] = {}
         self._settled: set[int] = set()
         self._left_alone: dict[int, nn.Module] = {}
@@ -163,6 +163,8 @@ class Load:
         if self._config.store is not None:
             report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
         terms = self._terms
+        if terms.supply.not_lent is not None:
+            report.skipped.append((BETWEEN_PROCESSES, terms.supply.not_lent))
         report.collisions = terms.collisions
         report.known = terms.remembered > 0 and terms.unknown == 0
         report.bytes_hashed = terms.bytes_hashed

@@ -33,12 +33,11 @@ from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.guarding import map_shared, read_only
 from tensor_dedup.loader.known import Known, cast_key
-from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.making import Terms
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.placing import data_of
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.supply import supply_for
 from tensor_dedup.loader.weak_storage import number_of
 from tensor_dedup.loader.whereabouts import is_mapped, is_on_gpu, known_of, residents_behind
 from tensor_dedup.patches import writers
@@ -167,8 +166,8 @@ def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     if private:
         config = _watch.config
         assert config is not None
-        lender = lender_for(config.memory_manager, type(model).__name__)
-        adoption = Adoption(model, Terms(config, Supply(lender, as_aligned=True)))
+        supply = supply_for(config.memory_manager, type(model).__name__, as_aligned=True)
+        adoption = Adoption(model, Terms(config, supply))
         adoption.share_again(private)
 
 

@@ -51,7 +51,7 @@ class BadNameError(AdvisedError):
 class NameTakenError(AdvisedError):
     """A checkpoint of this name is there already."""
 
-    advice = "choose another --name, or replace it with --replace"
+    advice = "choose another name, or replace it (`import --replace`, or `replace=True`)"
 
 
 class UnknownNameError(AdvisedError):

@@ -194,6 +194,12 @@ class Store:
         with self.locked(), self._saying_near(name):
             self._objects.drop_ref(check_name(name))
 
+    def expect(self, name: str) -> None:
+        """UnknownNameError, naming what was perhaps meant, unless there is such a checkpoint."""
+        with self.locked(), self._saying_near(name):
+            if check_name(name) not in self._objects.names():
+                raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
+
     @contextmanager
     def _saying_near(self, name: str) -> Iterator[None]:
         """When there is no checkpoint of that name, say which one was perhaps meant."""

@@ -139,6 +139,8 @@ def test_a_wrong_value_is_refused_with_what_to_write(field: str, value: object) 
 def test_a_wrong_choice_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'xxh3_128'"):
         TensorDedupConfig.from_any({"hash_algorithm": "xxh3"})
+    with pytest.raises(ConfigError, match="is 'md5'; give one of "):
+        TensorDedupConfig.from_any({"hash_algorithm": "md5"})
 
 
 @pytest.mark.parametrize("where", ["auto", "/run/user/socket", Path("/run/user/socket")])

@@ -28,12 +28,12 @@ from tensor_dedup.loader.deferred import (
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.evaluate import Evaluator
 from tensor_dedup.loader.heap import release_memory
-from tensor_dedup.loader.lender import lender_for
 from tensor_dedup.loader.recipe import whole_source
 from tensor_dedup.loader.report import ModelReport
+from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader, SourceTensor
-from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.supply import supply_for
 from tensor_dedup.loader.trace import Tracer, UntraceableError
 from tensor_dedup.loader.untouched import Untouched, surely_unwritten
 from tensor_dedup.loader.virtual import within
@@ -307,7 +307,7 @@ class Run:
         report.seconds["hash"] = counters.hash_seconds
         reason = self._not_lent()
         if reason is not None:
-            report.skipped.append(("<memory manager>", reason))
+            report.skipped.append((BETWEEN_PROCESSES, reason))
         return report
 
     def _not_lent(self) -> str | None:
@@ -318,8 +318,7 @@ class Run:
 def _home(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> Home:
     if gpu is not None:
         return GpuSupply(gpu, borrowing_from(config.memory_manager, name, gpu.gpu))
-    asked = config.memory_manager is not None
-    return Supply(lender_for(config.memory_manager, name), asked=asked)
+    return supply_for(config.memory_manager, name)
 
 
 def _dtype(source: SourceTensor) -> torch.dtype:

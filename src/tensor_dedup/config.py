@@ -152,7 +152,7 @@ def _refuse_unknown(values: Mapping[str, object]) -> None:
     for name in values:
         if name not in FIELDS:
             raise ConfigError(
-                f"TensorDedupConfig has no field {name!r}; {_advice(name, FIELDS)}",
+                f"TensorDedupConfig has no field {name!r}; {_advice(name, FIELDS, alike=0.0)}",
                 field=name,
             )
 
@@ -182,7 +182,7 @@ def _wrong(name: str, value: object, advice: str) -> ConfigError:
     return ConfigError(f"{name} is {value!r}; {advice}", field=name, value=repr(value))
 
 
-def _advice(value: object, choices: Collection[str]) -> str:
+def _advice(value: object, choices: Collection[str], alike: float = 0.5) -> str:
     every = f"one of {', '.join(sorted(choices))}"
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=alike)
     return f"did you mean {near[0]!r}? It is {every}" if near else f"give {every}"

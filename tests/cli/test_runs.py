@@ -115,6 +115,9 @@ def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:
     assert [(each["run"], each["steps"]) for each in found] == [("a/one", [20]), ("two", [0])]
     assert runs.run("delete", "a/one", "--yes").exit_code == 2
     assert runs.run("delete", "three", "--all", "--yes").exit_code == 2
+    unknown = runs.run("show", "a/ona")
+    assert unknown.exit_code == 2
+    assert "no run 'a/ona', perhaps 'a/one'; see" in unknown.stderr
 
 
 def test_a_plot_is_a_page_of_its_own(kept: Runs, tmp_path: Path) -> None:

@@ -170,9 +170,21 @@ def test_a_narrow_terminal_shows_whole_names_and_numbers(
     assert ("No room for: codec" in shown) == (width < 120)
 
 
+def test_what_stays_in_containers_of_others_is_said(shell: Shell) -> None:
+    here = ("--store", shell.store)
+    small = u8(a=noise(1, 4 * KIB), b=noise(2, 50))
+    write(shell.root / "both", {"model.safetensors": safetensors(small)})
+    write(shell.root / "one", {"model.safetensors": safetensors(small | {"a": small["b"]})})
+    for name in ("both", "one"):
+        said(main, "import", shell.root / name, *here)
+    text = said(main, "delete", "both", "--yes", *here)
+    assert "4.1 KiB that nobody uses stay" in text
+    assert "4.1 KiB in containers" in said(main, "stats", *here)
+
+
 def test_a_name_that_is_not_there_is_said_with_the_nearest(shell: Shell) -> None:
     said(main, "import", shell.root / "m", "--name", "org/base", "--store", shell.store)
-    for verb in ("show org/bse", "delete org/bse --yes", "export orgbase x"):
+    for verb in ("show org/bse", "delete org/bse --yes", "delete org/bse", "export orgbase x"):
         arguments = verb.split()
         done = CliRunner().invoke(main, [*arguments, "--store", str(shell.store)])
         assert (done.exit_code, done.stdout) == (1, "")

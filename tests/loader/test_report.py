@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernel import forked
 from tensor_dedup.loader import report
 from tensor_dedup.loader.report import ModelReport, Report
-from tensor_dedup.loader.report_table import human
+from tensor_dedup.loader.report_table import BETWEEN_PROCESSES, human
 
 CONTRACT = {
     *("name", "pid", "rank", "known", "total_bytes", "shared_bytes", "private_bytes"),
@@ -160,6 +160,10 @@ def test_reasons_are_counted() -> None:
     ]
     report.add(ModelReport(skipped=[(str(n), f"reason {n}") for n in range(20)]))
     assert str(report.report()).splitlines()[-1] == "not shared: 12 more reasons"
+    report.add(ModelReport(skipped=[(BETWEEN_PROCESSES, "nobody answers")] * 2))
+    *_, more, between = str(report.report()).splitlines()
+    assert more == "not shared: 12 more reasons"
+    assert between == "not shared with other processes: nobody answers"
 
 
 def test_no_load_yet_is_said() -> None:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fleet
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
+from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
 from tensor_dedup.memory_manager.client.admin import Admin
 
 # Large enough that whole pages for small tensors do not matter, small enough to load in no time.
@@ -187,10 +188,14 @@ def test_where_nobody_answers_a_model_loads_by_itself(
 ) -> None:
     home = tmp_path / "socket"
     home.mkdir(mode=0o700)
-    engine = engines.start(checkpoints[0], {"memory_manager": str(home / "nobody.sock")})
+    nobody = home / "nobody.sock"
+    engine = engines.start(checkpoints[0], {"memory_manager": str(nobody)})
     plain = engines.start(checkpoints[0], None)
     assert engine.loaded["outputs"] == plain.loaded["outputs"]
     assert engine.report["shared_bytes"] == 0
+    [[name, why]] = engine.report["skipped"]
+    assert name == BETWEEN_PROCESSES
+    assert str(nobody) in why
 
 
 def test_a_manager_is_started_where_none_answers(

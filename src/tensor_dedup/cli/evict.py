@@ -4,6 +4,7 @@ import click
 
 from tensor_dedup.cli.held import look_up, name_of, nothing_of
 from tensor_dedup.cli.manager_verbs import place_options
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -27,7 +28,7 @@ def command(ctx: click.Context, name: str, socket: str | None, as_json: bool) ->
         done = admin.evict(name)
     document = {"name": name, "tensors": done.count, "bytes": done.nbytes}
     nothing = f"nothing of {name} was dropped: it is in use, or pinned; see `tensor-dedup status`"
-    freed = f"{name}: {done.count} tensors dropped, {human(done.nbytes)} free"
+    freed = f"{name}: {counted(done.count, 'tensor')} dropped, {human(done.nbytes)} free"
     say(document, as_json, freed if done.count else nothing)
     if not done.count:
         ctx.exit(1)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, existing, json_option, say, store_option
 
 
@@ -20,4 +21,4 @@ def command(name: str, directory: Path, store: str | None, as_json: bool) -> Non
     with ByteBar("exporting") as progress:
         paths = existing(store).export(name, directory, progress=progress)
     document = {"name": name, "files": [str(path) for path in paths]}
-    say(document, as_json, f"{name}: {len(paths)} files in {directory}")
+    say(document, as_json, f"{name}: {counted(len(paths), 'file')} in {directory}")

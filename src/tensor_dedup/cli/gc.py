@@ -2,6 +2,7 @@
 
 import click
 
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ask, existing, json_option, say, store_option, yes_option
 from tensor_dedup.errors import StoreError
 from tensor_dedup.loader.report_table import human
@@ -36,10 +37,11 @@ def command(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: 
 
 def gc_lines(plan: GcPlan, grace: float) -> list[str]:
     """What gc does or did with a grace of so many hours, for people."""
-    trash = f"To the trash: {len(plan.trash)} files, {human(_trashed(plan))}"
+    trash = f"To the trash: {counted(len(plan.trash), 'file')}, {human(_trashed(plan))}"
     if plan.trash:
         trash += f", which a gc {_later(grace)} deletes" if grace else ", and deleted at once"
-    deleted = f"{len(plan.delete) + len(plan.unfinished)} files, {human(plan.freed_bytes)}"
+    gone = len(plan.delete) + len(plan.unfinished)
+    deleted = f"{counted(gone, 'file')}, {human(plan.freed_bytes)}"
     return [
         trash,
         f"{'Deleted' if plan.done else 'To delete'}: {deleted}",
@@ -59,15 +61,20 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
     """What gc could give back now that something was deleted: for JSON, and for people."""
     try:
         nbytes = _trashed(store.gc(dry_run=True, wait_s=0.0))
+        stays = store.stats().dead_bytes
     except StoreError as error:
         return {"reclaimable_bytes": None}, f"how much `gc` can give back is not known: {error}"
     known: dict[str, object] = {
         "reclaimable_bytes": nbytes,
         "grace_hours": DEFAULT_GRACE_HOURS,
     }
+    rest = ""
+    if 100 * stays > nbytes:  # less is not worth a word
+        rest = f"; {human(stays)} that nobody uses stay, in containers of what is used"
     if not nbytes:
-        return known, "other checkpoints use all of its bytes: there is no space to give back"
+        used = "" if rest else "other checkpoints use all of its bytes: "
+        return known, f"{used}there is no space to give back{rest}"
     return known, (
         f"`tensor-dedup gc` can give back {human(nbytes)}: it puts them into the trash, and when "
-        f"it runs {_later(DEFAULT_GRACE_HOURS)} it deletes them (`gc --grace 0`: at once)"
+        f"it runs {_later(DEFAULT_GRACE_HOURS)} it deletes them (`gc --grace 0`: at once){rest}"
     )

@@ -7,6 +7,7 @@ import click
 
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.import_cache import import_cache
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, json_option, say, store_option
 from tensor_dedup.loader.hinting import StoreHints
 from tensor_dedup.loader.report_table import human
@@ -76,16 +77,14 @@ def command(
 
 def _lines(result: ImportResult) -> list[str]:
     lines = [
-        f"{result.name}: {result.tensors} tensors in {result.files} files",
-        f"new {human(result.new_bytes)} in {result.new_tensors} tensors, "
+        f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
+        f"new {human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}, "
         f"known {human(result.known_bytes)}; {human(result.stored_bytes)} written",
     ]
     if result.encoded_tensors:
         against = f", against {result.base}" if result.base is not None else ""
-        lines.append(
-            f"saved {human(result.saved_bytes)} by encoding {result.encoded_tensors} tensors"
-            f"{against}"
-        )
+        encoded = counted(result.encoded_tensors, "tensor")
+        lines.append(f"saved {human(result.saved_bytes)} by encoding {encoded}{against}")
     if result.external_bytes:
         lines.append(f"indexed in place {human(result.external_bytes)}")
     if result.skipped:

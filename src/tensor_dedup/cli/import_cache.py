@@ -3,6 +3,7 @@
 import click
 
 from tensor_dedup.cli.errors import BadData, WrongUse
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, say
 from tensor_dedup.errors import CheckpointNotFoundError, TensorDedupError, UnsupportedError
 from tensor_dedup.loader.hinting import StoreHints
@@ -67,8 +68,9 @@ class _Work:
         """For people."""
         indexed = sum(result.external_bytes for result in self.done)
         lines = [
-            f"{result.name}: {result.tensors} tensors, {human(result.external_bytes)} in place"
+            f"{result.name}: {counted(result.tensors, 'tensor')}, "
+            f"{human(result.external_bytes)} in place"
             for result in self.done
         ]
         lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
-        return [*lines, f"{len(self.done)} snapshots, {human(indexed)} indexed in place"]
+        return [*lines, f"{counted(len(self.done), 'snapshot')}, {human(indexed)} indexed in place"]

@@ -38,5 +38,5 @@ def _table(found: list[Listed]) -> Table:
     table = listing("name", "files", "size", "imported")
     for each in found:
         when = datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        table.add_row(Dotted(each.name), str(each.files), human(each.nbytes), when)
+        table.add_row(Dotted(each.name), str(each.files or "-"), human(each.nbytes), when)
     return table

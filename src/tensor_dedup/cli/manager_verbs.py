@@ -8,7 +8,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli.names import Dotted, cell, short
+from tensor_dedup.cli.names import Dotted, cell, counted, short
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
@@ -81,17 +81,19 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    layers, leases = counted(t.records, "layer"), counted(t.leases, "lease")
+    waiting = counted(t.waiting, "client")
     for name, value in (
         ("manager", f"process {t.pid} at {t.name}, up {_time(t.uptime_s)}"),
         ("budget", f"{human(t.charged)} of {human(t.budget)} in use"),
-        ("residents", f"{t.residents} tensors, {human(t.resident_bytes)}; {t.records} layers"),
         (
-            "leased",
-            f"{human(t.leased_bytes)}, {t.leases} leases of {_processes(overview)}",
+            "residents",
+            f"{counted(t.residents, 'tensor')}, {human(t.resident_bytes)}; {layers}",
         ),
+        ("leased", f"{human(t.leased_bytes)}, {leases} of {_processes(overview)}"),
         ("pinned", human(t.pinned_bytes) + (f" ({', '.join(t.pins)})" if t.pins else "")),
-        ("look-ups", f"{t.hits} layers found, {t.misses} not; {t.published} published"),
-        ("builds", f"{t.builds} under way, {t.waiting} clients wait, {t.takeovers} taken over"),
+        ("look-ups", f"{counted(t.hits, 'layer')} found, {t.misses} not; {t.published} published"),
+        ("builds", f"{t.builds} under way, {waiting} waiting, {t.takeovers} taken over"),
         ("evicted", human(t.evicted_bytes)),
     ):
         table.add_row(name, cell(value))

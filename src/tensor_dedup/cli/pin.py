@@ -4,6 +4,7 @@ import click
 
 from tensor_dedup.cli.held import look_up, name_of, nothing_of
 from tensor_dedup.cli.manager_verbs import place_options
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -25,5 +26,6 @@ def command(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
             raise nothing_of(admin, name, "`pin --ahead` keeps what will come under that name")
         done = admin.pin(name)
     document = {"name": name, "pinned": True, "tensors": done.count, "bytes": done.nbytes}
-    now = f"{done.count} tensors, {human(done.nbytes)} so far" if done.count else "nothing yet"
+    so_far = f"{counted(done.count, 'tensor')}, {human(done.nbytes)} so far"
+    now = so_far if done.count else "nothing yet"
     say(document, as_json, f"{name} is pinned: {now}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, json_option, say, store_option
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import Store
@@ -40,8 +41,9 @@ def command(
     say(
         result.to_dict(),
         as_json,
-        f"restored: {result.pieces} pieces ({human(result.bytes)}), {result.manifests} manifests "
-        f"and pages, {result.references} references, {result.from_trash} containers from the trash",
+        f"restored: {counted(result.pieces, 'piece')} ({human(result.bytes)}), "
+        f"{result.manifests} manifests and pages, {counted(result.references, 'reference')}, "
+        f"{counted(result.from_trash, 'container')} from the trash",
         *(f"missing: {what}" for what in result.missing),
     )
     if not result.whole:

@@ -11,7 +11,7 @@ from tensor_dedup.analyze.natural import natural
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.gc import space_after
 from tensor_dedup.cli.groups import Verbs
-from tensor_dedup.cli.names import Dotted, cell, console, listing
+from tensor_dedup.cli.names import Dotted, cell, console, counted, listing, perhaps
 from tensor_dedup.cli.plotting import Series, plot_to
 from tensor_dedup.cli.store_verbs import (
     ask,
@@ -83,7 +83,8 @@ def steps_of(store: Store, run: str) -> list[Step]:
     with store.locked():
         found = describe_all(store.objects, run)
     if not found:
-        raise WrongUse(f"{store.path}: no run {run!r}; see `tensor-dedup runs list`")
+        near = perhaps(run, names(store))
+        raise WrongUse(f"{store.path}: no run {run!r}{near}; see `tensor-dedup runs list`")
     return found
 
 
@@ -189,7 +190,8 @@ def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
     with opened.locked():
         found = difference(opened.objects, _step(one), _step(two))
     # Here too what describes an object counts, which the lists below leave out.
-    lines = [f"unchanged     {found.unchanged} pieces (tensors, structure, plain values)"]
+    unchanged = counted(found.unchanged, "piece")
+    lines = [f"unchanged     {unchanged} (tensors, structure, plain values)"]
     for title, names, size in (
         ("changed", found.changed, f", {human(found.changed_bytes)}"),
         ("added", found.added, ""),
@@ -197,7 +199,7 @@ def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
     ):
         # What describes an object, and its plain values, are no tensors but among the bytes.
         held = sorted((n for n in names if not n.startswith(STATE_MARK)), key=natural)
-        lines.append(f"{title:<14}{len(held)} tensors{size}")
+        lines.append(f"{title:<14}{counted(len(held), 'tensor')}{size}")
         lines += [f"  {name}" for name in held[:_SHOWN_NAMES]]
         lines += [f"  ... {len(held) - _SHOWN_NAMES} more"] if len(held) > _SHOWN_NAMES else []
     if any(name.startswith(STATE_MARK) for name in (*found.changed, *found.added)):
@@ -238,7 +240,7 @@ def delete(
     chosen = [step.step for step in known if not step.pinned] if every else sorted({*steps})
     delete_steps(opened, run, chosen, yes)
     reclaimable, space = space_after(opened)
-    deleted = "1 step is" if len(chosen) == 1 else f"{len(chosen)} steps are"
+    deleted = f"{counted(len(chosen), 'step')} {'is' if len(chosen) == 1 else 'are'}"
     document = {"run": run, "deleted": chosen, **reclaimable}
     say(document, as_json, f"{run}: {deleted} deleted; {space}")
 
@@ -246,8 +248,7 @@ def delete(
 def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
     """Ask, and delete."""
     what = ", ".join(map(str, steps[:_SHOWN_NAMES])) + (", ..." * (len(steps) > _SHOWN_NAMES))
-    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
-    ask(f"Delete {count} of {run} ({what}) from {store.path}?", yes)
+    ask(f"Delete {counted(len(steps), 'step')} of {run} ({what}) from {store.path}?", yes)
     handle = CheckpointStore(store, run)
     for step in steps:
         handle.delete(step)
@@ -277,7 +278,7 @@ def plot(run: str, output: Path | None, store: str | None, as_json: bool) -> Non
         "steps": [each.to_dict() for each in found],
         "metrics": [{"step": step.step, **shown(step.metrics)} for step in steps],
     }
-    say(document, as_json, f"{target}: {len(steps)} steps of {run}")
+    say(document, as_json, f"{target}: {counted(len(steps), 'step')} of {run}")
 
 
 def series_of(found: list[Growth], steps: list[Step]) -> list[Series]:

@@ -2,6 +2,7 @@
 
 import click
 
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import Stats
@@ -18,7 +19,7 @@ def command(store: str | None, as_json: bool) -> None:
     say(
         found.to_dict(),
         as_json,
-        f"checkpoints   {found.checkpoints} with {found.tensors} tensors",
+        f"checkpoints   {found.checkpoints} with {counted(found.tensors, 'tensor')}",
         f"their size    {human(found.logical_bytes)}",
         f"distinct      {human(found.unique_bytes)} ({found.dedup_ratio:.1%})",
         f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
@@ -26,7 +27,7 @@ def command(store: str | None, as_json: bool) -> None:
         f"unused        {human(found.reclaimable_bytes)} that gc takes, "
         f"{human(found.dead_bytes)} in containers that are still needed",
         f"trash         {human(found.trash_bytes)}",
-        *([f"damaged       {found.damaged_files} files"] if found.damaged_files else []),
+        *([f"damaged       {counted(found.damaged_files, 'file')}"] if found.damaged_files else []),
     )
 
 
@@ -40,7 +41,7 @@ def _encoded(found: Stats) -> list[str]:
     return [
         f"encoded       {human(nbytes)} as {human(stored)} ({stored / nbytes:.1%})",
         *(
-            f"  {codec:<12}{coded.pieces} pieces, {human(coded.nbytes)} as "
+            f"  {codec:<12}{counted(coded.pieces, 'piece')}, {human(coded.nbytes)} as "
             f"{human(coded.stored_bytes)}"
             for codec, coded in encoded.items()
         ),

@@ -4,6 +4,7 @@ import click
 
 from tensor_dedup.cli.held import look_up, name_of, nothing_of
 from tensor_dedup.cli.manager_verbs import place_options
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -26,4 +27,5 @@ def command(name: str, socket: str | None, as_json: bool) -> None:
         done = admin.pin(name, pinned=False)
     document = {"name": name, "pinned": False, "tensors": done.count, "bytes": done.nbytes}
     was = "is not pinned any more" if held.pinned else "was not pinned"
-    say(document, as_json, f"{name} {was}: {done.count} tensors, {human(done.nbytes)} are here")
+    here = f"{counted(done.count, 'tensor')}, {human(done.nbytes)} here"
+    say(document, as_json, f"{name} {was}: {here}")

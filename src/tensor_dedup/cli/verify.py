@@ -3,6 +3,7 @@
 import click
 
 from tensor_dedup.cli.errors import WrongUse
+from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, existing, json_option, say, store_option
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import VerifyResult
@@ -44,5 +45,5 @@ def _lines(result: VerifyResult) -> list[str]:
     users = sorted({name for fault in result.faults for name in fault.affected})
     if users:
         lines.append(f"affected: {', '.join(users)}")
-    checked = f"{result.checkpoints} checkpoints, {human(result.bytes_checked)} read"
+    checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
     return [*lines, f"{len(result.faults)} faults ({result.level}: {checked})"]
