@@ -1,16 +1,18 @@
 """What every load of this process, and of its workers, read, shared and kept for itself. No torch.
 
 A worker process hands its reports over as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also
-writes the model's report there, and a process that calls `collect_from` merges them. A process
-that inherited the variable and has workers itself gives them a directory below. Files, and not a
-pipe, because engines start workers in ways we do not control, and a worker may be gone before
-anyone asks.
+writes the model's report there, and a process that calls `collect_from` merges them. One that may
+start workers makes a directory of its own, below the one it inherited, for what it and its workers
+load. Files, and not a pipe, because engines start workers in ways we do not control, and a worker
+may be gone before anyone asks.
 """
 
 import atexit
 import itertools
 import logging
 import os
+import re
+import secrets
 import shutil
 import tempfile
 import threading
@@ -26,6 +28,8 @@ import msgspec
 from tensor_dedup.loader.report_table import render
 
 REPORT_DIR_VARIABLE: Final = "TENSOR_DEDUP_REPORT_DIR"
+_FILE: Final = re.compile(r"\d+-\d+\.json")  # of a load: the process, and which of its loads
+_OWN: Final = re.compile(r"\d+-[0-9a-f]{8}")  # of a process
 _PHASES: Final = ("plan", "read", "hash", "process")
 _log = logging.getLogger(__name__)
 
@@ -109,6 +113,11 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     registry_bytes: int = 0
     resident_bytes: int = 0
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """In the order of time. In containers numbers of processes come again and again."""
+        return self.time_ns, self.pid, self.number
+
 
 class _Collection:
     def __init__(self) -> None:
@@ -182,49 +191,62 @@ def collect_from(directory: str | os.PathLike[str]) -> None:
             _collection.directories.append(path)
 
 
-def share_with_workers() -> Path:
+def share_with_workers() -> Path | None:
     """Make workers started from now on report to this process; return the directory.
 
-    It lies in the one that the variable names, if it does: then an outer process, or the user,
-    collects them too, and it stays. Otherwise it is removed when this process ends.
+    It lies in the one that the variable names, if it does, where an outer process, or the user,
+    finds what is in it; else among temporary files, until this process ends. None, with a warning:
+    there is no room for one.
     """
     given = os.environ.get(REPORT_DIR_VARIABLE)
-    if given and _collection.own == (os.getpid(), Path(given)):
+    if given and _collection.own == (os.getpid(), Path(given)) and Path(given).is_dir():
         return Path(given)
-    path = _directory_in(given) if given else None
-    if path is None:
-        path = Path(tempfile.mkdtemp(prefix="tensor-dedup-reports-"))
-        atexit.register(_remove_in, os.getpid(), path)
+    try:
+        path = (_directory_in(Path(given)) if given else None) or _directory()
+    except OSError as error:
+        _log.warning("loads of worker processes will not be in the report: %s", str(error))
+        return None
     os.environ[REPORT_DIR_VARIABLE] = str(path)
     _collection.own = os.getpid(), path
     collect_from(path)
     return path
 
 
-def _directory_in(outer: str) -> Path | None:
+def _directory() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="tensor-dedup-reports-"))
+    atexit.register(_remove, os.getpid(), path, shutil.rmtree)
+    return path
+
+
+def _directory_in(outer: Path) -> Path | None:
+    """Where whoever collects in `outer` looks, too; None when it is gone."""
+    path = outer.absolute() / f"{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=outer)).absolute()
+        path.mkdir()  # readable for whom files there are
     except OSError as error:  # its process has ended, perhaps
-        _log.warning("reports of this process's workers stay in it: %s", str(error))
+        _log.warning("whoever collects reports in %s does not get these: %s", outer, str(error))
         return None
+    atexit.register(_remove, os.getpid(), path, os.rmdir)  # unless there are reports in it
+    return path
 
 
-def _remove_in(pid: int, path: Path) -> None:
+def _remove(pid: int, path: Path, remove: Callable[[Path], object]) -> None:
     if os.getpid() == pid:  # and not in a forked worker
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            remove(path)
 
 
 def report() -> Report:
     """All loads of this process and of those it collects from. Safe from any thread."""
     with _collection.lock:
-        entries = {(entry.pid, entry.number): entry for entry in _collection.entries}
+        entries = {entry.place: entry for entry in _collection.entries}
         directories = list(_collection.directories)
     for directory in directories:
         for path in _files_in(directory):
             entry = _read(path)
             if entry is not None:
-                entries.setdefault((entry.pid, entry.number), entry)
-    ordered = sorted(entries.values(), key=lambda entry: (entry.time_ns, entry.pid, entry.number))
+                entries.setdefault(entry.place, entry)
+    ordered = [entries[place] for place in sorted(entries)]
     last = {entry.pid: entry for entry in ordered if entry.pid != os.getpid()}
     registry_bytes, resident_bytes = (gauge() for gauge in _collection.gauges)
     return Report(
@@ -237,17 +259,25 @@ def report() -> Report:
 
 def _files_in(directory: Path) -> Iterator[Path]:
     """The reports there, and in the directories of processes that collect for themselves."""
-    for folder, _, names in os.walk(directory):
-        for name in sorted(names):
-            if name[0].isdecimal() and name.endswith(".json"):
-                yield Path(folder, name)
+    for folder, below, names in os.walk(directory, onerror=_unreadable):
+        below[:] = sorted(filter(_OWN.fullmatch, below))
+        yield from (Path(folder, name) for name in sorted(filter(_FILE.fullmatch, names)))
+
+
+def _unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        _skip(Path(error.filename), error)
 
 
 def _read(path: Path) -> _Entry | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Entry)
     except (OSError, msgspec.MsgspecError) as error:
-        if path not in _collection.refused:
-            _collection.refused.add(path)
-            _log.warning("skipped the report %s: %s", path, str(error))
+        _skip(path, error)
         return None
+
+
+def _skip(path: Path, error: Exception) -> None:
+    if path not in _collection.refused:
+        _collection.refused.add(path)
+        _log.warning("skipped the report %s: %s", path, str(error))

@@ -90,4 +90,5 @@ def _reasons(models: list[Mapping[str, Any]]) -> list[str]:
     lines = [f"not shared: {n} x {reason}" for reason, n in reasons.most_common(_REASONS_SHOWN)]
     if hidden := len(reasons) - len(lines):
         lines.append(f"not shared: {hidden} more {'reason' if hidden == 1 else 'reasons'}")
-    return [*lines, *(f"not shared with other processes: {why}" for why in between)]
+    few = list(between)[-_REASONS_SHOWN:]
+    return [*lines, *(f"not all is shared with other processes: {reason}" for reason in few)]

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from tensor_dedup.loader.lender import Lender, checkpoint_name, client_of
+from tensor_dedup.loader.lender import Lender, Wanted, checkpoint_name, client_of
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack
 from tensor_dedup.memory_manager.errors import MemoryManagerError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from tensor_dedup.loader.cuda.residents import DeviceResident
-    from tensor_dedup.loader.lender import Wanted
     from tensor_dedup.types import ResidentKey
 
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.

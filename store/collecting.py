@@ -5,7 +5,7 @@ Nothing is deleted, and nothing moved, when what is alive cannot be told for cer
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,13 +32,15 @@ class Item:
 class GcPlan:
     """What gc does (or did): files to the trash, files deleted for good, unfinished files removed.
 
-    A container whose files go to the trash goes whole. `done` is False after a dry run.
+    A container whose files go to the trash goes whole; `dead_bytes` nobody uses, but containers
+    that stay have them. `done` is False after a dry run.
     """
 
     trash: tuple[Item, ...]
     delete: tuple[Item, ...]
     unfinished: tuple[Item, ...]
     kept_bytes: int
+    dead_bytes: int
     done: bool = False
 
     @property
@@ -60,6 +62,7 @@ class GcPlan:
             "trash_bytes": sum(item.nbytes for item in self.trash),
             "freed_bytes": self.freed_bytes,
             "kept_bytes": self.kept_bytes,
+            "dead_bytes": self.dead_bytes,
         }
 
 
@@ -96,6 +99,18 @@ def needed(live: Collection[bytes], containers: Held) -> Needed:
     return Needed(
         {*chosen, *_cover(anchors - there, alone), *elsewhere},
         anchors,
+    )
+
+
+def dead_bytes(found: Survey, keep: Needed) -> int:
+    """What no reference leads to, in containers that must stay."""
+    used = found.live.keys() | keep.anchors
+    return sum(
+        record.stored
+        for container in keep.containers
+        if container.kind != EXTERNAL
+        for record in found.good(container)
+        if record.digest not in used
     )
 
 
@@ -141,7 +156,8 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     found = survey(objects)
     refuse_unless_certain(found)
     layout, now = objects.layout, objects.files.now()
-    keep = needed(found.live, found.readable()).containers
+    need = needed(found.live, found.readable())
+    keep = need.containers
     trash = [
         path
         for container in sorted(found.tables.keys() - keep)
@@ -159,6 +175,7 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
         tuple(_items(objects, old)),
         tuple(_items(objects, unfinished)),
         sum(item.nbytes for item in _items(objects, kept)),
+        dead_bytes(found, need),
     )
 
 
@@ -176,7 +193,7 @@ def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
         files.sync_folder(folder)
     with open_index(objects):
         pass  # opening it drops the entries of what is gone
-    return GcPlan(plan.trash, tuple(delete), plan.unfinished, plan.kept_bytes, done=True)
+    return replace(plan, delete=tuple(delete), done=True)
 
 
 def _files_of(objects: Objects, container: ContainerId) -> list[Path]:

@@ -1,11 +1,10 @@
 """What is in a store, for people and programs that only want to know."""
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from tensor_dedup.store.accounting import Coded, by_codec
-from tensor_dedup.store.collecting import needed
+from tensor_dedup.store.collecting import dead_bytes, needed
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.names import file_of
@@ -100,20 +99,12 @@ def stats(objects: Objects) -> Stats:
             for container in held.keys() - keep.containers
             if container.kind != EXTERNAL
         ),
-        dead_bytes=sum(
-            _sum(r.stored for r in found.good(container) if r.digest not in used)
-            for container in keep.containers
-            if container.kind != EXTERNAL
-        ),
+        dead_bytes=dead_bytes(found, keep),
         trash_bytes=_folder_bytes(objects, "trash"),
         containers=kinds,
         damaged_files=len(found.problems),
         codecs=by_codec({c: held[c] for c in keep.containers}, used),
     )
-
-
-def _sum(sizes: Iterable[int]) -> int:
-    return sum(sizes)
 
 
 def _disk_bytes(objects: Objects) -> int:

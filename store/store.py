@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -27,6 +26,7 @@ from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.repairing import Repair, RepairResult
 from tensor_dedup.store.sources import Source, read_source
 from tensor_dedup.store.translating import translated
+from tensor_dedup.suggestions import nearest, perhaps
 
 if TYPE_CHECKING:
     from tensor_dedup.store.compressing import Encoder
@@ -206,11 +206,9 @@ class Store:
         try:
             yield
         except UnknownNameError as error:
-            near = get_close_matches(name, self._objects.names(), 3)
-            if not near:
-                raise
-            what = f"no checkpoint {name!r}, perhaps {' or '.join(map(repr, near))}"
-            raise type(error).at(self.path, what, name=name, near=near) from error
+            names = self._objects.names()
+            what = f"no checkpoint {name!r}{perhaps(name, names)}"
+            raise type(error).at(self.path, what, name=name, near=nearest(name, names)) from error
 
     def gc(
         self,

@@ -263,6 +263,7 @@ class TensorDedupLoader(ReadingLoader):
         with Run(self.dedup, dtype, opening, report.name) as run:
             afterwards.share_loaded(model, run.assembly, report.total_bytes)
             run.assembly.ledger.enter(report)
+            run.say_not_lent(report)
         report.skipped = skipped + report.skipped
 
     def _name(self, model_config: ModelConfig) -> str:

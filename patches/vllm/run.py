@@ -305,14 +305,14 @@ class Run:
         report.seconds["plan"] = self.plan_seconds
         report.seconds["read"] = counters.read_seconds
         report.seconds["hash"] = counters.hash_seconds
-        reason = self._not_lent()
-        if reason is not None:
-            report.skipped.append((BETWEEN_PROCESSES, reason))
+        self.say_not_lent(report)
         return report
 
-    def _not_lent(self) -> str | None:
-        """Why a memory manager that was asked for was not used for all, or None."""
-        return self.assembly.supply.not_lent
+    def say_not_lent(self, report: ModelReport) -> None:
+        """Enter why a memory manager that was asked for was not used for all, if so."""
+        reason = self.assembly.supply.not_lent
+        if reason is not None:
+            report.skipped.append((BETWEEN_PROCESSES, reason))
 
 
 def _home(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> Home:

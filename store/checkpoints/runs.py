@@ -144,6 +144,7 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
     except UnknownNameError as error:
         known = step_numbers(objects, run)
         has = f"{len(known)} steps, from {known[0]} to {known[-1]}" if known else "none"
+        has = f"step {known[0]} only" if len(known) == 1 else has
         what = f"the run {run!r} has no step {step}; it has {has}"
         raise UnknownStepError.at(objects.layout.root, what, run=run, step=step) from error
     content = objects.manifest(manifest)

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -163,7 +165,7 @@ def test_reasons_are_counted() -> None:
     report.add(ModelReport(skipped=[(BETWEEN_PROCESSES, "nobody answers")] * 2))
     *_, more, between = str(report.report()).splitlines()
     assert more == "not shared: 12 more reasons"
-    assert between == "not shared with other processes: nobody answers"
+    assert between == "not all is shared with other processes: nobody answers"
 
 
 def test_no_load_yet_is_said() -> None:
@@ -305,10 +307,58 @@ def test_a_directory_that_is_gone_is_not_needed(
 ) -> None:
     monkeypatch.setenv(report.REPORT_DIR_VARIABLE, str(tmp_path / "gone"))
     path = report.share_with_workers()
+    assert path is not None
     assert str(tmp_path / "gone") in caplog.text
     work(path, "a worker's")
     assert names(report.report()) == ["a worker's"]
     assert os.environ[report.REPORT_DIR_VARIABLE] == str(path)
+    shutil.rmtree(path)
+    again = report.share_with_workers()
+    assert again not in (path, None)
+    work(Path(os.environ[report.REPORT_DIR_VARIABLE]), "another one's")
+    assert names(report.report()) == ["another one's"]
+
+
+def test_without_room_for_a_directory_workers_are_not_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert report.share_with_workers() is None
+    assert "loads of worker processes will not be in the report" in caplog.text
+    assert report.REPORT_DIR_VARIABLE not in os.environ
+    report.add(ModelReport(name="mine"))
+    assert names(report.report()) == ["mine"]
+
+
+def test_who_reports_nothing_leaves_nothing(tmp_path: Path) -> None:
+    code = """
+import os
+from tensor_dedup.loader import report
+path = report.share_with_workers()
+assert path.is_dir()
+if os.fork() == 0:
+    assert report.share_with_workers().parent == path
+    raise SystemExit(0)  # in the usual way
+assert os.wait()[1] == 0
+assert path.is_dir()
+"""
+    environment = os.environ | {report.REPORT_DIR_VARIABLE: str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_of_one_number_are_told_apart(tmp_path: Path) -> None:
+    for time_ns, name in enumerate(["old", "new"]):
+        folder = tmp_path / f"1-{time_ns:08x}"
+        folder.mkdir()
+        entry = GOOD | {"time_ns": time_ns, "model": {"name": name}}
+        (folder / "1-1.json").write_bytes(json.dumps(entry).encode())
+    other = tmp_path / "1-user's own"
+    other.mkdir()
+    (other / "1-1.json").write_bytes(b"somebody's")
+    (tmp_path / "2024.json").write_bytes(b"somebody's")
+    report.collect_from(tmp_path)
+    assert names(report.report()) == ["old", "new"]
 
 
 def test_sharing_with_workers_lasts_as_long_as_the_process() -> None:

@@ -21,6 +21,7 @@ from tensor_dedup.errors import AuditError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
 from tensor_dedup.patches import loads
 from tiny_pipelines import equal, nbytes, parameters, shared
 
@@ -73,6 +74,19 @@ def test_an_error_of_ours_in_the_middle_stops_the_load(
     with enable({"audit": 1.0}):
         second = load(pair.base)
     assert shared(first, second) == parameters(first).keys()
+
+
+def test_without_its_manager_a_load_shares_within_the_process_and_says_so(tmp_path: Path) -> None:
+    pair = checkpoints.make("llama", tmp_path)
+    home = tmp_path / "socket"
+    home.mkdir(mode=0o755)
+    nobody = home / "manager.sock"
+    with enable({"memory_manager": str(nobody)}):
+        first, second = load(pair.base), load(pair.base)
+    assert shared(first, second) == parameters(first).keys()
+    [*_, (name, why)] = report().models[-1].skipped
+    assert name == BETWEEN_PROCESSES
+    assert "open to others (mode 755)" in why
 
 
 def test_a_part_that_is_refused_is_left_alone(tmp_path: Path) -> None:

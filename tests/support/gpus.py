@@ -1,7 +1,6 @@
 """Device memory for tests: what a process does with a descriptor, over any driver."""
 
 import ctypes
-import gc
 import os
 import signal
 import warnings
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import kernel
 import managers
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current, refused
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
@@ -27,25 +27,21 @@ class Full(FakeDriver):
         return super().create(device, nbytes)
 
 
-def _memory() -> Iterator[os.stat_result]:
-    """Of each descriptor of the fake GPU's memory that this process has, what it leads to."""
+def in_use() -> int:
+    """Bytes of the fake GPU that this process keeps alive, by whatever reference."""
+    found: dict[int, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
             if "fake-gpu:" in str(entry.readlink()):
-                yield entry.stat()
+                found[entry.stat().st_ino] = entry.stat().st_size
         except FileNotFoundError:
             continue
-
-
-def in_use() -> int:
-    """Bytes of the fake GPU that this process keeps alive, by whatever reference."""
-    return sum({each.st_ino: each.st_size for each in _memory()}.values())
+    return sum(found.values())
 
 
 def descriptors() -> int:
-    """How many this process has of such memory, when the garbage of earlier tests is gone."""
-    gc.collect()
-    return len(list(_memory()))
+    """How many this process has open, when the garbage of earlier tests has closed its own."""
+    return len(kernel.descriptors())
 
 
 @contextmanager

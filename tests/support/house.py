@@ -12,7 +12,7 @@ LINKED = ("loader", "store", "memory_manager", "patches")
 
 # Bottom first; a layer imports itself and what stands before it.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "types", "digest", "config", "sqlite", "libc", "formats"}),
+    frozenset({"errors", "types", "digest", "config", "sqlite", "libc", "formats", "suggestions"}),
     frozenset({"store", "memory_manager"}),
     frozenset({"loader"}),
     frozenset({"patches"}),

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import re
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -63,17 +64,23 @@ def slab_descriptors() -> int:
 
 
 def descriptors() -> set[str]:
-    """Every open descriptor of this process but sockets, with what it leads to.
+    """Every open descriptor of this process, with what it leads to.
 
     Compare with what was open before by `-`: garbage of earlier tests may close its own in between.
-    And clients that earlier tests left try to reach their manager, in threads.
+    Not what is open for a moment only: clients that earlier tests left look for their manager, in
+    threads.
     """
     gc.collect()
+    found = _open()
+    time.sleep(0.05)
+    return found & _open()
+
+
+def _open() -> set[str]:
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         try:
-            if not path.is_socket():
-                found.add(f"{path.name} {path.readlink()} {path.stat().st_ino}")
+            found.add(f"{path.name} {path.readlink()} {path.stat().st_ino}")
         except FileNotFoundError:  # the descriptor of this listing
             continue
     return found

@@ -60,21 +60,22 @@ def _later(grace: float) -> str:
 def space_after(store: Store) -> tuple[dict[str, object], str]:
     """What gc could give back now that something was deleted: for JSON, and for people."""
     try:
-        nbytes = _trashed(store.gc(dry_run=True, wait_s=0.0))
-        stays = store.stats().dead_bytes
+        plan = store.gc(dry_run=True, wait_s=0.0)
     except StoreError as error:
         return {"reclaimable_bytes": None}, f"how much `gc` can give back is not known: {error}"
+    nbytes = _trashed(plan)
     known: dict[str, object] = {
         "reclaimable_bytes": nbytes,
         "grace_hours": DEFAULT_GRACE_HOURS,
+        "dead_bytes": plan.dead_bytes,
     }
-    rest = ""
-    if 100 * stays > nbytes:  # less is not worth a word
-        rest = f"; {human(stays)} that nobody uses stay, in containers of what is used"
-    if not nbytes:
-        used = "" if rest else "other checkpoints use all of its bytes: "
-        return known, f"{used}there is no space to give back{rest}"
-    return known, (
-        f"`tensor-dedup gc` can give back {human(nbytes)}: it puts them into the trash, and when "
-        f"it runs {_later(DEFAULT_GRACE_HOURS)} it deletes them (`gc --grace 0`: at once){rest}"
-    )
+    if nbytes:
+        text = (
+            f"`tensor-dedup gc` can give back {human(nbytes)}: it puts them into the trash, and "
+            f"when it runs {_later(DEFAULT_GRACE_HOURS)} it deletes them (`gc --grace 0`: at once)"
+        )
+    else:
+        text = "other checkpoints need all that it lies in: there is no space to give back"
+    if 100 * plan.dead_bytes > nbytes:  # less is not worth a word
+        text += f"; in all, {human(plan.dead_bytes)} that nobody uses lie in what others need"
+    return known, text

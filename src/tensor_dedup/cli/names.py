@@ -2,8 +2,6 @@
 commands."""
 
 import re
-from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -47,12 +45,6 @@ class Dotted:
 def counted(count: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def perhaps(name: str, names: Iterable[str]) -> str:
-    """Which of the names was perhaps meant, to go on with in a sentence; "" if none is like it."""
-    near = get_close_matches(name, list(names), 3)
-    return f", perhaps {' or '.join(map(repr, near))}" if near else ""
 
 
 def listing(name: str, *others: str) -> Table:

@@ -42,7 +42,7 @@ def command(
         result.to_dict(),
         as_json,
         f"restored: {counted(result.pieces, 'piece')} ({human(result.bytes)}), "
-        f"{result.manifests} manifests and pages, {counted(result.references, 'reference')}, "
+        f"{result.manifests} of manifests and pages, {counted(result.references, 'reference')}, "
         f"{counted(result.from_trash, 'container')} from the trash",
         *(f"missing: {what}" for what in result.missing),
     )

@@ -11,7 +11,7 @@ from tensor_dedup.analyze.natural import natural
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.gc import space_after
 from tensor_dedup.cli.groups import Verbs
-from tensor_dedup.cli.names import Dotted, cell, console, counted, listing, perhaps
+from tensor_dedup.cli.names import Dotted, cell, console, counted, listing
 from tensor_dedup.cli.plotting import Series, plot_to
 from tensor_dedup.cli.store_verbs import (
     ask,
@@ -40,6 +40,7 @@ from tensor_dedup.store.checkpoints.runs import (
     stats,
 )
 from tensor_dedup.store.generated import STATE_MARK
+from tensor_dedup.suggestions import perhaps
 
 _SHOWN_NAMES = 20
 

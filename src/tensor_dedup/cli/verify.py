@@ -46,4 +46,4 @@ def _lines(result: VerifyResult) -> list[str]:
     if users:
         lines.append(f"affected: {', '.join(users)}")
     checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
-    return [*lines, f"{len(result.faults)} faults ({result.level}: {checked})"]
+    return [*lines, f"{counted(len(result.faults), 'fault')} ({result.level}: {checked})"]

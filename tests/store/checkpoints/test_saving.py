@@ -273,7 +273,7 @@ def test_config_files_are_kept_with_every_step(tmp_path: Path) -> None:
 def test_wrong_use_is_named(tmp_path: Path) -> None:
     run, model = handle(tmp_path), network(1)
     run.save(model, 3)
-    with pytest.raises(UnknownStepError, match="it has 1 steps, from 3 to 3"):
+    with pytest.raises(UnknownStepError, match="it has step 3 only"):
         run.load(4)
     with pytest.raises(BadStepError):
         run.save(model, -1)
