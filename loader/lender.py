@@ -25,8 +25,9 @@ from blake3 import blake3
 from tensor_dedup.loader.memory import Slab, SlabUsageError
 from tensor_dedup.loader.residents import Resident, resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import AUTO, Client, Lease, Put, SharedSlab, connect
+from tensor_dedup.memory_manager.client.names import printed
 from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError, RefusedError
-from tensor_dedup.memory_manager.limits import MAX_KEYS, MAX_NAME
+from tensor_dedup.memory_manager.limits import MAX_KEYS
 
 if TYPE_CHECKING:
     import torch
@@ -209,11 +210,6 @@ class Lender:
         )
 
 
-def checkpoint_name(path: str) -> str:
-    """What a manager calls a checkpoint: its path, or as much of its end as a name may have."""
-    return "".join(char for char in path if char.isprintable())[-MAX_NAME:]
-
-
 _clients: dict[tuple[int, str, str], Client] = {}
 _clients_lock = threading.Lock()
 os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=threading.Lock()))
@@ -240,7 +236,7 @@ def _program() -> str:
     program = Path(sys.argv[0]).name if sys.argv else ""
     program = "python" if program in ("", "-c", "-m") else program
     process = multiprocessing.current_process().name
-    return checkpoint_name(program if process == "MainProcess" else f"{program} {process}")
+    return printed(program if process == "MainProcess" else f"{program} {process}")
 
 
 def _reconnect(client: Client, where: str, device: str) -> None:

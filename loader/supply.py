@@ -10,9 +10,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from tensor_dedup.loader.lender import Lender, Wanted, checkpoint_name, client_of
+from tensor_dedup.loader.lender import Lender, Wanted, client_of
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack
+from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import MemoryManagerError
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from tensor_dedup.loader.cuda.lender import DeviceLender
-from tensor_dedup.loader.lender import checkpoint_name, client_of
+from tensor_dedup.loader.lender import client_of
+from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import MemoryManagerError, RefusedError
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.garbage import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.keeping import keep
-from tensor_dedup.loader.lender import checkpoint_name
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
 from tensor_dedup.loader.stored import FromDisk, FromStore, Opening, store_behind
 from tensor_dedup.loader.trace import UntraceableError
+from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.patches.vllm import (
     afterwards,
     inner,

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.loader.lender import checkpoint_name
 from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.memory_manager.client.names import checkpoint_name
 
 # Engine arguments do not change weights, but for those the user gives; the engine is dropped.
 _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 import managers
 from tensor_dedup.cli import main
-from tensor_dedup.loader.lender import checkpoint_name
 from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.client.names import checkpoint_name
 
 SIZE = 1 << 20
 
@@ -175,6 +175,24 @@ def test_what_comes_later_can_be_pinned_before(manager: managers.Manager) -> Non
     assert "is not pinned any more" in run("unpin", "base")
     run("pin", "late", "--ahead")
     assert "is not pinned any more" in run("unpin", "late")  # it is known, though nothing is here
+
+
+def test_a_path_from_here_is_the_whole_path(
+    manager: managers.Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with manager.client() as client:
+        whole = checkpoint_name("base")
+        assert whole == str(tmp_path / "base")[-128:]
+        managers.build(client, "layer", bytes(SIZE), checkpoint=whole)
+        managers.build(client, "other", managers.pattern(1, SIZE), checkpoint="hub/name")
+        assert whole in run("pin", "./base")
+        assert whole in run("unpin", "base")
+        managers.build(client, "third", managers.pattern(2, SIZE), checkpoint="base")
+        assert run("pin", "base").startswith("base is pinned")  # that of this very name
+        assert whole in run("pin", "./base")
+    assert "hub/name: 1 tensor dropped" in run("evict", "hub/name")
 
 
 def test_a_long_path_is_known_by_its_end(manager: managers.Manager) -> None:

@@ -34,10 +34,10 @@ from tensor_dedup.loader.cuda.lender import DeviceLender
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
-from tensor_dedup.loader.lender import checkpoint_name
 from tensor_dedup.loader.memory import OutOfMemoryError
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver

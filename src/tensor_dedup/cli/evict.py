@@ -21,8 +21,8 @@ def command(ctx: click.Context, name: str, socket: str | None, as_json: bool) ->
     X is what `status` calls it. Memory is given back slab by slab, so tensors that lie beside X's
     go too. Exit status 1 when nothing could be dropped.
     """
-    name = name_of(name)
     with Admin(socket) as admin:
+        name = name_of(admin, name)
         if not look_up(admin, name).here:
             raise nothing_of(admin, name)
         done = admin.evict(name)

@@ -8,7 +8,7 @@ from typing import Final
 
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.memory_manager.limits import MAX_NAME
+from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _SHOWN: Final = 5
@@ -22,9 +22,11 @@ class Held:
     pinned: bool
 
 
-def name_of(given: str) -> str:
-    """What a manager calls it: of a longer path its end."""
-    return given[-MAX_NAME:]
+def name_of(admin: Admin, given: str) -> str:
+    """What the manager calls it: this very name, or else that of the path it is from here."""
+    name = printed(given)
+    held = look_up(admin, name)
+    return name if held.here or held.pinned else checkpoint_name(given)
 
 
 def look_up(admin: Admin, name: str) -> Held:

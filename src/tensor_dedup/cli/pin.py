@@ -20,8 +20,8 @@ def command(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
 
     X is what `status` calls it. What comes later under that name is kept too.
     """
-    name = name_of(name)
     with Admin(socket) as admin:
+        name = name_of(admin, name)
         if not ahead and not look_up(admin, name).here:
             raise nothing_of(admin, name, "`pin --ahead` keeps what will come under that name")
         done = admin.pin(name)

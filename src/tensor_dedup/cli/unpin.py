@@ -19,8 +19,8 @@ def command(name: str, socket: str | None, as_json: bool) -> None:
 
     X is what `status` calls it.
     """
-    name = name_of(name)
     with Admin(socket) as admin:
+        name = name_of(admin, name)
         held = look_up(admin, name)
         if not held.here and not held.pinned:
             raise nothing_of(admin, name)
