@@ -132,7 +132,7 @@ def test_what_deleting_gives_back_and_when_is_said(shell: Shell) -> None:
         said(main, "import", shell.root / "m", "--name", name, *here)
     assert "no space to give back" in said(main, "delete", "m", "--yes", *here)
     text = said(main, "delete", "twin", "--yes", *here)
-    assert re.search(r"can give back \d{2}\.\d KiB.*24 hours later.*--grace 0", text)
+    assert re.search(r"can give back \d{2}\.\d KiB in all.*24 hours later.*--grace 0", text)
     assert "a gc 24 hours later deletes" in said(main, "gc", "--yes", *here)
     text = said(main, "gc", "--grace", "0", "--dry-run", *here)
     assert re.search(r"To delete: [1-9]\d* files, \d{2}\.\d KiB", text)

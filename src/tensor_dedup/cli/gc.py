@@ -71,7 +71,7 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
     }
     if nbytes:
         text = (
-            f"`tensor-dedup gc` can give back {human(nbytes)}: it puts them into the trash, and "
+            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it puts them into the trash, and "
             f"when it runs {_later(DEFAULT_GRACE_HOURS)} it deletes them (`gc --grace 0`: at once)"
         )
     else:
