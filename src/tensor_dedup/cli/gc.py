@@ -70,9 +70,10 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
         "dead_bytes": plan.dead_bytes,
     }
     if nbytes:
+        later = _later(DEFAULT_GRACE_HOURS)
         text = (
-            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it puts them into the trash, and "
-            f"when it runs {_later(DEFAULT_GRACE_HOURS)} it deletes them (`gc --grace 0`: at once)"
+            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it puts them into the "
+            f"trash, and when it runs {later} it deletes them (`gc --grace 0`: at once)"
         )
     else:
         text = "other checkpoints need all that it lies in: there is no space to give back"
