@@ -48,6 +48,8 @@ class EncodedWriter(ContainerWriter):
 
         `leaves` are its leaf digests. ChangedFileError: it has others by now.
         """
+        if plan.anchor is not None and plan.anchor.digest == piece.digest:
+            return False  # somebody else has stored it meanwhile: nothing is against itself
         codec, start = plan.choice.codec, self._reserve(0)
         limit, at = start + int(piece.nbytes * WORTH), start + head_bytes(piece.nbytes)
         handle, head = self._opened(), bytearray()

@@ -246,7 +246,8 @@ class Encoding:
     def _anchor(self, piece: Fresh, base: bytes, pieces: StoredPieces) -> tuple[Anchor | None, int]:
         """What a tensor may be stored against, and what that takes on disk."""
         digest = pieces.anchor(base)
-        if digest is None:
+        # Somebody else may have saved the same since it was looked up: nothing is against itself.
+        if digest is None or digest == piece.hashed.digest:
             return None, 0
         records = [record for record in pieces.records(digest) if record.base is None]
         if not records or records[0].nbytes != piece.view.nbytes:

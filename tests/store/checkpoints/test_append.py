@@ -1,6 +1,7 @@
 """Steps that are numbered as they come: whoever appends at one moment gets another number."""
 
 import multiprocessing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 
 from steps import Arrays, Model, assert_same, handle, network, shares, train
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.memory import Places
+from tensor_dedup.store.checkpoints.storing import Stocker
 from tensor_dedup.store.errors import NameTakenError
 
 _FORK = multiprocessing.get_context("fork")
@@ -51,6 +54,26 @@ def test_it_counts_on_from_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(NameTakenError, match="run@5"):
         run.commit(run.snapshot(network(3), 5).as_new())
     assert_same(run.load(5), network(2))
+
+
+def test_what_another_one_saves_meanwhile_is_not_stored_against_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was unknown when it was looked up, and stands in the step before when it is encoded."""
+    mine, other = handle(tmp_path), handle(tmp_path)
+    look_up, meanwhile = Stocker._look_up, [network(1)]
+
+    def late(self: Stocker, digests: Collection[bytes]) -> dict[bytes, Places]:
+        found = look_up(self, digests)
+        if meanwhile:
+            other.append(meanwhile.pop())
+        return found
+
+    monkeypatch.setattr(Stocker, "_look_up", late)
+    assert mine.append(network(1)).step == 1
+    assert mine.store.verify(full=True).faults == []
+    for step in range(2):
+        assert_same(mine.load(step), network(1))
 
 
 def model_of(who: int, step: int) -> Model:
