@@ -1,6 +1,7 @@
 """Saves in the background of torch's models: hooks, statistics, devices."""
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ class Slow:
 class _SlowCopies:
     def __init__(self) -> None:
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lock = threading.Lock()
 
     def copy(self, tensor: torch.Tensor, into: memoryview) -> torch.Tensor:
         host = host_tensor(tensor, into)
@@ -156,9 +158,10 @@ class _SlowCopies:
         return host
 
     def hold(self) -> None:
-        for host, tensor in self.waiting:
-            host.copy_(tensor)
-        self.waiting = []
+        with self._lock:  # each once, as a stream does: the background waits while training goes on
+            for host, tensor in self.waiting:
+                host.copy_(tensor)
+            self.waiting = []
 
     wait = hold
 
