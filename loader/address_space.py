@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from tensor_dedup import libc
-from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.placing import param_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MEMORY_FILE: Final = "/memfd:"
 
 
-class Mapped(NamedTuple):
+class FileMapping(NamedTuple):
     """One mapping: addresses, where in the file it begins, which file it is.
 
     `device` is as the kernel writes it ("fe:00"); `path` is only where to look for the file.
@@ -46,7 +46,7 @@ class Mapped(NamedTuple):
         return bool(self.inode) and not self.common and not self.path.startswith(_MEMORY_FILE)
 
 
-class AddressSpace:
+class ProcessMappings:
     """Mappings of this process, each as of when it was first asked for. One thread.
 
     Where /proc cannot be read there are none: then files stay mapped.
@@ -56,7 +56,7 @@ class AddressSpace:
         self._kernel = _Kernel.open()
         self._found = _Ordered(() if self._kernel is not None else _listed())
 
-    def file(self, tensor: torch.Tensor) -> Mapped | None:
+    def file(self, tensor: torch.Tensor) -> FileMapping | None:
         """The mapping of a file, this process's own, in which a tensor's memory begins."""
         found = self._around(tensor)
         return found if found is not None and found.is_file else None
@@ -66,10 +66,10 @@ class AddressSpace:
         found = self._around(tensor)
         return found is not None and found.common
 
-    def _around(self, tensor: torch.Tensor) -> Mapped | None:
+    def _around(self, tensor: torch.Tensor) -> FileMapping | None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
             return None
-        address = data_of(tensor).data_ptr()
+        address = param_data(tensor).data_ptr()
         found = self._found.at(address)
         if found is None and self._kernel is not None:
             found = self._kernel.mapping(address)
@@ -81,16 +81,16 @@ class AddressSpace:
 class _Ordered:
     """Mappings that do not overlap, by address."""
 
-    def __init__(self, mappings: Iterable[Mapped]) -> None:
+    def __init__(self, mappings: Iterable[FileMapping]) -> None:
         self._mappings = sorted(mappings)
         self._starts = [each.start for each in self._mappings]
 
-    def at(self, address: int) -> Mapped | None:
+    def at(self, address: int) -> FileMapping | None:
         index = bisect_right(self._starts, address) - 1
         found = self._mappings[index] if index >= 0 else None
         return found if found is not None and address < found.end else None
 
-    def add(self, mapping: Mapped) -> None:
+    def add(self, mapping: FileMapping) -> None:
         index = bisect_right(self._starts, mapping.start)
         self._starts.insert(index, mapping.start)
         self._mappings.insert(index, mapping)
@@ -143,7 +143,7 @@ class _Kernel:
             return None
         return found
 
-    def mapping(self, address: int) -> Mapped | None:
+    def mapping(self, address: int) -> FileMapping | None:
         """The mapping at an address, or None. OSError where there is no answer."""
         query = _Query(
             size=ctypes.sizeof(_Query),
@@ -161,7 +161,7 @@ class _Kernel:
             query.vma_name_size = query.vma_name_addr = 0
             fcntl.ioctl(self._fd, _PROCMAP_QUERY, query)
         path = self._name.raw[: max(query.vma_name_size - 1, 0)]
-        return Mapped(
+        return FileMapping(
             query.vma_start,
             query.vma_end,
             query.vma_offset,
@@ -172,7 +172,7 @@ class _Kernel:
         )
 
 
-def _listed() -> Iterator[Mapped]:
+def _listed() -> Iterator[FileMapping]:
     """Every mapping but private ones of memory files. None where /proc cannot be read."""
     try:
         every = libc.mappings()
@@ -184,4 +184,4 @@ def _listed() -> Iterator[Mapped]:
             continue
         allowed, offset, device, inode, *path = line.split(maxsplit=4)
         common = allowed.endswith("s") and "w" in allowed
-        yield Mapped(start, end, int(offset, 16), device, int(inode), "".join(path), common)
+        yield FileMapping(start, end, int(offset, 16), device, int(inode), "".join(path), common)

@@ -18,25 +18,25 @@ import torch
 from torch import nn
 
 from tensor_dedup.loader import families, making
-from tensor_dedup.loader.address_space import AddressSpace
-from tensor_dedup.loader.aliases import Formers
+from tensor_dedup.loader.address_space import ProcessMappings
+from tensor_dedup.loader.aliases import ReplacedStorages
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
-from tensor_dedup.loader.copies import Copies, Share, came_up
+from tensor_dedup.loader.copies import ReplicaAssigner, ReplicaShare, came_up
 from tensor_dedup.loader.cuda.adoption import GpuAdoption
 from tensor_dedup.loader.guarding import map_shared
-from tensor_dedup.loader.ledger import Ledger
-from tensor_dedup.loader.making import Candidate, Missing, Terms
+from tensor_dedup.loader.ledger import LoadLedger
+from tensor_dedup.loader.making import DedupCandidate, DedupContext, MissingResident
 from tensor_dedup.loader.mappings import is_as_mapped
 from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.placing import data_of, overlapping, replace
+from tensor_dedup.loader.placing import overlapping, param_data, set_param_data
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, resident_key, sharable
 from tensor_dedup.loader.terms import reason_of_class
-from tensor_dedup.loader.whereabouts import is_mapping_of, residents_behind
+from tensor_dedup.loader.whereabouts import is_mapping_of, residents_of
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.terms import Named
+    from tensor_dedup.loader.terms import NamedParameter
 
 # A slab is one descriptor, and is freed whole. Tensors from the first size on have their own;
 # smaller ones wait until there is enough for one, or until their model is complete.
@@ -47,7 +47,7 @@ _CHANGED: Final = "it changed while it was being loaded"
 _UNDER_WAY: Final = 2
 
 
-class Adoption:
+class ModuleDedup:
     """Shares the parameters of one model. One thread, under the process-wide load lock.
 
     No two names of the model get one resident, unless the model ties them itself. What `note` hears
@@ -55,30 +55,30 @@ class Adoption:
     Nobody may write to the parameters while one of these runs.
     """
 
-    def __init__(self, model: nn.Module, terms: Terms) -> None:
+    def __init__(self, model: nn.Module, terms: DedupContext) -> None:
         self.model: Final = model
-        self.ledger = Ledger()
+        self.ledger = LoadLedger()
         self._process: Final = os.getpid()
         self._terms = terms
-        self._waiting: dict[int, Named] = {}
+        self._waiting: dict[int, NamedParameter] = {}
         self._waiting_bytes = 0
-        self._under_way: deque[making.Batch] = deque()
+        self._under_way: deque[making.HashBatch] = deque()
         self._begun: set[int] = set()
-        self._left_behind: list[Candidate] = []
-        self._shares: dict[int, Share] = {}
+        self._left_behind: list[DedupCandidate] = []
+        self._shares: dict[int, ReplicaShare] = {}
         self._reasons: dict[int, str] = {}
-        self._copies = Copies()
-        self._formers = Formers()
+        self._copies = ReplicaAssigner()
+        self._formers = ReplacedStorages()
         self._on_gpus = GpuAdoption(model, terms)
-        self._memory: AddressSpace | None = None
+        self._memory: ProcessMappings | None = None
         # A part of a model takes nothing that another part of it has.
-        whole = families.whole_of(model)
+        whole = families.root_module(model)
         if whole is not model:
             mine = {id(parameter) for parameter in model.parameters()}
             self._claim(each for each in whole.parameters() if id(each) not in mine)
 
     def _claim(self, parameters: Iterable[nn.Parameter]) -> None:
-        for known, _ in residents_behind(parameters).values():
+        for known, _ in residents_of(parameters).values():
             self._copies.claim(known.key, known.copy)
 
     def note(self, name: str) -> None:
@@ -142,27 +142,27 @@ class Adoption:
     def _end(self) -> None:
         families.remember(self.model)
         self._shares.clear()
-        self._formers = Formers()
+        self._formers = ReplacedStorages()
 
     def _flush(self) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         self._begin(list(waiting.values()))
 
-    def _left(self) -> Iterator[Named]:
+    def _left(self) -> Iterator[NamedParameter]:
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in self._shares:
                 yield name, parameter
 
-    def _adopt(self, items: Sequence[Named]) -> None:
+    def _adopt(self, items: Sequence[NamedParameter]) -> None:
         self._begin(items, wait=True)
 
-    def _begin(self, items: Sequence[Named], *, wait: bool = False) -> None:
+    def _begin(self, items: Sequence[NamedParameter], *, wait: bool = False) -> None:
         """Have some read. The loader goes on meanwhile where a write of its would be seen."""
         self._complete(0 if wait else _UNDER_WAY - 1)
         began, hashed = time.perf_counter(), self._terms.hash_seconds
         candidates = [each for each in self._candidates(items) if not self._take_remembered(each)]
         assert self._memory is not None  # the candidates were looked for in it
-        batch = making.Batch(candidates, self._terms, self._memory)
+        batch = making.HashBatch(candidates, self._terms, self._memory)
         self._under_way.append(batch)
         self._begun.update(id(each.parameter) for each in candidates)
         batch.begin()
@@ -183,7 +183,7 @@ class Adoption:
             if not checked:
                 self._left_behind += batch.candidates
 
-    def _changed(self, batch: making.Batch) -> set[int]:
+    def _changed(self, batch: making.HashBatch) -> set[int]:
         """Those that are not what was read, or not the model's any more."""
         return {
             id(each.parameter)
@@ -198,10 +198,10 @@ class Adoption:
             if share is not None and not is_as_mapped(each.data.data_ptr(), each.data.nbytes):
                 del self._shares[id(each.parameter)]
                 self._copies.release(share.resident.key, share.copy)
-                replace(each.parameter, each.data)
+                set_param_data(each.parameter, each.data)
         self._left_behind.clear()
 
-    def _share(self, batch: making.Batch, digests: Sequence[str], changed: set[int]) -> None:
+    def _share(self, batch: making.HashBatch, digests: Sequence[str], changed: set[int]) -> None:
         began = time.perf_counter()
         missing = []
         for number, (candidate, found) in enumerate(zip(batch.candidates, digests, strict=True)):
@@ -214,20 +214,20 @@ class Adoption:
             copy = self._copies.choose(key, candidate.name)
             resident = registry.lookup(key, copy)
             if resident is None:
-                missing.append(Missing(candidate, copy, found, number))
+                missing.append(MissingResident(candidate, copy, found, number))
             else:
                 self._take(candidate.parameter, resident, copy, made=False)
         self._make(batch, missing)
         self._terms.process_seconds += time.perf_counter() - began
 
-    def _take_remembered(self, candidate: Candidate) -> bool:
+    def _take_remembered(self, candidate: DedupCandidate) -> bool:
         """Share what a hint names and what is resident, without reading it. False: hash it."""
         remembered = None if candidate.place is None else candidate.place.remembered
         if remembered is None:
             self._terms.unknown += 1
             return False
         self._terms.remembered += 1
-        key = resident_key(data_of(candidate.parameter), remembered)
+        key = resident_key(param_data(candidate.parameter), remembered)
         copy = self._copies.choose(key, candidate.name)
         resident = registry.lookup(key, copy)
         if resident is None:
@@ -236,13 +236,13 @@ class Adoption:
         self._take(candidate.parameter, resident, copy, made=False)
         return True
 
-    def _candidates(self, items: Sequence[Named]) -> list[Candidate]:
+    def _candidates(self, items: Sequence[NamedParameter]) -> list[DedupCandidate]:
         """Those to share. Of the others the reasons are kept, or the residents that they are."""
         together = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for number in together & self._shares.keys():
             self._set_apart(number)
-        memory = self._memory = AddressSpace()
-        resident = residents_behind([parameter for _, parameter in items])
+        memory = self._memory = ProcessMappings()
+        resident = residents_of([parameter for _, parameter in items])
         chosen = []
         for name, parameter in items:
             found = resident.get(id(parameter))
@@ -257,11 +257,11 @@ class Adoption:
             elif found is not None and self._copies.claim(*found[0]):
                 (_, copy), behind = found
                 before = behind not in self._terms.own
-                self._shares[id(parameter)] = Share(parameter, behind, copy, False, before)
+                self._shares[id(parameter)] = ReplicaShare(parameter, behind, copy, False, before)
             elif parameter.nbytes:
                 origins = self._terms.origins
                 place = None if origins is None else origins.place(parameter, memory)
-                chosen.append(Candidate(name, parameter, data_of(parameter), place))
+                chosen.append(DedupCandidate(name, parameter, param_data(parameter), place))
         return chosen
 
     def _reason(self, parameter: nn.Parameter, together: set[int]) -> str | None:
@@ -273,7 +273,7 @@ class Adoption:
             return "it is not in memory (meta)"
         if parameter.device.type != "cpu":
             return f"it came to {parameter.device.type} by itself; load in host memory, then move"
-        if not sharable(data_of(parameter)):
+        if not sharable(param_data(parameter)):
             return "its type or layout cannot be shared"
         if id(parameter) in together or self._part_again(parameter):
             return SHARED_STORAGE
@@ -288,17 +288,17 @@ class Adoption:
             share = self._set_apart(id(former.parameter))
             if share is not None:
                 self._copies.release(share.resident.key, share.copy)
-                former.restore(data_of(tensor).untyped_storage())
+                former.restore(param_data(tensor).untyped_storage())
         return bool(formers)
 
-    def _set_apart(self, number: int) -> Share | None:
+    def _set_apart(self, number: int) -> ReplicaShare | None:
         """Leave one that was shared as it is now: another one of the model has its memory."""
         share = self._shares.pop(number, None)
         if share is not None:
             self._reasons[number] = SHARED_STORAGE
         return share
 
-    def _make(self, batch: making.Batch, missing: Sequence[Missing]) -> None:
+    def _make(self, batch: making.HashBatch, missing: Sequence[MissingResident]) -> None:
         try:
             made = batch.make(missing) if missing else []
         except SharedMemoryError as error:
@@ -320,9 +320,9 @@ class Adoption:
             self._reasons[id(parameter)] = str(error)
             return
         self._formers.enter(parameter)
-        replace(parameter, shared)
+        set_param_data(parameter, shared)
         before = not made and resident not in self._terms.own
-        self._shares[id(parameter)] = Share(parameter, resident, copy, made, before)
+        self._shares[id(parameter)] = ReplicaShare(parameter, resident, copy, made, before)
         self._reasons.pop(id(parameter), None)
 
     def _equal(self, resident: Resident, parameter: nn.Parameter) -> bool:
@@ -331,7 +331,7 @@ class Adoption:
         audited = config.audit > 0 and self._terms.rng.random() < config.audit
         if not (config.verifies_bytes or audited):
             return True
-        if same_bytes(data_of(parameter), resident.map(writable=False)):
+        if same_bytes(param_data(parameter), resident.map(writable=False)):
             return True
         if not config.verifies_bytes:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
@@ -340,7 +340,7 @@ class Adoption:
 
     def _let_files_go(self) -> None:
         """Copy what is left of checkpoint files in memory: one small tensor pins a whole file."""
-        memory = AddressSpace()
+        memory = ProcessMappings()
         tied = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for parameter in self.model.parameters():
             plain = type(parameter) is nn.Parameter and id(parameter) not in self._shares
@@ -361,18 +361,18 @@ class Adoption:
                 self.ledger.skip(name, self._reasons[id(parameter)])
 
 
-def _is_as_read(candidate: Candidate) -> bool:
+def _is_as_read(candidate: DedupCandidate) -> bool:
     """Is the parameter what was read? The loader went on; a file's page is copied by a write."""
-    data, read = data_of(candidate.parameter), candidate.data
+    data, read = param_data(candidate.parameter), candidate.data
     same = (data.data_ptr(), data.shape, data.stride(), data.dtype) == (
         read.data_ptr(), read.shape, read.stride(), read.dtype,
     )  # fmt: skip
     return same and (candidate.place is None or is_as_mapped(read.data_ptr(), read.nbytes))
 
 
-def _copy_out(tensor: torch.Tensor, memory: AddressSpace) -> None:
+def _copy_out(tensor: torch.Tensor, memory: ProcessMappings) -> None:
     if memory.file(tensor) is not None:
-        replace(tensor, data_of(tensor).clone(memory_format=torch.preserve_format))
+        set_param_data(tensor, param_data(tensor).clone(memory_format=torch.preserve_format))
 
 
 def _find(model: nn.Module, name: str) -> nn.Parameter | None:
@@ -381,9 +381,9 @@ def _find(model: nn.Module, name: str) -> nn.Parameter | None:
     return model.get_submodule(path)._parameters.get(last)
 
 
-def _batches(items: Iterable[Named]) -> Iterator[list[Named]]:
+def _batches(items: Iterable[NamedParameter]) -> Iterator[list[NamedParameter]]:
     """Runs that fill a slab each, a large tensor by itself; one at a time in memory."""
-    batch: list[Named] = []
+    batch: list[NamedParameter] = []
     size = 0
     for name, parameter in items:
         if parameter.nbytes >= _OWN_SLAB_BYTES:

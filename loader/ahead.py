@@ -20,7 +20,7 @@ MAX_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
-class Ahead:
+class Prefetcher:
     """At most one final tensor of a load, on its way into borrowed memory. One thread."""
 
     reader: SourceReader

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tensor_dedup.loader.placing import data_of, replace
+from tensor_dedup.loader.placing import param_data, set_param_data
 from tensor_dedup.loader.weak_storage import WeakStorage, number_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
+class ReplacedView:
     """What a parameter was before: a view of a storage, from byte `start` to byte `end`."""
 
     parameter: nn.Parameter
@@ -33,9 +33,9 @@ class Former:
 
     def restore(self, storage: torch.UntypedStorage) -> None:
         """Make the parameter that view again."""
-        dtype = data_of(self.parameter).dtype
+        dtype = param_data(self.parameter).dtype
         data = torch.empty(0, dtype=dtype, device=storage.device)
-        replace(self.parameter, data.set_(storage, self.offset, self.shape, self.stride))
+        set_param_data(self.parameter, data.set_(storage, self.offset, self.shape, self.stride))
 
 
 @dataclass(slots=True)
@@ -43,10 +43,10 @@ class _Storage:
     """The parts of one storage that parameters had, in order; none overlaps another."""
 
     reference: WeakStorage  # keeps its number from being given to another storage
-    formers: list[Former] = field(default_factory=list)
+    formers: list[ReplacedView] = field(default_factory=list)
 
 
-class Formers:
+class ReplacedStorages:
     """What the shared parameters of one model were before. One thread."""
 
     def __init__(self) -> None:
@@ -54,13 +54,13 @@ class Formers:
 
     def enter(self, parameter: nn.Parameter) -> None:
         """Note what a gap-free parameter is, just before it gets other memory."""
-        data = data_of(parameter)
+        data = param_data(parameter)
         storage = data.untyped_storage()
         found = self._storages.get(number_of(storage))
         if found is None:
             found = self._storages[number_of(storage)] = _Storage(WeakStorage(storage))
         start = int(data.storage_offset()) * data.itemsize
-        former = Former(
+        former = ReplacedView(
             parameter,
             start,
             start + data.nbytes,
@@ -70,9 +70,9 @@ class Formers:
         )
         found.formers.insert(bisect_left(found.formers, start, key=_start), former)
 
-    def overlapping(self, parameter: torch.Tensor) -> list[Former]:
+    def overlapping(self, parameter: torch.Tensor) -> list[ReplacedView]:
         """Those that had a byte of the memory this parameter has now."""
-        data = data_of(parameter)
+        data = param_data(parameter)
         if data.layout is not torch.strided or data.is_meta or not data.nbytes:
             return []
         found = self._storages.get(number_of(data.untyped_storage()))
@@ -85,11 +85,11 @@ class Formers:
         return found.formers[first:after]
 
 
-def _start(former: Former) -> int:
+def _start(former: ReplacedView) -> int:
     return former.start
 
 
-def _end_before(former: Former) -> int:
+def _end_before(former: ReplacedView) -> int:
     return former.end - 1
 
 

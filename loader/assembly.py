@@ -11,16 +11,16 @@ from weakref import WeakSet
 
 import torch
 
-from tensor_dedup.loader.ahead import Ahead
+from tensor_dedup.loader.ahead import Prefetcher
 from tensor_dedup.loader.comparing import COLLISION, raise_audit, same_bytes
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.dtypes import dtype_name, has_name
 from tensor_dedup.loader.layer_key import process_state
-from tensor_dedup.loader.ledger import Ledger
-from tensor_dedup.loader.lender import Wanted
-from tensor_dedup.loader.made import Made
+from tensor_dedup.loader.ledger import LoadLedger
+from tensor_dedup.loader.lender import ResidentRequest
+from tensor_dedup.loader.made import ScratchTensor
 from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.parts import content_name
+from tensor_dedup.loader.parts import composite_digest
 from tensor_dedup.loader.recipe import (
     RecipeBook,
     drop_what_is_overwritten,
@@ -28,8 +28,8 @@ from tensor_dedup.loader.recipe import (
     whole_source,
 )
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import key_anywhere, pour, sharable, tensor_bytes
-from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.residents import key_anywhere, read_into_slab, sharable, tensor_bytes
+from tensor_dedup.loader.supply import HostProvider
 from tensor_dedup.loader.virtual import View, as_view
 from tensor_dedup.types import ResidentKey
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.evaluate import Evaluator
     from tensor_dedup.loader.scratch import Scratch
     from tensor_dedup.loader.sources import SourceReader, SourceTensor
-    from tensor_dedup.loader.supply import AnyResident, Home
+    from tensor_dedup.loader.supply import AnyResident, ResidentProvider
 
 SHARED_STORAGE = "it shares its storage with another parameter"
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
@@ -47,25 +47,25 @@ POUR_BYTES = 512 << 20
 
 
 @dataclass(slots=True)
-class Assembly:
+class LoadSession:
     """The state of one load. One thread, under the process-wide load lock."""
 
     config: TensorDedupConfig
     reader: SourceReader
     scratch: Scratch
     evaluator: Evaluator
-    supply: Home = field(default_factory=Supply)
-    ledger: Ledger = field(default_factory=Ledger)
+    supply: ResidentProvider = field(default_factory=HostProvider)
+    ledger: LoadLedger = field(default_factory=LoadLedger)
     book: RecipeBook = field(default_factory=RecipeBook)
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
     own: WeakSet[object] = field(default_factory=WeakSet)  # residents and records of this load
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)
     _state: str = field(default_factory=process_state)
     _rng: random.Random = field(default_factory=random.Random)
-    ahead: Ahead = field(init=False)
+    ahead: Prefetcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ahead = Ahead(self.reader, self.scratch, self.evaluator)
+        self.ahead = Prefetcher(self.reader, self.scratch, self.evaluator)
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
         """Say which final tensors there will be, before the first is asked for."""
@@ -108,7 +108,7 @@ class Assembly:
             return f"a source of {smallest} bytes is below min_tensor_bytes"
         return reason_to_keep_private(view) or self.supply.reason(each.name)
 
-    def make(self, each: DeferredParameter) -> Made:
+    def make(self, each: DeferredParameter) -> ScratchTensor:
         """Compute a final tensor into borrowed memory; afterwards its digests are known."""
         view = _view(each)
         block = self.ahead.take(each)
@@ -116,21 +116,21 @@ class Assembly:
             block = self.scratch.take(view.storage.nbytes)
             self.evaluator.fill(view, block[: view.storage.nbytes])
         self.ahead.begin(self._must_be_read)
-        return Made(block, as_view(block[: view.storage.nbytes], view))
+        return ScratchTensor(block, as_view(block[: view.storage.nbytes], view))
 
     def _must_be_read(self, each: DeferredParameter) -> bool:
         if each.installed or not each.sources or self.reason(each) is not None:
             return False
         return all(source.digest is None for source in each.sources)
 
-    def give_back(self, made: Made | None) -> None:
+    def give_back(self, made: ScratchTensor | None) -> None:
         """Return borrowed memory."""
         if made is not None and made.escaped:
             self.scratch.forget(made.block)
         elif made is not None:
             self.scratch.give_back(made.block)
 
-    def content_digest(self, each: DeferredParameter, made: Made) -> str:
+    def content_digest(self, each: DeferredParameter, made: ScratchTensor) -> str:
         """The digest of the final bytes; not computed again where it is the source's."""
         source = whole_source(_view(each))
         if source is not None and source.digest is not None:
@@ -148,14 +148,16 @@ class Assembly:
         view = _view(each)
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:
             return source.digest
-        return content_name(view, tensor_bytes(tensor), self.reader.digest, trusted=trusted)
+        return composite_digest(view, tensor_bytes(tensor), self.reader.digest, trusted=trusted)
 
-    def share(self, parameters: Sequence[DeferredParameter], made: Made | None = None) -> None:
+    def share(
+        self, parameters: Sequence[DeferredParameter], made: ScratchTensor | None = None
+    ) -> None:
         """Put these parameters into the model, shared where somebody has equal bytes.
 
         `made` may bring the content of the only parameter of the call; it is not given back.
         """
-        small: list[tuple[DeferredParameter, Made, str]] = []
+        small: list[tuple[DeferredParameter, ScratchTensor, str]] = []
         for each in parameters:
             if each.installed:
                 continue
@@ -175,7 +177,9 @@ class Assembly:
                 small = []
         self._publish(small, borrowed=True)
 
-    def _share_one(self, each: DeferredParameter, made: Made | None) -> tuple[Made, str] | None:
+    def _share_one(
+        self, each: DeferredParameter, made: ScratchTensor | None
+    ) -> tuple[ScratchTensor, str] | None:
         """Install a resident with these bytes; or return the bytes and their digest on a miss."""
         if made is None and self.known(each):
             resident = self._resident_of(each)
@@ -212,8 +216,8 @@ class Assembly:
         self.give_back(made)
 
     def _share_by_content(
-        self, each: DeferredParameter, made: Made | None
-    ) -> tuple[Made, str] | None:
+        self, each: DeferredParameter, made: ScratchTensor | None
+    ) -> tuple[ScratchTensor, str] | None:
         if made is None and (source := self._poured(each)) is not None:
             self._pour(each, source)
             return None
@@ -252,28 +256,31 @@ class Assembly:
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         geometry = ResidentKey(dtype_name(parameter.dtype), shape, stride, "")
         try:
-            resident = pour(geometry, each.nbytes, partial(self.reader.pour, source))
+            resident = read_into_slab(geometry, each.nbytes, partial(self.reader.pour, source))
         except SharedMemoryError as error:
             self.keep_private(each, str(error))
             return
         self.ahead.begin(self._must_be_read)
         first = registry.publish(resident)
         if first is not resident and not self.agrees(first, tensor := resident.map()):
-            self.keep_private(each, COLLISION, Made(tensor, tensor))
+            self.keep_private(each, COLLISION, ScratchTensor(tensor, tensor))
             return
         self._install(each, first, made=first is resident)
         registry.publish_record(self._recipe_key(each), first)
 
-    def _give_back_own(self, here: Made, lent: Made | None) -> None:
+    def _give_back_own(self, here: ScratchTensor, lent: ScratchTensor | None) -> None:
         if here is not lent:
             self.give_back(here)
 
     def _publish(
-        self, missed: Sequence[tuple[DeferredParameter, Made, str]], *, borrowed: bool
+        self, missed: Sequence[tuple[DeferredParameter, ScratchTensor, str]], *, borrowed: bool
     ) -> None:
         if not missed:
             return
-        wanted = [Wanted(self._recipe_key(each), made.tensor, name) for each, made, name in missed]
+        wanted = [
+            ResidentRequest(self._recipe_key(each), made.tensor, name)
+            for each, made, name in missed
+        ]
         try:
             residents = self.supply.make(wanted)
         except SharedMemoryError as error:
@@ -290,7 +297,11 @@ class Assembly:
                 self.give_back(made)
 
     def _publish_nothing(
-        self, missed: Sequence[tuple[DeferredParameter, Made, str]], reason: str, *, borrowed: bool
+        self,
+        missed: Sequence[tuple[DeferredParameter, ScratchTensor, str]],
+        reason: str,
+        *,
+        borrowed: bool,
     ) -> None:
         """No shared memory, descriptor or mapping to be had: the model loads all the same."""
         for each, made, _ in missed:
@@ -331,7 +342,9 @@ class Assembly:
         if each.view is not None:
             self.evaluator.release(each.view)
 
-    def keep_private(self, each: DeferredParameter, reason: str, made: Made | None = None) -> None:
+    def keep_private(
+        self, each: DeferredParameter, reason: str, made: ScratchTensor | None = None
+    ) -> None:
         """Give the parameter memory of its own, with the content plain loading would give it."""
         view = _view(each)
         key = id(view.storage)

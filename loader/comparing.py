@@ -14,7 +14,7 @@ from tensor_dedup.loader.residents import tensor_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tensor_dedup.loader.address_space import AddressSpace
+    from tensor_dedup.loader.address_space import ProcessMappings
     from tensor_dedup.loader.residents import Resident
 
 COLLISION = "another tensor has the same digest"
@@ -42,7 +42,7 @@ def is_forgeable(digest: str) -> bool:
 
 
 def require_as_hashed(
-    made: Iterable[tuple[torch.Tensor, Resident]], memory: AddressSpace, algorithm: str
+    made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
     """Are copies out of mapped files the bytes that were hashed there before? ChangedFileError.
 

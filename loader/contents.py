@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tensor_dedup.loader.comparing import COLLISION
-from tensor_dedup.loader.lender import Wanted
+from tensor_dedup.loader.lender import ResidentRequest
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.residents import key_anywhere
 
 if TYPE_CHECKING:
     import torch
 
-    from tensor_dedup.loader.assembly import Assembly
+    from tensor_dedup.loader.assembly import LoadSession
     from tensor_dedup.loader.supply import AnyResident
 
 Named = tuple[str, "torch.Tensor"]
@@ -34,7 +34,7 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
     return [*large, *(group for group in (middling, small) if group)]
 
 
-def residents_for(assembly: Assembly, finals: Sequence[Named]) -> list[Found]:
+def share_by_content(assembly: LoadSession, finals: Sequence[Named]) -> list[Found]:
     """The residents with the bytes of these sharable tensors; was each made for it just now?
 
     Those that are made share a slab. None, with the reason in the ledger under the tensor's name,
@@ -43,7 +43,7 @@ def residents_for(assembly: Assembly, finals: Sequence[Named]) -> list[Found]:
     wanted = []
     for _, tensor in finals:
         content = assembly.digest_of(tensor)
-        wanted.append(Wanted(f"content:{key_anywhere(tensor, content)}", tensor, content))
+        wanted.append(ResidentRequest(f"content:{key_anywhere(tensor, content)}", tensor, content))
     found: dict[int, Found] = {}
     for number, each in enumerate(wanted):
         resident = assembly.supply.by_content(key_anywhere(each.tensor, each.digest))
@@ -61,7 +61,7 @@ def residents_for(assembly: Assembly, finals: Sequence[Named]) -> list[Found]:
     return [_checked(assembly, finals[number], found[number]) for number in range(len(finals))]
 
 
-def _checked(assembly: Assembly, final: Named, found: Found) -> Found:
+def _checked(assembly: LoadSession, final: Named, found: Found) -> Found:
     (name, tensor), (resident, made) = final, found
     if resident is None:
         return found

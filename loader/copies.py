@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from tensor_dedup.loader.comparing import is_forgeable, same_bytes
 from tensor_dedup.loader.guarding import map_shared
-from tensor_dedup.loader.placing import replace
+from tensor_dedup.loader.placing import set_param_data
 from tensor_dedup.loader.registry import registry
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _first_names: Final[WeakKeyDictionary[Resident, str]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
-class Share:
+class ReplicaShare:
     """A parameter that is a mapping now. `made`: for it; `before`: resident before the load."""
 
     parameter: nn.Parameter
@@ -47,7 +47,7 @@ def came_up(resident: Resident, name: str) -> None:
     _first_names[resident] = name
 
 
-class Copies:
+class ReplicaAssigner:
     """The copies that one model has taken. One thread."""
 
     def __init__(self) -> None:
@@ -79,9 +79,11 @@ class Copies:
         used.add(copy)
         return copy
 
-    def order(self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, Share]) -> None:
+    def order(
+        self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, ReplicaShare]
+    ) -> None:
         """Names of equal bytes get copies by name, then in order, however loading ordered them."""
-        twins: dict[ResidentKey, list[tuple[str, Share]]] = defaultdict(list)
+        twins: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:
             share = shares.get(id(parameter))
             if share is not None and len(self._used[share.resident.key]) > 1:
@@ -91,13 +93,13 @@ class Copies:
                 _deal(group)
 
 
-def _equal(group: Sequence[tuple[str, Share]]) -> bool:
+def _equal(group: Sequence[tuple[str, ReplicaShare]]) -> bool:
     """Each was compared with its own tensor, and not with the others."""
     first, *rest = (share.resident.map(writable=False) for _, share in group)
     return all(same_bytes(first, each) for each in rest)
 
 
-def _deal(group: Sequence[tuple[str, Share]]) -> None:
+def _deal(group: Sequence[tuple[str, ReplicaShare]]) -> None:
     held = sorted((share for _, share in group), key=lambda share: share.copy)
     cards = [(s.resident, s.copy, s.made, s.before) for s in held]
     rest = []
@@ -112,7 +114,7 @@ def _deal(group: Sequence[tuple[str, Share]]) -> None:
         _give(share, card)
 
 
-def _give(share: Share, card: tuple[Resident, int, bool, bool]) -> None:
+def _give(share: ReplicaShare, card: tuple[Resident, int, bool, bool]) -> None:
     if share.resident is not card[0]:
-        replace(share.parameter, map_shared(card[0]))
+        set_param_data(share.parameter, map_shared(card[0]))
         share.resident, share.copy, share.made, share.before = card

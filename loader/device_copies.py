@@ -19,7 +19,7 @@ from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.weak_storage import WeakStorage, number_of
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.known import Known
+    from tensor_dedup.loader.known import ReplicaKey
     from tensor_dedup.types import ResidentKey
 
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class DeviceCopy:
     """A tensor that is all of a storage of a device. It does not keep the storage alive."""
 
-    known: Known
+    known: ReplicaKey
     device: torch.device
     reference: WeakStorage
 
@@ -45,7 +45,7 @@ class DeviceCopies:
     """All of them, by key, copy and device, and by storage. Safe from any thread and after fork."""
 
     def __init__(self) -> None:
-        self._by_key: dict[tuple[Known, torch.device], DeviceCopy] = {}
+        self._by_key: dict[tuple[ReplicaKey, torch.device], DeviceCopy] = {}
         self._by_storage: dict[int, DeviceCopy] = {}
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)
@@ -54,12 +54,12 @@ class DeviceCopies:
         # A thread that does not exist in the child may have held it.
         self._lock = threading.Lock()
 
-    def lookup(self, known: Known, device: torch.device) -> torch.Tensor | None:
+    def lookup(self, known: ReplicaKey, device: torch.device) -> torch.Tensor | None:
         """The tensor with that key and copy on a device, held by the caller from now on."""
         found = self._by_key.get((known, device))
         return None if found is None else found.tensor()
 
-    def publish(self, known: Known, tensor: torch.Tensor) -> bool:
+    def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
         """Enter a tensor under a key, which the caller answers for. False: it cannot be entered.
 
         It must be all of its storage and have the key's geometry.

@@ -21,7 +21,7 @@ def remember(whole: nn.Module) -> None:
             _wholes[part] = ref(whole)
 
 
-def whole_of(part: nn.Module) -> nn.Module:
+def root_module(part: nn.Module) -> nn.Module:
     """The model that a module was last seen in; the module itself when in none that lives."""
     known = _whole(part)
     return part if known is None else known

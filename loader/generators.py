@@ -10,7 +10,7 @@ import torch
 
 
 @contextmanager
-def numbers_taken_back() -> Iterator[None]:
+def rng_restored_on_failure() -> Iterator[None]:
     """When the block fails, torch draws next what it would have drawn without it.
 
     On the CPU and on all GPUs of this process, if it has begun to use any.

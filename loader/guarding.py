@@ -21,7 +21,7 @@ from tensor_dedup.loader.cuda.devices import DEVICES, with_room
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.mappings import MAPPINGS
 from tensor_dedup.loader.memory import OutOfMemoryError
-from tensor_dedup.loader.placing import data_of, replace
+from tensor_dedup.loader.placing import param_data, set_param_data
 from tensor_dedup.loader.weak_storage import WeakStorage, number_of
 from tensor_dedup.memory_manager.errors import BackendError
 
@@ -42,11 +42,11 @@ def map_shared(resident: Resident) -> torch.Tensor:
     return resident.map(writable=not read_only())
 
 
-def is_guarded(tensor: torch.Tensor) -> bool:
+def needs_private_copy(tensor: torch.Tensor) -> bool:
     """Would a write to this tensor be seen by others, or stop the process?"""
     if tensor.layout is not torch.strided or not tensor.nbytes:
         return False
-    data = data_of(tensor)
+    data = param_data(tensor)
     if DEVICES.holds(data):
         return True
     if data.device.type == "cpu":
@@ -60,9 +60,9 @@ def make_private(tensors: Iterable[torch.Tensor]) -> int:
     Objects, values and geometry stay, and so does what several of them have in common; on the CPU
     addresses too. Nobody may use them meanwhile in another thread.
     """
-    own = Own()
+    own = PrivateCopies()
     for tensor in tensors:
-        if is_guarded(tensor):
+        if needs_private_copy(tensor):
             own.give(tensor)
     return own.nbytes
 
@@ -70,7 +70,7 @@ def make_private(tensors: Iterable[torch.Tensor]) -> int:
 def make_private_in_place(tensor: torch.Tensor) -> int:
     """Make a whole mapping of a GPU's shared memory this model's own, where it is; bytes copied.
 
-    0 when the tensor is in none, or it cannot be replaced there: `Own` does what this does not.
+    0 when the tensor is in none, or it cannot be replaced there: `PrivateCopies` does what this does not.
     Waits for all work of the GPU.
     """
     try:
@@ -91,7 +91,7 @@ def require_private_in_place(tensors: Sequence[torch.Tensor]) -> int:
         for each in tensors:
             done += _replaced_in_place(each)
     except (BackendError, UnsupportedError) as error:
-        missing = sum({_end(t): t.nbytes for t in tensors if DEVICES.holds(data_of(t))}.values())
+        missing = sum({_end(t): t.nbytes for t in tensors if DEVICES.holds(param_data(t))}.values())
         raise OutOfMemoryError(
             f"weights that are shared on a GPU cannot be written, and {missing} bytes of them not "
             f"be copied where they are: {error.message}. Nothing was written and nothing moved; "
@@ -103,12 +103,12 @@ def require_private_in_place(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    return data_of(tensor).data_ptr() + tensor.nbytes
+    return param_data(tensor).data_ptr() + tensor.nbytes
 
 
 def _replaced_in_place(tensor: torch.Tensor) -> int:
     """Raise BackendError, UnsupportedError: it is as it was."""
-    data = data_of(tensor)
+    data = param_data(tensor)
     if not DEVICES.holds(data):
         return 0
     found = (gpu.mapping_behind(data) for gpu in DEVICES.opened())
@@ -119,7 +119,7 @@ def _replaced_in_place(tensor: torch.Tensor) -> int:
     return mapping.nbytes
 
 
-class Own:
+class PrivateCopies:
     """Copies of the storages that some tensors are in, one of each. One thread.
 
     On the CPU each lies where the mapping lay, so that nothing that knows the address is misled.
@@ -132,13 +132,15 @@ class Own:
 
     def give(self, tensor: torch.Tensor) -> None:
         """Make it the same part of the copy of its storage; its object stays."""
-        data = data_of(tensor)
+        data = param_data(tensor)
         if data.device.type == "cpu" and not DEVICES.holds(data):
             self.nbytes += memory.make_private(data.data_ptr(), data.nbytes)
             return
         empty = torch.empty(0, dtype=data.dtype, device=data.device)
         storage = self._copy(data.untyped_storage())
-        replace(tensor, empty.set_(storage, data.storage_offset(), data.shape, data.stride()))
+        set_param_data(
+            tensor, empty.set_(storage, data.storage_offset(), data.shape, data.stride())
+        )
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         found = self._copies.get(number_of(storage))

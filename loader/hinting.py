@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensor_dedup.loader.hints import FileIdentity, HintIndex
-from tensor_dedup.store.files import Status
+from tensor_dedup.store.files import FileStatus
 
 _ALGORITHM = "blake3"  # the store knows no other
 
@@ -20,7 +20,7 @@ class StoreHints:
     index: HintIndex = field(default_factory=HintIndex)
 
     def imported(
-        self, fd: int, before: Status, began_ns: int, digests: Mapping[tuple[int, int], str]
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
         """Enter what was hashed; the index refuses what cannot be relied on later."""
         identity = FileIdentity(

@@ -18,7 +18,7 @@ _LOSSLESS: Final = frozenset(
 )
 
 
-class Known(NamedTuple):
+class ReplicaKey(NamedTuple):
     """What a tensor is: a resident's key, and the number of the copy."""
 
     key: ResidentKey

@@ -25,7 +25,7 @@ class FinalTensor:
         return self.nbytes > 0 and self.shared_bytes == self.nbytes
 
 
-class Ledger:
+class LoadLedger:
     """What one load did, tensor by tensor. One thread."""
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class LentResident(Resident):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResidentRequest:
     """A tensor to be resident: under this key, with these bytes, which have this digest."""
 
     key: str
@@ -75,7 +75,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Lender:
+class ManagerResidents:
     """One load's use of a manager. One thread; the client may serve several."""
 
     client: Client
@@ -104,7 +104,7 @@ class Lender:
             return None
         return None if lease is None else LentResident(key, lease)
 
-    def put(self, wanted: Sequence[Wanted]) -> list[tuple[Resident, bool] | None]:
+    def put(self, wanted: Sequence[ResidentRequest]) -> list[tuple[Resident, bool] | None]:
         """A resident for each, and whether it was written here; None: keep that one private.
 
         While another process builds one of them, this waits for it and uses what it made.
@@ -126,7 +126,7 @@ class Lender:
         return [found.get(_manager_key(each.key)) for each in wanted]
 
     def _build(
-        self, wanted: dict[str, Wanted], deadline: float
+        self, wanted: dict[str, ResidentRequest], deadline: float
     ) -> dict[str, tuple[Resident, bool]]:
         """Build what is granted, then wait for what others build: never the other way round."""
         reservation = self.client.reserve(list(wanted), self.checkpoint)
@@ -149,7 +149,9 @@ class Lender:
                 found[key] = lent, False
         return found
 
-    def _fill(self, put: Put, granted: dict[str, Wanted]) -> dict[str, tuple[Resident, bool]]:
+    def _fill(
+        self, put: Put, granted: dict[str, ResidentRequest]
+    ) -> dict[str, tuple[Resident, bool]]:
         """Lease what is resident already; write the rest into one slab and seal it."""
         leases = self.client.lease([each.digest for each in granted.values()], self.checkpoint)
         made: dict[str, Lease | None] = dict(zip(granted, leases, strict=True))
@@ -169,7 +171,7 @@ class Lender:
                 found[key] = self._resident(granted[key], lease), True
         return found
 
-    def _resident(self, wanted: Wanted, lease: Lease) -> Resident:
+    def _resident(self, wanted: ResidentRequest, lease: Lease) -> Resident:
         return LentResident(resident_key(wanted.tensor, wanted.digest), lease)
 
     def _found(self, key: str, wanted: ResidentKey) -> Resident | None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Made:
+class ScratchTensor:
     """A final tensor computed into borrowed memory: valid until the block is given back.
 
     `escaped`: somebody keeps using the memory, so it is never lent again.

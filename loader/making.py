@@ -12,9 +12,9 @@ from weakref import WeakSet
 
 from tensor_dedup.loader.comparing import require_as_hashed
 from tensor_dedup.loader.dtypes import dtype_name
-from tensor_dedup.loader.lender import Wanted
+from tensor_dedup.loader.lender import ResidentRequest
 from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.pouring import Bytes, Pouring
+from tensor_dedup.loader.pouring import SlabFill, SourceBytes
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack, resident_key
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tensor_dedup.config import TensorDedupConfig
-    from tensor_dedup.loader.address_space import AddressSpace
-    from tensor_dedup.loader.origins import Origins, Place
-    from tensor_dedup.loader.supply import Supply
+    from tensor_dedup.loader.address_space import ProcessMappings
+    from tensor_dedup.loader.origins import FileRange, MappedFiles
+    from tensor_dedup.loader.supply import HostProvider
 
 _Geometry: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
@@ -37,7 +37,7 @@ def _resident_geometries() -> set[_Geometry]:
 
 
 @dataclass(slots=True)
-class Terms:
+class DedupContext:
     """What the adoptions of one load have in common. One thread.
 
     `origins`: None where hints are no help, as after a cast. `remembered` and `unknown` count
@@ -45,8 +45,8 @@ class Terms:
     """
 
     config: TensorDedupConfig
-    supply: Supply
-    origins: Origins | None = None
+    supply: HostProvider
+    origins: MappedFiles | None = None
     own: WeakSet[Resident] = field(default_factory=WeakSet)
     before: set[_Geometry] = field(default_factory=_resident_geometries)
     bytes_hashed: int = 0
@@ -59,40 +59,42 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DedupCandidate:
     """A parameter to share, and what it holds; `place`: the file range that this is."""
 
     name: str
     parameter: nn.Parameter
     data: torch.Tensor
-    place: Place | None
+    place: FileRange | None
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingResident:
     """A parameter whose bytes are nowhere resident; it will be this copy of its key.
 
     `number`: which one of its batch it is.
     """
 
-    candidate: Candidate
+    candidate: DedupCandidate
     copy: int
     digest: str
     number: int
 
 
-class Batch:
+class HashBatch:
     """Some parameters that are hashed together, and of which some become residents. One thread.
 
     What nobody can have, by its type and shape, is copied while it is hashed. Its pool's threads
     read files between `begin` and `digests`, or `abandon`.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], terms: Terms, memory: AddressSpace) -> None:
+    def __init__(
+        self, candidates: Sequence[DedupCandidate], terms: DedupContext, memory: ProcessMappings
+    ) -> None:
         self.candidates = candidates
         self._terms, self._memory = terms, memory
-        self._sources = [Bytes(each.data, each.place) for each in candidates]
-        self._pouring: Pouring | None = None
+        self._sources = [SourceBytes(each.data, each.place) for each in candidates]
+        self._pouring: SlabFill | None = None
         self._poured: set[int] = set()
         self._begun: dict[int, Future[str]] = {}
 
@@ -140,7 +142,7 @@ class Batch:
         if not wanted:
             return
         try:
-            pouring = Pouring(self._sources, wanted)
+            pouring = SlabFill(self._sources, wanted)
             pouring.begin(self._begun)
         except SharedMemoryError:
             self.abandon()
@@ -159,7 +161,7 @@ class Batch:
         geometry = dtype_name(data.dtype), tuple(data.shape), tuple(data.stride())
         return geometry not in terms.before
 
-    def make(self, missing: Sequence[Missing]) -> list[tuple[Resident, bool]]:
+    def make(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         """A resident for each, and whether it was made just now. SharedMemoryError."""
         if self._pouring is None:
             return self._make(missing)
@@ -171,13 +173,16 @@ class Batch:
         )
         return [self._publish(made[each.number], each.copy) for each in missing]
 
-    def _make(self, missing: Sequence[Missing]) -> list[tuple[Resident, bool]]:
+    def _make(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         firsts = [each for each in missing if each.copy == 0]
         # Further copies are this process's own: a manager has one of each content.
         twins = [each for each in missing if each.copy > 0]
         wanted = [(resident_key(m.candidate.data, m.digest), m) for m in firsts]
         made = self._terms.supply.make(
-            [Wanted(f"content:{key}", each.candidate.data, each.digest) for key, each in wanted],
+            [
+                ResidentRequest(f"content:{key}", each.candidate.data, each.digest)
+                for key, each in wanted
+            ],
             self._check_copied,
         )
         items = [(each.candidate.data, each.digest) for each in twins]

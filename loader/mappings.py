@@ -17,7 +17,7 @@ _FLAGS_SHIFT: Final = 61
 _COPIED: Final = frozenset({0b100, 0b010, 0b110})
 
 
-class Span(NamedTuple):
+class MappingSpan(NamedTuple):
     """One mapping: its length, and the slab and offset its first byte comes from."""
 
     length: int
@@ -35,11 +35,11 @@ class MappingTable:
     """
 
     def __init__(self) -> None:
-        self._spans: dict[int, Span] = {}
+        self._spans: dict[int, MappingSpan] = {}
         self._change = object()
         self._sorted: tuple[object, list[int]] = (self._change, [])
 
-    def add(self, address: int, span: Span) -> None:
+    def add(self, address: int, span: MappingSpan) -> None:
         """Remember a mapping."""
         self._spans[address] = span
         self._change = object()
@@ -57,7 +57,7 @@ class MappingTable:
         start, span = found
         return span.slab, span.offset + address - start
 
-    def around(self, address: int, nbytes: int) -> tuple[int, Span] | None:
+    def around(self, address: int, nbytes: int) -> tuple[int, MappingSpan] | None:
         """The mapping that holds all of a range of memory: where it starts, and what it is."""
         start, span = self._last_before(address)
         if span is None or address + nbytes > start + span.length:
@@ -69,7 +69,7 @@ class MappingTable:
         start, span = self._last_before(address)
         return span is not None and address < start + span.length and not span.writable
 
-    def _last_before(self, address: int) -> tuple[int, Span | None]:
+    def _last_before(self, address: int) -> tuple[int, MappingSpan | None]:
         """The last mapping that starts at this address or before."""
         change = self._change
         if self._sorted[0] is not change:

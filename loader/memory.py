@@ -27,7 +27,7 @@ from typing import Final, Protocol
 
 from tensor_dedup import libc
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.loader.mappings import MAPPINGS, Span
+from tensor_dedup.loader.mappings import MAPPINGS, MappingSpan
 
 PAGE: Final = mmap.PAGESIZE
 ALIGNMENT: Final = 64  # a cache line, and the widest vector load
@@ -165,7 +165,7 @@ def _unmap_in(pid: int, address: int, nbytes: int) -> None:
         libc.munmap(address, nbytes)
 
 
-class Descriptor:
+class OwnedFd:
     """A file descriptor with one owner: closed when the last reference to this is dropped."""
 
     def __init__(self, fd: int) -> None:
@@ -176,7 +176,7 @@ class Descriptor:
 _serials = itertools.count(1)
 
 
-class HasDescriptor(Protocol):
+class HasFd(Protocol):
     """An open descriptor of somebody's, for as long as this lives."""
 
     @property
@@ -191,7 +191,7 @@ class Slab:
     to it. `serial` is unique in the process and what a forked child inherits.
     """
 
-    def __init__(self, descriptor: HasDescriptor, nbytes: int) -> None:
+    def __init__(self, descriptor: HasFd, nbytes: int) -> None:
         self._descriptor = descriptor
         self.nbytes: Final = nbytes
         self.serial: Final = next(_serials)
@@ -224,7 +224,7 @@ class Slab:
         address = _map(self.fileno, offset - inside, length, protection, flags)
         with ExitStack() as undo:
             undo.callback(_unmap, address, length)
-            MAPPINGS.add(address, Span(length, self.serial, offset - inside, writable))
+            MAPPINGS.add(address, MappingSpan(length, self.serial, offset - inside, writable))
             array = bytes_at(address + inside, nbytes, (self, owner))
             weakref.finalize(array, _unmap, address, length).atexit = False
             undo.pop_all()
@@ -252,9 +252,9 @@ class SlabWriter:
         self._end = 0
         self._region: _WritableRegion | None = None
         self._views: list[weakref.ref[ByteArray]] = []
-        self._descriptor: Descriptor | None = _memory_file(self._capacity)
+        self._descriptor: OwnedFd | None = _memory_file(self._capacity)
 
-    def _open(self) -> Descriptor:
+    def _open(self) -> OwnedFd:
         if self._descriptor is None:
             raise SlabUsageError("this slab is sealed; begin another one")
         return self._descriptor
@@ -357,12 +357,12 @@ class SlabWriter:
         return Slab(descriptor, nbytes)
 
 
-def _memory_file(nbytes: int) -> Descriptor:
+def _memory_file(nbytes: int) -> OwnedFd:
     try:
         fd = os.memfd_create(SLAB_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise _refused("memfd_create", nbytes, error.errno or 0) from error
-    descriptor = Descriptor(fd)
+    descriptor = OwnedFd(fd)
     try:
         os.ftruncate(fd, nbytes)
     except OSError as error:

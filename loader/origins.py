@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from tensor_dedup.errors import ChangedFileError, UnreadableFileError
 from tensor_dedup.loader.hints import QUIET_NS, FileIdentity, HintIndex
 from tensor_dedup.loader.mappings import is_as_mapped
-from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.placing import param_data
 from tensor_dedup.loader.sources import StaleHintError
 
 if TYPE_CHECKING:
     import torch
 
-    from tensor_dedup.loader.address_space import AddressSpace, Mapped
+    from tensor_dedup.loader.address_space import FileMapping, ProcessMappings
 
 # How much of a file the kernel is asked to read beyond what is hashed now.
 _AHEAD_BYTES: Final = 64 << 20
@@ -53,7 +53,7 @@ class _File:
         return self.began_ns - max(self.identity.mtime_ns, self.identity.ctime_ns) >= QUIET_NS
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Where a tensor's bytes are: in which file, from where on, how many."""
 
     file: _File
@@ -92,7 +92,7 @@ class Place(NamedTuple):
             ) from error
 
 
-class Origins:
+class MappedFiles:
     """The files one load meets in memory. Owns a descriptor of each until `close`. One thread."""
 
     def __init__(self, algorithm: str, *, trust: bool) -> None:
@@ -102,24 +102,28 @@ class Origins:
         self._hints = HintIndex()
         self._files: dict[tuple[str, int], _File | None] = {}
 
-    def place(self, tensor: torch.Tensor, memory: AddressSpace) -> Place | None:
+    def place(self, tensor: torch.Tensor, memory: ProcessMappings) -> FileRange | None:
         """The file range that a gap-free tensor is; None when it is memory."""
         mapped = memory.file(tensor)
         if mapped is None:
             return None
-        address, nbytes = data_of(tensor).data_ptr(), tensor.nbytes
+        address, nbytes = param_data(tensor).data_ptr(), tensor.nbytes
         if address + nbytes > mapped.end or not is_as_mapped(address, nbytes):
             return None
         file = self._file(mapped)
-        return None if file is None else Place(file, mapped.offset + address - mapped.start, nbytes)
+        return (
+            None
+            if file is None
+            else FileRange(file, mapped.offset + address - mapped.start, nbytes)
+        )
 
-    def _file(self, mapped: Mapped) -> _File | None:
+    def _file(self, mapped: FileMapping) -> _File | None:
         which = mapped.device, mapped.inode
         if which not in self._files:
             self._files[which] = self._open(mapped)
         return self._files[which]
 
-    def _open(self, mapped: Mapped) -> _File | None:
+    def _open(self, mapped: FileMapping) -> _File | None:
         """The mapped file itself; None where its path leads to another one by now, or nowhere."""
         try:
             fd = os.open(mapped.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -133,7 +137,7 @@ class Origins:
         known = self._hints.lookup(fd, self._algorithm) if self._trust else {}
         return _File(fd, mapped.path, identity, time.time_ns(), known)
 
-    def expect(self, places: Iterable[Place]) -> None:
+    def expect(self, places: Iterable[FileRange]) -> None:
         """Have the kernel begin to read what is hashed next, and what lies behind it.
 
         A page fault reads a few pages, and its thread waits for them: a cold file comes in pieces
@@ -147,7 +151,7 @@ class Origins:
                 for at in range(start, place.file.asked, _ASK_BYTES):
                     os.posix_fadvise(place.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def learn(self, place: Place, digest: str) -> None:
+    def learn(self, place: FileRange, digest: str) -> None:
         """Enter what was hashed there. StaleHintError when a hint said otherwise."""
         remembered = place.remembered
         if remembered is None:

@@ -25,7 +25,7 @@ _CONTEXT = "tensor-dedup parts v1"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StorageRange:
     """Bytes `start` to `stop` of a storage; `source` when they are those of one source tensor."""
 
     start: int
@@ -33,10 +33,10 @@ class Part:
     source: SourceTensor | None
 
 
-def parts_of(view: View) -> list[Part]:
+def parts_of(view: View) -> list[StorageRange]:
     """The parts of a view that is the whole of its storage, in order, without gap or overlap."""
     storage, version = view.storage, view.version
-    whole = [Part(0, storage.nbytes, whole_source(view))]
+    whole = [StorageRange(0, storage.nbytes, whole_source(view))]
     writes = live_writes(storage, version)
     if len(writes) < 2 or needs_base(storage, version):
         return whole
@@ -46,12 +46,12 @@ def parts_of(view: View) -> list[Part]:
     return found if len(found) == len(parts) and tiled else whole
 
 
-def _part(write: Write) -> Part | None:
+def _part(write: Write) -> StorageRange | None:
     target = write.target
     if not write.overwrites or not target.is_contiguous():
         return None
     start = target.offset * target.dtype.itemsize
-    return Part(start, start + target.numel * target.dtype.itemsize, _copied_whole(write))
+    return StorageRange(start, start + target.numel * target.dtype.itemsize, _copied_whole(write))
 
 
 def _copied_whole(write: Write) -> SourceTensor | None:
@@ -63,7 +63,7 @@ def _copied_whole(write: Write) -> SourceTensor | None:
     return whole_source(value) if same else None
 
 
-def content_name(
+def composite_digest(
     view: View, data: memoryview, digest: Callable[[memoryview], str], *, trusted: bool = True
 ) -> str:
     """Name the bytes `data` of the whole of `view`: their digest when there is one part.

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 
 
-def data_of(parameter: torch.Tensor) -> torch.Tensor:
+def param_data(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's data as an ordinary tensor, whatever its class makes of operations."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.data
 
 
-def replace(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+def set_param_data(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give a parameter or buffer other memory; its object, class and attributes stay."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = tensor
@@ -24,7 +24,7 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     ranges = []
     for each in tensors:
         if each.device.type == "cpu" and each.layout is torch.strided and each.nbytes:
-            data = data_of(each)
+            data = param_data(each)
             ranges.append((data.data_ptr(), data.data_ptr() + data.nbytes, id(each)))
     found: set[int] = set()
     reach, holder = 0, 0

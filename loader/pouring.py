@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tensor_dedup.loader.origins import Place
+    from tensor_dedup.loader.origins import FileRange
 
 # Handing less to other threads takes longer than hashing it.
 _APART_FROM: Final = 128 << 10
 
 
-class Bytes:
+class SourceBytes:
     """The bytes of a tensor: where they lie now, and of which file they are."""
 
-    def __init__(self, tensor: torch.Tensor, place: Place | None) -> None:
+    def __init__(self, tensor: torch.Tensor, place: FileRange | None) -> None:
         self.tensor: Final = tensor
         self._place = place
 
@@ -65,13 +65,13 @@ class Bytes:
         return start, stream(nbytes, passing)
 
 
-class Pouring:
+class SlabFill:
     """One slab for the tensors of one batch. One thread; its pool's threads do the work.
 
     Of those that are poured and not wanted in the end the memory is given back.
     """
 
-    def __init__(self, sources: Sequence[Bytes], poured: Collection[int]) -> None:
+    def __init__(self, sources: Sequence[SourceBytes], poured: Collection[int]) -> None:
         """`poured`: the numbers of those that are copied at once. OutOfMemoryError."""
         self._sources = sources
         self._poured = sorted(poured)

@@ -20,7 +20,7 @@ from tensor_dedup.loader.coverage import Coverage
 from tensor_dedup.loader.sources import SourceTensor
 from tensor_dedup.loader.virtual import (
     Const,
-    Kind,
+    ExpressionKind,
     Reach,
     Target,
     View,
@@ -80,7 +80,7 @@ def whole_source(view: View) -> SourceTensor | None:
     if not view.is_whole():
         return None
     writes = live_writes(storage, view.version)
-    if storage.kind is Kind.SOURCE and not writes:
+    if storage.kind is ExpressionKind.SOURCE and not writes:
         return storage.source
     if len(writes) != 1 or writes[0].func is not COPY:
         return None
@@ -131,7 +131,7 @@ class RecipeBook:
         if storage.initial is not None:
             return ("initial", digest(storage.initial.numpy().data))
         operation = storage.operation
-        if storage.kind is Kind.EMPTY or operation is None:
+        if storage.kind is ExpressionKind.EMPTY or operation is None:
             return ("undefined",)
         call = self._call(operation)
         # Later views are in terms of the layout, which follows from the strides of constants too.
@@ -185,7 +185,7 @@ def reason_to_keep_private(view: View) -> str | None:
     for storage, version in _reach(view):
         if storage.private is not None:
             return storage.private
-        if storage.kind is Kind.EMPTY and needs_base(storage, version):
+        if storage.kind is ExpressionKind.EMPTY and needs_base(storage, version):
             return "part of it is never written"
     return None
 

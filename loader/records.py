@@ -25,7 +25,7 @@ _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SourceLocation:
     """Where a donor's source tensor was read: file, what the file was then, byte range.
 
     `reread` reads what lies in no file of its own.
@@ -38,7 +38,7 @@ class Origin:
     reread: Reread | None = None
 
     @classmethod
-    def of(cls, source: SourceTensor) -> Origin:
+    def of(cls, source: SourceTensor) -> SourceLocation:
         """The place of an open source tensor."""
         file, spec = source.file, source.spec
         return cls(file.path, file.identity, spec.start, spec.nbytes, file.reread(spec))
@@ -64,7 +64,7 @@ class LayerRecord:
     opaque_bytes: int = 0
     plain_name: str | None = None
     structure: str = ""  # the recipes with their sources numbered instead of named
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[SourceLocation, ...] = ()
     aliases: list[LayerRecord] = field(default_factory=list)
 
 
@@ -72,7 +72,9 @@ class OriginGoneError(TensorDedupError):
     """What a record was made from is not there to compare with, or not what it was."""
 
 
-def same_source_bytes(mine: Sequence[SourceTensor], donor: Sequence[Origin]) -> tuple[bool, int]:
+def same_source_bytes(
+    mine: Sequence[SourceTensor], donor: Sequence[SourceLocation]
+) -> tuple[bool, int]:
     """Compare sources byte by byte with those a record was made from; and the bytes read.
 
     OriginGoneError where the donor's file is gone or changed since.
@@ -88,7 +90,7 @@ def same_source_bytes(mine: Sequence[SourceTensor], donor: Sequence[Origin]) -> 
     return True, read
 
 
-def _same_range(source: SourceTensor, origin: Origin) -> tuple[bool, int]:
+def _same_range(source: SourceTensor, origin: SourceLocation) -> tuple[bool, int]:
     if source.spec.nbytes != origin.nbytes:
         return False, 0
     try:
@@ -98,7 +100,7 @@ def _same_range(source: SourceTensor, origin: Origin) -> tuple[bool, int]:
         raise OriginGoneError(f"{source.place}: nothing to compare with ({error})") from error
 
 
-def _by_path(origin: Origin) -> Reread:
+def _by_path(origin: SourceLocation) -> Reread:
     @contextmanager
     def opened() -> Iterator[Read]:
         fd = os.open(origin.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -112,7 +114,7 @@ def _by_path(origin: Origin) -> Reread:
     return opened
 
 
-def _check(fd: int, origin: Origin) -> None:
+def _check(fd: int, origin: SourceLocation) -> None:
     if FileIdentity.of(fd) != origin.identity:
         raise OriginGoneError(f"{origin.path} changed since it was loaded")
 

@@ -32,7 +32,7 @@ __all__ = [
     "SlabBuilder",
     "dense",
     "pack",
-    "pour",
+    "read_into_slab",
     "resident_key",
     "sharable",
     "shares_memory",
@@ -226,7 +226,7 @@ def pack(
     ]
 
 
-def pour(geometry: ResidentKey, nbytes: int, source: Callable[[Write], str]) -> Resident:
+def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write], str]) -> Resident:
     """A resident of bytes that are nowhere yet, in a slab of its own.
 
     `source(write)` calls `write(piece, offset)` for every piece, from any threads, and returns the

@@ -15,9 +15,9 @@ from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.hashing import digest_of
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.guarding import (
-    Own,
-    is_guarded,
+    PrivateCopies,
     make_private_in_place,
+    needs_private_copy,
     require_private_in_place,
 )
 from tensor_dedup.loader.known import is_of_bytes
@@ -28,7 +28,7 @@ from tensor_dedup.loader.whereabouts import is_mapped
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class ResidentCheck:
     """What `verify` found: residents and bytes hashed, keys whose bytes differ, and what cannot be
     hashed: packed copies, by layer key, and copies on devices that were cast there."""
 
@@ -54,7 +54,7 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify() -> Verification:
+def verify() -> ResidentCheck:
     """Hash every resident of this process again. Safe from any thread; takes as long as hashing.
 
     What is on GPUs is hashed there, or fetched for it like that on other devices, tensor by tensor:
@@ -71,7 +71,7 @@ def verify() -> Verification:
         hashed, nbytes = hashed + 1, nbytes + tensor.nbytes
         if not _hashes_to(tensor, name):
             mismatches.append(name)
-    return Verification(hashed, nbytes, tuple(mismatches), tuple(sorted(unknown)))
+    return ResidentCheck(hashed, nbytes, tuple(mismatches), tuple(sorted(unknown)))
 
 
 def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,12 +109,12 @@ def unshare(target: object) -> int:
     """
     engine = _engine_model(target)
     replaced = 0 if engine is None else leave_gpus(engine)
-    own = Own()
+    own = PrivateCopies()
     for module in _modules(target):
         _forget_records(module)
         for tensor in chain(module.parameters(), module.buffers()):
             replaced += make_private_in_place(tensor)
-            if is_guarded(tensor) or is_mapped(tensor):
+            if needs_private_copy(tensor) or is_mapped(tensor):
                 own.give(tensor)
     return own.nbytes + replaced
 
@@ -135,7 +135,7 @@ def let_go_of_written(model: nn.Module) -> int:
     it was made of, so memory nobody reads any more would stay as long as the model. On the CPU
     only. Nobody may write meanwhile. Raises OutOfMemoryError.
     """
-    own = Own()
+    own = PrivateCopies()
     for module in model.modules():
         for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             if is_mapped(tensor) and not is_as_mapped(tensor.data_ptr(), tensor.nbytes):

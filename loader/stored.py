@@ -48,7 +48,7 @@ def store_behind(config: TensorDedupConfig) -> Store | None:
         return None
 
 
-class Opening(Protocol):
+class OpenCheckpoint(Protocol):
     """How one load opens the files of its checkpoint. Closed after the last read."""
 
     @property
@@ -62,7 +62,7 @@ class Opening(Protocol):
         """Let go of everything that was opened besides the files."""
 
 
-class Shelf:
+class CheckpointFiles:
     """What one load takes from a store by digest. Opened at the first read. Any thread.
 
     A store that fails is a store that does not have it: said in the log, never raised.
@@ -114,11 +114,11 @@ class Shelf:
         self._open.clear()
 
 
-class BackedFile(SourceFile):
+class StoreBackedSource(SourceFile):
     """A checkpoint file whose tensors are read from a store where it has them."""
 
     def __init__(
-        self, path: Path, hints: HintIndex, algorithm: str, shelf: Shelf, *, trust: bool
+        self, path: Path, hints: HintIndex, algorithm: str, shelf: CheckpointFiles, *, trust: bool
     ) -> None:
         super().__init__(path, hints, algorithm, trust=trust)
         self._shelf = shelf
@@ -207,7 +207,7 @@ class FromDisk:
         self, hints: HintIndex, algorithm: str, *, trust: bool, store: Store | None = None
     ) -> None:
         self._hints, self._algorithm, self._trust = hints, algorithm, trust
-        self._shelf = Shelf(store) if store is not None else None
+        self._shelf = CheckpointFiles(store) if store is not None else None
 
     @property
     def bytes_from_store(self) -> int:
@@ -218,7 +218,7 @@ class FromDisk:
         """The file at a path. Errors: those of SourceFile."""
         if self._shelf is None:
             return SourceFile(path, self._hints, self._algorithm, trust=self._trust)
-        return BackedFile(path, self._hints, self._algorithm, self._shelf, trust=self._trust)
+        return StoreBackedSource(path, self._hints, self._algorithm, self._shelf, trust=self._trust)
 
     def close(self) -> None:
         """Let the store's containers go."""

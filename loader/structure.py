@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tensor_dedup.loader.recipe import RecipeBook
-from tensor_dedup.loader.records import Origin
+from tensor_dedup.loader.records import SourceLocation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.sources import SourceTensor
 
 
-def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[Origin, ...]]:
+def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
     """The recipes with sources numbered instead of named, and where the sources are."""
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}
     book = RecipeBook(lambda source: ("source", numbers[id(source)], source.spec.dtype))
     names = [book.digest(each.view) for each in parameters if each.view is not None]
-    return " ".join(names), tuple(Origin.of(source) for source in sources)
+    return " ".join(names), tuple(SourceLocation.of(source) for source in sources)
 
 
 def distinct_sources(parameters: Sequence[DeferredParameter]) -> list[SourceTensor]:

@@ -1,6 +1,6 @@
 """Where residents come from: this process, the memory manager, or made for the purpose.
 
-`Supply` has them in the machine's memory; `tensor_dedup.loader.cuda.supply` has them on a GPU.
+`HostProvider` has them in the machine's memory; `tensor_dedup.loader.cuda.supply` has them on a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from tensor_dedup.loader.lender import Lender, Wanted, client_of
+from tensor_dedup.loader.lender import ManagerResidents, ResidentRequest, client_of
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, pack
 from tensor_dedup.memory_manager.client.names import checkpoint_name
@@ -33,7 +33,7 @@ _log: Final = logging.getLogger(__name__)
 _OWN_SLAB_BYTES: Final = 64 << 10
 
 
-class Home(Protocol):
+class ResidentProvider(Protocol):
     """Where the final tensors of one vLLM load live. One thread.
 
     `own_slab_bytes`: from here on a tensor has a slab of its own; smaller ones are made together,
@@ -66,7 +66,7 @@ class Home(Protocol):
     def note(self, recipe: str, resident: AnyResident) -> None:
         """Remember what a recipe leads to, while the resident lives."""
 
-    def make(self, wanted: Sequence[Wanted]) -> Sequence[tuple[AnyResident, bool]]:
+    def make(self, wanted: Sequence[ResidentRequest]) -> Sequence[tuple[AnyResident, bool]]:
         """A resident for each, and whether it was made by this call. SharedMemoryError."""
 
     def map(self, resident: AnyResident) -> torch.Tensor:
@@ -83,14 +83,14 @@ class Home(Protocol):
 
 
 @dataclass(slots=True)
-class Supply:
+class HostProvider:
     """The residents of one load. One thread. `lender`: with a memory manager.
 
     `as_aligned`: what is made in this process is aligned as the tensor it is made of. `failed`: why
     there is no lender, where one was asked for.
     """
 
-    lender: Lender | None = None
+    lender: ManagerResidents | None = None
     as_aligned: bool = False
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
@@ -160,7 +160,7 @@ class Supply:
         return first
 
     def make(
-        self, wanted: Sequence[Wanted], check: Check | None = None
+        self, wanted: Sequence[ResidentRequest], check: Check | None = None
     ) -> list[tuple[Resident, bool]]:
         """A resident for each, and whether it was made just now, by this call.
 
@@ -185,19 +185,19 @@ class Supply:
         return made
 
 
-def supply_for(
+def host_provider_for(
     where: str | os.PathLike[str] | None, checkpoint: str, *, as_aligned: bool = False
-) -> Supply:
+) -> HostProvider:
     """Where a load of `checkpoint` finds residents: here, and in the manager at `where`.
 
     Without a manager, with a warning, only here. One connection a process and manager, made when
     first needed, again after a fork.
     """
     if where is None:
-        return Supply(as_aligned=as_aligned)
+        return HostProvider(as_aligned=as_aligned)
     try:
-        lender = Lender(client_of(os.fspath(where)), checkpoint_name(checkpoint))
+        lender = ManagerResidents(client_of(os.fspath(where)), checkpoint_name(checkpoint))
     except MemoryManagerError as error:
         _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
-        return Supply(as_aligned=as_aligned, failed=str(error))
-    return Supply(lender, as_aligned=as_aligned)
+        return HostProvider(as_aligned=as_aligned, failed=str(error))
+    return HostProvider(lender, as_aligned=as_aligned)

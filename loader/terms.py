@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 
 from torch import nn
 
-Named: TypeAlias = tuple[str, nn.Parameter]
+NamedParameter: TypeAlias = tuple[str, nn.Parameter]
 # Classes of parameters that are nothing but their bytes and plain attributes.
 _CLASSES: Final = frozenset(
     {"torch.nn.parameter.Parameter", "diffusers.quantizers.gguf.utils.GGUFParameter"}

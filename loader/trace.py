@@ -27,7 +27,7 @@ from tensor_dedup.loader.operations import (
 )
 from tensor_dedup.loader.virtual import (
     Const,
-    Kind,
+    ExpressionKind,
     Operation,
     Target,
     View,
@@ -82,13 +82,13 @@ class Tracer:
         """A deferred tensor for `source`, whose bytes are not read."""
         with torch._C._DisableTorchDispatch():  # our own meta tensor, made in the model's code
             meta = torch.empty(source.spec.shape, dtype=dtype, device="meta")
-        self._add(Kind.SOURCE, meta).source = source
+        self._add(ExpressionKind.SOURCE, meta).source = source
         return meta
 
     def parameter(self, initial: torch.Tensor) -> torch.Tensor:
         """A deferred flat byte tensor in place of `initial`, the bytes the constructor left."""
         meta = torch.empty(initial.numel(), dtype=torch.uint8, device="meta")
-        self._add(Kind.PARAMETER, meta).initial = initial
+        self._add(ExpressionKind.PARAMETER, meta).initial = initial
         return meta
 
     def find(self, tensor: torch.Tensor) -> VirtualStorage | None:
@@ -141,7 +141,7 @@ class Tracer:
             return kwargs
         return {**kwargs, "device": self._device}
 
-    def _add(self, kind: Kind, meta: torch.Tensor) -> VirtualStorage:
+    def _add(self, kind: ExpressionKind, meta: torch.Tensor) -> VirtualStorage:
         untyped = meta.untyped_storage()
         storage = VirtualStorage(kind, untyped.nbytes(), untyped)
         self._storages[untyped._cdata] = storage
@@ -291,7 +291,9 @@ class Tracer:
             private = f"{func} is not deterministic"
         for index, tensor in enumerate(_tensors(out)):
             if self.find(tensor) is None:
-                storage = self._add(Kind.EMPTY if kind is Op.EMPTY else Kind.NODE, tensor)
+                storage = self._add(
+                    ExpressionKind.EMPTY if kind is Op.EMPTY else ExpressionKind.NODE, tensor
+                )
                 layout = _plain_view(storage, tensor)
                 storage.operation = Operation(func, snapshots, named, index, layout)
                 storage.private = private

@@ -29,7 +29,7 @@ _EMPTY = {
 }
 
 
-class Untouched:
+class UninitialisedStorages:
     """The storages made by `torch.empty` and its kin while `watching`, and not written there.
 
     Holds none of them. One thread: what another one makes or writes is not seen.
@@ -72,7 +72,7 @@ def surely_unwritten(storage: VirtualStorage) -> int:
 class _Dispatch:
     """Apart from the mode, as the tracer's, which says why."""
 
-    _untouched: Untouched
+    _untouched: UninitialisedStorages
 
     def __torch_dispatch__(
         self,
@@ -92,6 +92,6 @@ class _Dispatch:
 
 
 class _Mode(_Dispatch, TorchDispatchMode):
-    def __init__(self, untouched: Untouched) -> None:
+    def __init__(self, untouched: UninitialisedStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._untouched = untouched

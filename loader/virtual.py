@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.sources import SourceTensor
 
 
-class Kind(enum.Enum):
+class ExpressionKind(enum.Enum):
     """Where the first content of a storage comes from."""
 
     SOURCE = "source"  # the tensor of a checkpoint, as it is in the file
@@ -122,7 +122,7 @@ class VirtualStorage:
     tensor would not do: the loading code may give it other data.
     """
 
-    kind: Kind
+    kind: ExpressionKind
     nbytes: int
     untyped: torch.UntypedStorage
     source: SourceTensor | None = None

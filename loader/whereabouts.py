@@ -9,9 +9,9 @@ import torch
 
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.device_copies import COPIES
-from tensor_dedup.loader.known import Known
+from tensor_dedup.loader.known import ReplicaKey
 from tensor_dedup.loader.mappings import MAPPINGS, is_as_mapped
-from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.placing import param_data
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.residents import Resident, resident_key, sharable
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def residents_behind(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[Known, Resident]]:
+def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaKey, Resident]]:
     """Those that are unwritten mappings of residents, by id, with what they are mappings of."""
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:
@@ -28,20 +28,20 @@ def residents_behind(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[Know
     found = {}
     for parameter, place in places:
         copy, resident = known.get(place, (0, None))
-        data = data_of(parameter)
+        data = param_data(parameter)
         if resident is None or not sharable(data) or not is_as_mapped(*_range(data)):
             continue
         if resident.key == resident_key(data, resident.key.digest):
-            found[id(parameter)] = Known(resident.key, copy), resident
+            found[id(parameter)] = ReplicaKey(resident.key, copy), resident
     return found
 
 
-def known_of(parameters: Iterable[nn.Parameter]) -> dict[int, Known]:
+def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
     """What each of them is, here or on another device, by id; without those that are private."""
     every = list(parameters)
-    found = {number: known for number, (known, _) in residents_behind(every).items()}
+    found = {number: known for number, (known, _) in residents_of(every).items()}
     for parameter in every:
-        data = data_of(parameter)
+        data = param_data(parameter)
         copy = COPIES.known(data)
         known = copy.known if copy is not None else DEVICES.known(data)
         if known is not None:
@@ -51,7 +51,7 @@ def known_of(parameters: Iterable[nn.Parameter]) -> dict[int, Known]:
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
     """Is it read-only memory that models share on a GPU?"""
-    return DEVICES.holds(data_of(tensor))
+    return DEVICES.holds(param_data(tensor))
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
@@ -67,7 +67,7 @@ def is_mapping_of(tensor: torch.Tensor, resident: Resident) -> bool:
 def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
         return None
-    return MAPPINGS.find(*_range(data_of(tensor)))
+    return MAPPINGS.find(*_range(param_data(tensor)))
 
 
 def _range(data: torch.Tensor) -> tuple[int, int]:

@@ -16,17 +16,17 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlabLayout:
     """How slabs of a kind of memory are cut, in bytes."""
 
     unit: int = PAGE  # of slabs
     alignment: int = ALIGNMENT  # of tensors
 
 
-MEMORY: Final = Layout()
+MEMORY: Final = SlabLayout()
 
 
-def offsets_of(sizes: Iterable[int], layout: Layout = MEMORY) -> tuple[tuple[int, ...], int]:
+def offsets_of(sizes: Iterable[int], layout: SlabLayout = MEMORY) -> tuple[tuple[int, ...], int]:
     """Offsets of tensors of these sizes, in this order, and the size of a slab that holds them."""
     offsets, end = [], 0
     for nbytes in sizes:

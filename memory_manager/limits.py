@@ -50,5 +50,5 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of all messages; the tag is the class's name."""
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class WirePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Base of what messages consist of: values in order, without names."""

@@ -20,22 +20,22 @@ from tensor_dedup.memory_manager.limits import (
     Message,
     Name,
     Number,
-    Part,
     Record,
     Seconds,
     Size,
+    WirePart,
 )
 from tensor_dedup.memory_manager.tables import Page, Totals
 
 
-class Piece(Part, frozen=True):
+class PutPiece(WirePart, frozen=True):
     """One tensor of a slab to be written. `digest`: what its bytes will be, "" when not known."""
 
     nbytes: Size
     digest: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{64})?\Z")] = ""
 
 
-class Span(Part, frozen=True):
+class DigestSpan(WirePart, frozen=True):
     """A tensor in a slab: `nbytes` from `offset` have this digest."""
 
     offset: Number
@@ -43,7 +43,7 @@ class Span(Part, frozen=True):
     digest: Digest
 
 
-class Extent(Part, frozen=True):
+class Extent(WirePart, frozen=True):
     """A leased tensor: bytes `offset` to `offset + nbytes` of the reply's slab number `slab`."""
 
     slab: Number
@@ -53,14 +53,14 @@ class Extent(Part, frozen=True):
     lease: Number
 
 
-class SlabRef(Part, frozen=True):
+class SlabRef(WirePart, frozen=True):
     """A slab whose descriptor travels with the reply, at the same position."""
 
     slab: Number
     nbytes: Size
 
 
-class LayerHit(Part, frozen=True):
+class LayerHit(WirePart, frozen=True):
     """A layer record, and a lease on each tensor it names."""
 
     record: Record
@@ -101,7 +101,7 @@ class Allocate(Message, frozen=True):
     """Ask for the slab of a put: one for all its tensors, written by this client only."""
 
     put: Number
-    pieces: Annotated[list[Piece], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
+    pieces: Annotated[list[PutPiece], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
 
 
 class Progress(Message, frozen=True):
@@ -154,7 +154,7 @@ class Offer(Message, frozen=True):
     """Hand back a sealed slab of a manager that is gone; its descriptor travels with this."""
 
     nbytes: Size
-    pieces: Annotated[list[Span], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
+    pieces: Annotated[list[DigestSpan], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
     checkpoint: Name = ""
 
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tensor_dedup.memory_manager.limits import Message, Number, Part
+from tensor_dedup.memory_manager.limits import Message, Number, WirePart
 
 
 class Totals(Message, frozen=True):
@@ -33,7 +33,7 @@ class Totals(Message, frozen=True):
     pins: list[str]
 
 
-class ClientRow(Part, frozen=True):
+class ClientRow(WirePart, frozen=True):
     """A connected process and what it holds."""
 
     pid: int
@@ -44,7 +44,7 @@ class ClientRow(Part, frozen=True):
     connected_s: float
 
 
-class CheckpointRow(Part, frozen=True):
+class CheckpointRow(WirePart, frozen=True):
     """A checkpoint as clients named it; `nbytes` are its residents', shared ones included."""
 
     name: str
@@ -54,7 +54,7 @@ class CheckpointRow(Part, frozen=True):
     pinned: bool
 
 
-class ResidentRow(Part, frozen=True):
+class ResidentRow(WirePart, frozen=True):
     """One tensor."""
 
     digest: str
@@ -64,7 +64,7 @@ class ResidentRow(Part, frozen=True):
     checkpoints: list[str]
 
 
-class BuildRow(Part, frozen=True):
+class BuildRow(WirePart, frozen=True):
     """A put that is under way."""
 
     put: int

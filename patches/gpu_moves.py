@@ -16,8 +16,8 @@ import torch
 from tensor_dedup.loader.cuda.devices import with_room
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, Write
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.known import Known
-from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.known import ReplicaKey
+from tensor_dedup.loader.placing import param_data
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 
@@ -31,22 +31,22 @@ from tensor_dedup.loader.cuda.shared import SharedGpu
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Going(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A parameter on its way, and what it is to be there."""
 
     parameter: nn.Parameter
-    known: Known  # there
-    origin: Known  # here
+    known: ReplicaKey  # there
+    origin: ReplicaKey  # here
 
 
-class GpuMove:
+class GpuConversion:
     """What a conversion of one model leads to on one GPU. One thread, one conversion.
 
     `taken`: what other names of the model are there; no two become one.
     """
 
     def __init__(
-        self, gpu: SharedGpu, views: Views, borrowing: Borrowing, taken: Iterable[Known]
+        self, gpu: SharedGpu, views: Views, borrowing: Borrowing, taken: Iterable[ReplicaKey]
     ) -> None:
         self._gpu: Final = gpu
         self._views: Final = views
@@ -54,7 +54,9 @@ class GpuMove:
         self._taken = set(taken)
         self.failed: str | None = None
 
-    def bring(self, going: Sequence[Going], function: Function) -> dict[int, torch.Tensor]:
+    def bring(
+        self, going: Sequence[PendingTransfer], function: Function
+    ) -> dict[int, torch.Tensor]:
         """The tensors that the parameters become, by id; without those that cannot be shared."""
         brought: dict[int, torch.Tensor] = {}
         with ExitStack() as stack:
@@ -71,17 +73,17 @@ class GpuMove:
                         break  # an old driver; what is smaller may still find room
         return brought
 
-    def _chosen(self, going: Iterable[Going]) -> Iterator[Going]:
+    def _chosen(self, going: Iterable[PendingTransfer]) -> Iterator[PendingTransfer]:
         """Each as the first copy of its content that no other name of the model is."""
         for each in going:
             copies = chain([each.known.copy], count())
-            wanted = (Known(each.known.key, copy) for copy in copies)
+            wanted = (ReplicaKey(each.known.key, copy) for copy in copies)
             known = next(known for known in wanted if known not in self._taken)
             self._taken.add(known)
             yield each._replace(known=known)
 
     def _residents(
-        self, batch: Sequence[Going], function: Function, uploads: _Uploads
+        self, batch: Sequence[PendingTransfer], function: Function, uploads: _Uploads
     ) -> list[DeviceResident]:
         found = [self._gpu.lookup(each.known) for each in batch]
         missing = [each for each, one in zip(batch, found, strict=True) if one is None]
@@ -92,14 +94,14 @@ class GpuMove:
         made = iter(self._gpu.make(wanted, self._borrowing) if wanted else [])
         return [one if one is not None else next(made)[0] for one in found]
 
-    def _writer(self, each: Going, function: Function, uploads: _Uploads) -> Write:
+    def _writer(self, each: PendingTransfer, function: Function, uploads: _Uploads) -> Write:
         resident = registry.lookup(*each.origin)
         if each.known.key == each.origin.key and resident is not None:
             return uploads.writer(resident.slab.fileno, resident.offset, resident.nbytes)
 
         def write(address: int) -> None:
             # Cast as torch casts it, into memory that goes when it was copied.
-            made = data_of(each.parameter)
+            made = param_data(each.parameter)
             if _changes(each):
                 made = with_room(self._gpu.device, lambda: function(each.parameter))
             self._gpu.copy_of(made.detach())(address)
@@ -127,13 +129,13 @@ class _Uploads:
         return write
 
 
-def _changes(each: Going) -> bool:
+def _changes(each: PendingTransfer) -> bool:
     return each.known.key != each.origin.key
 
 
-def _batches(going: Iterable[Going]) -> Iterator[list[Going]]:
+def _batches(going: Iterable[PendingTransfer]) -> Iterator[list[PendingTransfer]]:
     """Runs that fill a slab each; a large tensor by itself."""
-    batch: list[Going] = []
+    batch: list[PendingTransfer] = []
     size = 0
     for each in going:
         nbytes = each.parameter.nbytes

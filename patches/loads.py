@@ -20,16 +20,16 @@ import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.adoption import Adoption
-from tensor_dedup.loader.generators import numbers_taken_back
+from tensor_dedup.loader.adoption import ModuleDedup
+from tensor_dedup.loader.generators import rng_restored_on_failure
 from tensor_dedup.loader.heap import release_memory
 from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
-from tensor_dedup.loader.making import Terms
-from tensor_dedup.loader.origins import Origins
+from tensor_dedup.loader.making import DedupContext
+from tensor_dedup.loader.origins import MappedFiles
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
 from tensor_dedup.loader.sources import StaleHintError
-from tensor_dedup.loader.supply import supply_for
+from tensor_dedup.loader.supply import host_provider_for
 from tensor_dedup.patches.moves import watch
 from tensor_dedup.patches.signatures import Replacements
 from tensor_dedup.patches.switch import REFUSAL
@@ -64,10 +64,10 @@ class _State:
 
     def reset(self) -> None:
         # In a child the thread whose load it was does not exist.
-        self.load: Load | None = None
+        self.load: ModelLoad | None = None
 
 
-class Load:
+class ModelLoad:
     """Everything that one call of `from_pretrained` loads: a pipeline's models, or one model.
 
     A context manager: it has files open.
@@ -78,11 +78,11 @@ class Load:
         self._name = name
         self._config = config
         trust = trust and config.verify == "hint"
-        self._origins = Origins(config.hash_algorithm, trust=trust)
+        self._origins = MappedFiles(config.hash_algorithm, trust=trust)
         # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
-        supply = supply_for(config.memory_manager, name, as_aligned=True)
-        self._terms = Terms(config, supply, self._origins)
-        self._adoptions: dict[int, Adoption] = {}
+        supply = host_provider_for(config.memory_manager, name, as_aligned=True)
+        self._terms = DedupContext(config, supply, self._origins)
+        self._adoptions: dict[int, ModuleDedup] = {}
         self._settled: set[int] = set()
         self._left_alone: dict[int, nn.Module] = {}
         self._offloaded: set[int] = set()
@@ -121,10 +121,10 @@ class Load:
         """Hear that these are parts of what is loaded, and not to be shared."""
         self._left_alone.update((id(model), model) for model in models)
 
-    def _adoption(self, model: nn.Module) -> Adoption:
+    def _adoption(self, model: nn.Module) -> ModuleDedup:
         found = self._adoptions.get(id(model))
         if found is None:  # holds the model, so that the id stays its own
-            found = self._adoptions[id(model)] = Adoption(model, self._terms)
+            found = self._adoptions[id(model)] = ModuleDedup(model, self._terms)
         return found
 
     def settle(self, model: nn.Module) -> None:
@@ -174,7 +174,7 @@ class Load:
         report.seconds["read"] = max(0.0, time.perf_counter() - self._began - spent)
         return report
 
-    def _enter(self, report: ModelReport, name: str, adoption: Adoption) -> None:
+    def _enter(self, report: ModelReport, name: str, adoption: ModuleDedup) -> None:
         part = ModelReport()
         adoption.ledger.enter(part)
         if id(adoption.model) in self._offloaded:
@@ -209,7 +209,7 @@ def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: se
                     _state.load.settle(model)
             return result
         try:
-            with numbers_taken_back():
+            with rng_restored_on_failure():
                 return _run(call, config, name, given, trust=True)
         except StaleHintError as error:
             # As text: whoever keeps log records must not keep the frames, and memory, of a load.
@@ -262,7 +262,7 @@ def share(target: object, config: TensorDedupConfig) -> ModelReport:
     models = _require_modules(target, "sweep")
     with LOAD_LOCK:
         known = all(model in _reported for model in models.values())
-        with Load(config, type(target).__name__, trust=False) as load:
+        with ModelLoad(config, type(target).__name__, trust=False) as load:
             report = load.finish(models)
         del load
         release_memory()
@@ -290,8 +290,8 @@ def alone() -> Iterator[bool]:
 
 
 @contextmanager
-def _loading(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[Load]:
-    load = Load(config, name, trust=trust)
+def _loading(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[ModelLoad]:
+    load = ModelLoad(config, name, trust=trust)
     with load, Replacements(_replacements(load)):
         _state.load = load
         try:
@@ -307,7 +307,7 @@ def _loading(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[L
     release_memory()
 
 
-def _replacements(load: Load) -> Iterator[Any]:
+def _replacements(load: ModelLoad) -> Iterator[Any]:
     # Whichever framework loads is imported by now, and the other one needs no seam.
     if "transformers.modeling_utils" in sys.modules:
         from tensor_dedup.patches.transformers import seams as transformers

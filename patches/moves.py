@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensor_dedup.loader import families, report
-from tensor_dedup.loader.adoption import Adoption
+from tensor_dedup.loader.adoption import ModuleDedup
 from tensor_dedup.loader.comparing import is_forgeable
 from tensor_dedup.loader.cuda.borrowing import borrowing_from
 from tensor_dedup.loader.cuda.devices import DEVICES
@@ -32,24 +32,24 @@ from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.device_copies import COPIES
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.guarding import map_shared, read_only
-from tensor_dedup.loader.known import Known, cast_key
-from tensor_dedup.loader.making import Terms
+from tensor_dedup.loader.known import ReplicaKey, cast_key
+from tensor_dedup.loader.making import DedupContext
 from tensor_dedup.loader.mappings import MAPPINGS
-from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.placing import param_data
 from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.supply import supply_for
+from tensor_dedup.loader.supply import host_provider_for
 from tensor_dedup.loader.weak_storage import number_of
-from tensor_dedup.loader.whereabouts import is_mapped, is_on_gpu, known_of, residents_behind
+from tensor_dedup.loader.whereabouts import is_mapped, is_on_gpu, replica_keys_of, residents_of
 from tensor_dedup.patches import writers
-from tensor_dedup.patches.gpu_moves import Going, GpuMove
-from tensor_dedup.patches.signatures import Seam, usable
+from tensor_dedup.patches.gpu_moves import GpuConversion, PendingTransfer
+from tensor_dedup.patches.signatures import ReplacedSeam, usable
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.residents import Resident
 
-APPLY: Final = Seam(
+APPLY: Final = ReplacedSeam(
     "torch.nn.modules.module:Module._apply",
     "(self, fn, recurse=True)",
     "every conversion of a module's parameters goes through it",
@@ -80,7 +80,7 @@ _Form = tuple[torch.device, torch.dtype]
 Guard = Callable[[], AbstractContextManager[bool]]
 
 
-class _Moves(threading.local):
+class _Conversions(threading.local):
     """Whether a conversion is under way in this thread: those of its parts belong to it."""
 
     busy = False
@@ -92,10 +92,10 @@ class _Watch:
     config: TensorDedupConfig | None = None
 
 
-_moves: Final = _Moves()
+_moves: Final = _Conversions()
 _watch: Final = _Watch()
 # The resident that a cast in host memory became, by what was cast, to what.
-_casts: Final[WeakValueDictionary[Known, Resident]] = WeakValueDictionary()
+_casts: Final[WeakValueDictionary[ReplicaKey, Resident]] = WeakValueDictionary()
 # What models that are offloaded after each use hold in host memory meanwhile: they come back for
 # certain, and then need neither a copy nor a hash.
 _kept: Final[WeakKeyDictionary[nn.Module, set[Resident]]] = WeakKeyDictionary()
@@ -127,7 +127,7 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
         if not parameters:
             return original(self, fn, recurse)
         with alone() as nothing_loads:
-            move = Move(self, parameters, fn)
+            move = Conversion(self, parameters, fn)
             move.prepare(parameters)
             result = _convert(move, lambda: original(self, move, recurse))
             if nothing_loads:
@@ -147,11 +147,11 @@ def _shared(model: nn.Module) -> list[nn.Parameter]:
     return [
         each
         for each in model.parameters()
-        if is_mapped(each) or is_on_gpu(each) or COPIES.holds(data_of(each))
+        if is_mapped(each) or is_on_gpu(each) or COPIES.holds(param_data(each))
     ]
 
 
-def _convert(move: Move, convert: Callable[[], Any]) -> Any:
+def _convert(move: Conversion, convert: Callable[[], Any]) -> Any:
     _moves.busy = True
     try:
         result = convert()
@@ -166,12 +166,12 @@ def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     if private:
         config = _watch.config
         assert config is not None
-        supply = supply_for(config.memory_manager, type(model).__name__, as_aligned=True)
-        adoption = Adoption(model, Terms(config, supply))
+        supply = host_provider_for(config.memory_manager, type(model).__name__, as_aligned=True)
+        adoption = ModuleDedup(model, DedupContext(config, supply))
         adoption.share_again(private)
 
 
-class Move:
+class Conversion:
     """One conversion of one model, in place of the function that converts. One thread.
 
     Tensors that are residents, or copies of them, become what another model has made of them
@@ -189,41 +189,43 @@ class Move:
         # Whose queues what is made here may still be in.
         self._busy = {each.device for each in parameters}
         # Twins of one model stay apart, wherever they are.
-        whole = list(families.whole_of(model).parameters())
-        self._in_use = {_storage(each) for each in whole if COPIES.holds(data_of(each))}
-        self._residents = {id(resident) for _, resident in residents_behind(whole).values()}
-        self._on_gpus = [k for each in whole if (k := DEVICES.known(data_of(each))) is not None]
+        whole = list(families.root_module(model).parameters())
+        self._in_use = {_storage(each) for each in whole if COPIES.holds(param_data(each))}
+        self._residents = {id(resident) for _, resident in residents_of(whole).values()}
+        self._on_gpus = [k for each in whole if (k := DEVICES.known(param_data(each))) is not None]
         self._ready: dict[int, torch.Tensor] = {}
-        self._casts: dict[int, Known] = {}
+        self._casts: dict[int, ReplicaKey] = {}
         closure = inspect.getclosurevars(fn).nonlocals if inspect.isfunction(fn) else {}
         self._format = closure.get("convert_to_format")
 
     def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have on GPUs what goes to one, before anything is converted."""
-        going: dict[SharedGpu, list[Going]] = {}
+        going: dict[SharedGpu, list[PendingTransfer]] = {}
         for each in parameters:
             wanted = self._wanted(each)
             gpu = None if wanted is None else DEVICES.at(wanted[1])
             if wanted is None or gpu is None or gpu.holds(each, wanted[0].key):
                 continue
-            going.setdefault(gpu, []).append(Going(each, wanted[0], self._known[id(each)]))
+            going.setdefault(gpu, []).append(
+                PendingTransfer(each, wanted[0], self._known[id(each)])
+            )
             self._keep(self._known[id(each)])
         for gpu, items in going.items():
             self._bring(gpu, items)
 
-    def _bring(self, gpu: SharedGpu, going: Sequence[Going]) -> None:
+    def _bring(self, gpu: SharedGpu, going: Sequence[PendingTransfer]) -> None:
         config = _watch.config
         assert config is not None
         writers.install()
         borrowing = borrowing_from(config.memory_manager, type(self._model).__name__, gpu.gpu)
-        views = gpu.views_of(families.whole_of(self._model))
-        move = GpuMove(gpu, views, borrowing, self._on_gpus)
+        views = gpu.views_of(families.root_module(self._model))
+        move = GpuConversion(gpu, views, borrowing, self._on_gpus)
         self._ready |= move.bring(going, self._fn)
         why = move.failed or borrowing.failed or borrowing.refused
         if why is not None:
             report.note(str(gpu.device), why)
 
-    def _wanted(self, tensor: torch.Tensor) -> tuple[Known, torch.device] | None:
+    def _wanted(self, tensor: torch.Tensor) -> tuple[ReplicaKey, torch.device] | None:
         """What a tensor that is followed becomes, and where; None: it goes through the function."""
         known = self._known.get(id(tensor))
         reformatted = self._format is not None and tensor.dim() in (4, 5)
@@ -231,7 +233,7 @@ class Move:
             return None
         device, dtype = self._target(tensor)
         key = cast_key(known.key, dtype)
-        return None if key is None else (Known(key, known.copy), device)
+        return None if key is None else (ReplicaKey(key, known.copy), device)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the function would give, or an equal tensor that is there already."""
@@ -254,7 +256,7 @@ class Move:
             report.note(str(device), why_not)
         return self._there(tensor, wanted, device)
 
-    def _keep(self, known: Known) -> None:
+    def _keep(self, known: ReplicaKey) -> None:
         """Of an offloaded model: keep what it comes back to in host memory."""
         if self._comes_back is not None:
             resident = registry.lookup(*known)
@@ -269,7 +271,7 @@ class Move:
             found = self._targets[form] = probe.device, probe.dtype
         return found
 
-    def _here(self, tensor: torch.Tensor, known: Known) -> torch.Tensor:
+    def _here(self, tensor: torch.Tensor, known: ReplicaKey) -> torch.Tensor:
         resident = _casts.get(known) or registry.lookup(known.key, known.copy)
         if resident is not None and id(resident) not in self._residents:
             self._residents.add(id(resident))
@@ -277,9 +279,9 @@ class Move:
         self._casts[id(tensor)] = known
         return self._fn(tensor)
 
-    def _there(self, tensor: torch.Tensor, known: Known, device: torch.device) -> torch.Tensor:
+    def _there(self, tensor: torch.Tensor, known: ReplicaKey, device: torch.device) -> torch.Tensor:
         for copy in islice(chain([known.copy], count()), _TRIED):
-            wanted = Known(known.key, copy)
+            wanted = ReplicaKey(known.key, copy)
             found = COPIES.lookup(wanted, device)
             if found is None:
                 return self._make(tensor, wanted)
@@ -289,7 +291,7 @@ class Move:
                 return found
         return self._fn(tensor)
 
-    def _make(self, tensor: torch.Tensor, known: Known) -> torch.Tensor:
+    def _make(self, tensor: torch.Tensor, known: ReplicaKey) -> torch.Tensor:
         made = self._fn(tensor)
         if COPIES.publish(known, made.detach()):
             self._in_use.add(_storage(made))
@@ -311,11 +313,11 @@ class Move:
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note which residents the casts have become, once they are shared again."""
         cast = (each for each in parameters if id(each) in self._casts)
-        for number, (_, resident) in residents_behind(cast).items():
+        for number, (_, resident) in residents_of(cast).items():
             _casts[self._casts[number]] = resident
 
 
-def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, Known]:
+def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
     """What each of them is, where that alone says what it becomes.
 
     Where hits are to be compared it does not: what is made of another resident by the same name
@@ -336,15 +338,15 @@ def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, Known]:
     return followed
 
 
-def _with_known(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Known]]:
+def _with_known(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, ReplicaKey]]:
     every = list(parameters)
-    known = known_of(every)
+    known = replica_keys_of(every)
     return ((each, known[id(each)]) for each in every if id(each) in known)
 
 
 def _note_versions(parameters: Iterable[nn.Parameter]) -> None:
     for each in parameters:
-        if COPIES.holds(data_of(each)):
+        if COPIES.holds(param_data(each)):
             noted, now = _versions.get(each), _state(each)
             if noted is None or noted[0] != now[0]:
                 _versions[each] = now
@@ -366,4 +368,4 @@ def _use_on_this_stream(tensor: torch.Tensor) -> None:
 def _storage(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return 0
-    return number_of(data_of(tensor).untyped_storage())
+    return number_of(param_data(tensor).untyped_storage())

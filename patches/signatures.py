@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class ReplacedSeam:
     """One function we replace: `target` is "module:qualified name".
 
     `signature` is the whole recorded one; `reason` says why it is replaced, `without` what a load
@@ -30,7 +30,7 @@ class Seam:
 
 
 @functools.cache
-def usable(seam: Seam) -> bool:
+def usable(seam: ReplacedSeam) -> bool:
     """Is the installed function what was recorded? Otherwise logged once in this process."""
     try:
         found = plain(inspect.signature(resolve(seam.target)))
@@ -69,7 +69,9 @@ def plain(signature: inspect.Signature) -> str:
 class Replacements:
     """Functions in place of others for a while; a context manager. One thread."""
 
-    def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:
+    def __init__(
+        self, wanted: Iterable[tuple[ReplacedSeam, Callable[[Callable[..., Any]], Any]]]
+    ) -> None:
         """`wanted`: a seam, and what makes the function to put there of the one that is there."""
         self._wanted = list(wanted)
         self._before: list[tuple[Any, str, Any]] = []

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
 
 
-class Switch:
+class EnabledSwitch:
     """What `enable` has set, for the whole process: worker threads inherit no context."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Switch:
         return before
 
 
-class Refusal(threading.local):
+class OptOut(threading.local):
     """Whether a load with `tensor_dedup=False` is under way here: its models are refused too."""
 
     depth = 0
@@ -40,5 +40,5 @@ class Refusal(threading.local):
         self.depth -= 1
 
 
-SWITCH: Final = Switch()
-REFUSAL: Final = Refusal()
+SWITCH: Final = EnabledSwitch()
+REFUSAL: Final = OptOut()

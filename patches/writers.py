@@ -19,20 +19,20 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.guarding import is_guarded, make_private
-from tensor_dedup.patches.signatures import Seam, holder_of, usable
+from tensor_dedup.loader.guarding import make_private, needs_private_copy
+from tensor_dedup.patches.signatures import ReplacedSeam, holder_of, usable
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-LOAD_STATE: Final = Seam(
+LOAD_STATE: Final = ReplacedSeam(
     "torch.nn.modules.module:Module.load_state_dict",
     "(self, state_dict, strict=True, assign=False)",
     "copies into the parameters that are there",
     "call unshare before it, for models on a device",
     "torch 2.13",
 )
-INVERSION: Final = Seam(
+INVERSION: Final = ReplacedSeam(
     "diffusers.loaders.textual_inversion:TextualInversionLoaderMixin.load_textual_inversion",
     "(self, pretrained_model_name_or_path, token=None, tokenizer=None, text_encoder=None, "
     "**kwargs)",
@@ -41,7 +41,7 @@ INVERSION: Final = Seam(
     "diffusers 0.42",
 )
 AVERAGES: Final = tuple(
-    Seam(
+    ReplacedSeam(
         f"diffusers.training_utils:EMAModel.{name}",
         "(self, parameters)",
         "copies into the parameters it is given",
@@ -50,7 +50,7 @@ AVERAGES: Final = tuple(
     )
     for name in ("copy_to", "restore")
 )
-PLANNED: Final = Seam(
+PLANNED: Final = ReplacedSeam(
     "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor",
     "(self, read_item)",
     "what it returns is written, and is no parameter but another tensor over its memory",
@@ -77,7 +77,7 @@ def install() -> None:
     wrapt.when_imported("torch.distributed.checkpoint.default_planner")(_guard_plans)
 
 
-def _guard(seam: Seam, written: Before) -> None:
+def _guard(seam: ReplacedSeam, written: Before) -> None:
     """Make what a method is about to write private; `written` is called as the method is."""
     if usable(seam):
         holder, name = holder_of(seam.target)
@@ -122,7 +122,7 @@ def _guard_plans(_: ModuleType) -> None:
     @functools.wraps(original)
     def resolve_tensor(self: Any, read_item: Any) -> torch.Tensor:
         target: torch.Tensor = original(self, read_item)
-        if is_guarded(target):
+        if needs_private_copy(target):
             raise UnsupportedError(
                 f"{read_item.dest_index.fqn} is memory on {target.device} that models share; call "
                 "tensor_dedup.unshare(model) before the model's state_dict() and load into that",

@@ -15,12 +15,12 @@ from pathlib import Path
 from tensor_dedup.store import tables
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.files import Handle
-from tensor_dedup.store.hashing import Hasher, Progress, Range
-from tensor_dedup.store.index import Entry, Index
+from tensor_dedup.store.hashing import Hasher, ProgressListener, Range
+from tensor_dedup.store.index import Entry, StoreIndex
 from tensor_dedup.store.layout import TABLE_SUFFIX
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.scrubbing import Scrubber
-from tensor_dedup.store.survey import Problem, Survey, survey
+from tensor_dedup.store.survey import Inventory, Problem, take_inventory
 from tensor_dedup.store.tables import ENCODED, Record, Table
 
 _SHOWN_USERS = 5
@@ -89,10 +89,10 @@ class Level:
 
 
 def verify(
-    objects: Objects, index: Index, hasher: Hasher, level: Level, progress: Progress
+    objects: Objects, index: StoreIndex, hasher: Hasher, level: Level, progress: ProgressListener
 ) -> VerifyResult:
     """Check a store, in a session. Quarantines what is wrong; repairs nothing."""
-    found = survey(objects)
+    found = take_inventory(objects)
     result = VerifyResult(level.name, checkpoints=len(found.checkpoints))
     for problem in found.problems:
         _set_aside(objects, problem)
@@ -124,7 +124,7 @@ def verify(
     return result
 
 
-def _choose(found: Survey, level: Level) -> dict[ContainerId, list[Record]]:
+def _choose(found: Inventory, level: Level) -> dict[ContainerId, list[Record]]:
     dice = random.Random(level.seed)
     return {
         container: [r for r in table.records if level.share >= 1 or dice.random() < level.share]
@@ -159,9 +159,9 @@ class _Check:
         self,
         objects: Objects,
         hasher: Hasher,
-        found: Survey,
+        found: Inventory,
         result: VerifyResult,
-        progress: Progress,
+        progress: ProgressListener,
         scrubber: Scrubber,
     ) -> None:
         self._scrubber = scrubber
@@ -220,7 +220,9 @@ def _stained(objects: Objects, handle: Handle, table: Table) -> Iterator[int]:
                 break
 
 
-def _check_index(objects: Objects, index: Index, found: Survey, result: VerifyResult) -> None:
+def _check_index(
+    objects: Objects, index: StoreIndex, found: Inventory, result: VerifyResult
+) -> None:
     """Compare what the index says with what the tables say; a wrong one is dropped."""
     wrong = [
         container
@@ -234,11 +236,11 @@ def _check_index(objects: Objects, index: Index, found: Survey, result: VerifyRe
         index.broken = True
 
 
-def _places(found: Survey, container: ContainerId) -> set[Entry]:
+def _places(found: Inventory, container: ContainerId) -> set[Entry]:
     return {(r.digest, r.offset, r.nbytes, r.base) for r in found.good(container)}
 
 
-def _users(found: Survey, digest: bytes) -> tuple[str, ...]:
+def _users(found: Inventory, digest: bytes) -> tuple[str, ...]:
     users = list(found.users.get(digest, ()))
     for other in found.deltas_of(digest):
         users += found.users.get(other, ())

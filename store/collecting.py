@@ -13,7 +13,7 @@ from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.index import open_index
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.survey import Survey, survey
+from tensor_dedup.store.survey import Inventory, take_inventory
 from tensor_dedup.store.tables import Record
 
 DEFAULT_GRACE_HOURS = 24.0
@@ -21,7 +21,7 @@ _HOUR_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class GarbageItem:
     """A file that is in the way, and its size in bytes."""
 
     path: Path
@@ -36,9 +36,9 @@ class GcPlan:
     that stay have them. `done` is False after a dry run.
     """
 
-    trash: tuple[Item, ...]
-    delete: tuple[Item, ...]
-    unfinished: tuple[Item, ...]
+    trash: tuple[GarbageItem, ...]
+    delete: tuple[GarbageItem, ...]
+    unfinished: tuple[GarbageItem, ...]
     kept_bytes: int
     dead_bytes: int
     done: bool = False
@@ -51,7 +51,7 @@ class GcPlan:
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
 
-        def shown(items: Iterable[Item]) -> list[dict[str, object]]:
+        def shown(items: Iterable[GarbageItem]) -> list[dict[str, object]]:
             return [{"path": str(item.path), "bytes": item.nbytes} for item in items]
 
         return {
@@ -70,14 +70,14 @@ Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class NeededPieces:
     """The containers that must stay, and the pieces in them that deltas are against."""
 
     containers: set[ContainerId]
     anchors: set[bytes]
 
 
-def needed(live: Collection[bytes], containers: Held) -> Needed:
+def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
     """What must stay so that every live piece can still be read. Computes only.
 
     `containers` are the records that can be read. A piece that is stored twice keeps one container:
@@ -96,13 +96,13 @@ def needed(live: Collection[bytes], containers: Held) -> Needed:
     covered = {digest for held in chosen.values() for digest in held}
     others = {c: held for c, held in containers.items() if c.kind == EXTERNAL}
     elsewhere = _cover(set(live) - covered, others)
-    return Needed(
+    return NeededPieces(
         {*chosen, *_cover(anchors - there, alone), *elsewhere},
         anchors,
     )
 
 
-def dead_bytes(found: Survey, keep: Needed) -> int:
+def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
     """What no reference leads to, in containers that must stay."""
     used = found.live.keys() | keep.anchors
     return sum(
@@ -134,7 +134,7 @@ def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dic
     return kept
 
 
-def refuse_unless_certain(found: Survey) -> None:
+def refuse_unless_certain(found: Inventory) -> None:
     """UnfitForCollectionError when anything cannot be read, or something alive is lost."""
     if found.problems:
         problem = found.problems[0]
@@ -153,7 +153,7 @@ def refuse_unless_certain(found: Survey) -> None:
 
 def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     """What gc would do now. Alone in the store. UnfitForCollectionError."""
-    found = survey(objects)
+    found = take_inventory(objects)
     refuse_unless_certain(found)
     layout, now = objects.layout, objects.files.now()
     need = needed(found.live, found.readable())
@@ -182,7 +182,7 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     """Do it. Alone in the store, without letting anybody in since the plan was made."""
     layout, files = objects.layout, objects.files
-    moved = [Item(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
+    moved = [GarbageItem(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
     # Without a grace, what has just been moved has been there long enough.
     # What came back and was moved again within a second has the name of what was there before.
     both = [*plan.delete, *(moved if grace_hours <= 0 else ())]
@@ -216,8 +216,8 @@ def _stale_lists(objects: Objects, keep: Iterable[ContainerId]) -> list[str]:
     return [name for name in objects.bad_containers() if name not in kept]
 
 
-def _items(objects: Objects, paths: Iterable[Path]) -> Iterator[Item]:
+def _items(objects: Objects, paths: Iterable[Path]) -> Iterator[GarbageItem]:
     for path in paths:
         status = objects.files.status(path)
         if status is not None:
-            yield Item(path, status.size)
+            yield GarbageItem(path, status.size)

@@ -12,14 +12,14 @@ from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store.codecs.choosing import Sample, choose, distance, places
-from tensor_dedup.store.containers import PACK_BELOW, New
+from tensor_dedup.store.containers import PACK_BELOW, NewPiece
 from tensor_dedup.store.encoding import Anchor, EncodedWriter, Plan
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.hashing import Hashed, Hasher
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading import StoredCheckpoint, StoredTensor
-from tensor_dedup.store.sources import Segment, Source, SourceFile
+from tensor_dedup.store.sources import ImportFile, ImportSource, Segment
 
 # Smaller ones share packs; all of them together are a small part of any model.
 ENCODE_FROM = PACK_BELOW
@@ -33,7 +33,7 @@ _WIDTHS = {8: 1, 16: 2, 32: 4, 64: 8}
 class Encoder:
     """What one import needs to encode. In a session; close it."""
 
-    def __init__(self, objects: Objects, index: Index, hasher: Hasher) -> None:
+    def __init__(self, objects: Objects, index: StoreIndex, hasher: Hasher) -> None:
         self._objects = objects
         self._index = index
         self._undo = ExitStack()
@@ -53,7 +53,7 @@ class Encoder:
         """Use the tensors of this checkpoint. UnknownNameError, and what reading it raises."""
         self._base = _Base(self._undo.enter_context(self._opened(name)))
 
-    def find_base(self, source: Source) -> None:
+    def find_base(self, source: ImportSource) -> None:
         """Use the stored checkpoint that is most like what is to be imported, if one is."""
         largest = sorted(_tensors(source), key=lambda found: -found[1].nbytes)[:_LARGEST]
         if not largest:
@@ -82,7 +82,7 @@ class Encoder:
                     found.setdefault(manifest, name)
         return list(found.values())[:_CHECKPOINTS]
 
-    def _distance(self, base: "_Base", largest: Sequence[tuple[SourceFile, Segment]]) -> float:
+    def _distance(self, base: "_Base", largest: Sequence[tuple[ImportFile, Segment]]) -> float:
         """The mean share of bits in which samples differ; what has no counterpart counts 1/2."""
         shares = []
         for file, part in largest:
@@ -106,7 +106,7 @@ class Encoder:
         choice = choose(samples, element_width(part.dtype))
         return None if choice is None else Plan(choice, anchor)
 
-    def write(self, handle: Handle, new: New, hashed: Hashed, plan: Plan) -> bool:
+    def write(self, handle: Handle, new: NewPiece, hashed: Hashed, plan: Plan) -> bool:
         """Store it so; False: that was in vain."""
         return self.writer.encode(handle, new, hashed.leaves, plan)
 
@@ -159,7 +159,7 @@ def element_width(dtype: str | None) -> int:
     return _WIDTHS.get(DTYPE_BITS.get(name, 8), 1)
 
 
-def _tensors(source: Source) -> Iterator[tuple[SourceFile, Segment]]:
+def _tensors(source: ImportSource) -> Iterator[tuple[ImportFile, Segment]]:
     for file in source.files:
         for part in file.segments:
             if part.dtype is not None and part.nbytes >= ENCODE_FROM:

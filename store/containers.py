@@ -8,7 +8,7 @@ from pathlib import Path
 from tensor_dedup.store import tables
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import Handle
-from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Range, changed
+from tensor_dedup.store.hashing import Hashed, Hasher, ProgressListener, Range, changed
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.sources import Segment
 from tensor_dedup.store.tables import ALIGNMENT, PLAIN, Record, Table
@@ -24,7 +24,7 @@ def kind_for(nbytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class New:
+class NewPiece:
     """A piece to write: where it lies in its source, and the digest it had when it was hashed."""
 
     start: int
@@ -33,7 +33,7 @@ class New:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedContainer:
     """A container that is whole, in a file that is neither durable nor has its name yet."""
 
     container: ContainerId
@@ -53,7 +53,7 @@ class ContainerWriter:
         self._records: list[Record] = []
         self._end = 0
 
-    def add(self, source: Handle, pieces: Sequence[New]) -> None:
+    def add(self, source: Handle, pieces: Sequence[NewPiece]) -> None:
         """Copy pieces of one open file. ChangedFileError: one has another digest by now."""
         if not pieces:
             return
@@ -92,7 +92,7 @@ class ContainerWriter:
         self._objects.place(handle.path, place)
         return container
 
-    def seal(self) -> "Sealed | None":
+    def seal(self) -> "SealedContainer | None":
         """Write the table; None when nothing was added. What is durable of it, the caller says.
 
         The open file is the caller's from then on.
@@ -105,7 +105,9 @@ class ContainerWriter:
         ending = blob + tables.tail(self._end)
         self._objects.files.pwrite(self._handle, ending, self._end)
         handle, self._handle = self._handle, None
-        return Sealed(ContainerId(name, self._kind), table, handle, self._end + len(ending))
+        return SealedContainer(
+            ContainerId(name, self._kind), table, handle, self._end + len(ending)
+        )
 
     def abandon(self) -> None:
         """Remove what was written, if it is not finished."""
@@ -161,7 +163,7 @@ class Copied:
 
 
 def hash_copy(
-    hasher: Hasher, handle: Handle, segments: Sequence[Segment], progress: Progress | None
+    hasher: Hasher, handle: Handle, segments: Sequence[Segment], progress: ProgressListener | None
 ) -> list[Hashed]:
     """The digest of each segment of an open file."""
     ranges = [Range(segment.start, segment.nbytes) for segment in segments]

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tensor_dedup.store.index import Place
+from tensor_dedup.store.index import PieceLocation
 from tensor_dedup.store.objects import ContainerId
 
 # Up to so many containers are opened although fewer hold all that is wanted: for what they have
@@ -13,7 +13,7 @@ _SPARE = 16
 _DENSE = 1 / 4
 
 
-def enough(places: Mapping[bytes, Sequence[Place]]) -> list[ContainerId]:
+def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:
     """The containers to open for these pieces: as few as hold them all, and those of the others
     that hold little else, up to some.
     """

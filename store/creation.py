@@ -35,7 +35,7 @@ def workers() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def prepare(objects: Objects, *, create: bool, mend: bool) -> None:
+def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     """Check that there is a store of this version; make one where there is nothing yet."""
     files, layout = objects.files, objects.layout
     marker = files.status(layout.marker)

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
 from tensor_dedup.store.codecs.records import Chunk, chunks, head_bytes
-from tensor_dedup.store.errors import BadEncodingError
+from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.tables import DIGEST_BYTES, PLAIN, Record
 
@@ -41,7 +41,7 @@ def read_range(
 
 
 def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
-    """Where the chunks of an encoded record are. BadEncodingError."""
+    """Where the chunks of an encoded record are. CorruptFrameError."""
     head = bytearray(head_bytes(record.nbytes))
     files.pread(handle, memoryview(head), record.offset)
     return chunks(bytes(head), record.stored)
@@ -68,13 +68,13 @@ def _decode(
         chunk = read_chunk(files, handle, record, found[at // LEAF_BYTES])
         try:
             codec.decode(chunk, under, piece)
-        except BadEncodingError as error:
+        except CorruptFrameError as error:
             refused.append(str(error))  # not raised: it would hold on to the caller's memory
 
     try:
         found = read_head(files, handle, record)
         digest = submit(view, fill=fill).result()
-    except BadEncodingError:
+    except CorruptFrameError:
         return False
     if refused:
         return False

@@ -9,7 +9,7 @@ from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.survey import survey
+from tensor_dedup.store.survey import take_inventory
 
 _FLAT = ("refs", "quarantine", "trash", "tmp")
 
@@ -78,7 +78,7 @@ def _listed(objects: Objects, name: str) -> Listed:
 
 def stats(objects: Objects) -> Stats:
     """Measure a store, in a session. Reads no tensor data."""
-    found = survey(objects)
+    found = take_inventory(objects)
     held = found.readable()
     keep = needed(found.live, held)
     kinds: dict[str, int] = {}

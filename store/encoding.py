@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
-from tensor_dedup.store.codecs.choosing import WORTH, Choice
+from tensor_dedup.store.codecs.choosing import WORTH, CodecChoice
 from tensor_dedup.store.codecs.records import entry, head_bytes
-from tensor_dedup.store.containers import ContainerWriter, New
+from tensor_dedup.store.containers import ContainerWriter, NewPiece
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.hashing import Hasher, changed
@@ -31,7 +31,7 @@ class Anchor:
 class Plan:
     """How a new piece is to be stored: by which codec, and against what."""
 
-    choice: Choice
+    choice: CodecChoice
     anchor: Anchor | None
 
 
@@ -43,7 +43,7 @@ class EncodedWriter(ContainerWriter):
         self.saved_bytes = 0
         self.tensors = 0
 
-    def encode(self, source: Handle, piece: New, leaves: bytes, plan: Plan) -> bool:
+    def encode(self, source: Handle, piece: NewPiece, leaves: bytes, plan: Plan) -> bool:
         """Store a piece of an open file encoded; False, and nothing is stored, if that is in vain.
 
         `leaves` are its leaf digests. ChangedFileError: it has others by now.
@@ -81,7 +81,7 @@ class EncodedWriter(ContainerWriter):
         self._end = start
         return False
 
-    def _read(self, source: Handle, piece: New, leaves: bytes, first: int) -> memoryview:
+    def _read(self, source: Handle, piece: NewPiece, leaves: bytes, first: int) -> memoryview:
         data = memoryview(bytearray(min(LEAF_BYTES, piece.nbytes - first)))
         count = self._objects.files.pread(source, data, piece.start + first)
         number = first // LEAF_BYTES * DIGEST_BYTES

@@ -7,7 +7,7 @@ StoreError
   - of its files:  NewerFormatError
                    DamagedFileError         a file of the store is not what it was written as
                      - EscapingPathError      a manifest names a path outside the export
-                     - BadEncodingError       encoded bytes that cannot be decoded
+                     - CorruptFrameError       encoded bytes that cannot be decoded
                    MissingObjectError       a manifest, a page or a tensor's bytes are gone
                      - ChangedExternalError   because a file that was indexed in place changed
                    CorruptTensorError       bytes that do not have their digest, and no others
@@ -132,7 +132,7 @@ class EscapingPathError(DamagedFileError):
     advice = "delete this checkpoint: nothing this program writes has such a path"
 
 
-class BadEncodingError(DamagedFileError):
+class CorruptFrameError(DamagedFileError):
     """Encoded bytes that no encoder wrote, or not for so many bytes."""
 
 

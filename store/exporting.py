@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tensor_dedup.store.errors import ExportTargetError
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.hashing import Progress
+from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.store.reading import StoredCheckpoint, StoredFile
 
 # Whole leaves, so that verifying a piece reads nothing twice.
@@ -12,7 +12,7 @@ _STEP = 32 << 20
 
 
 def export(
-    files: Files, checkpoint: StoredCheckpoint, directory: Path, progress: Progress
+    files: Files, checkpoint: StoredCheckpoint, directory: Path, progress: ProgressListener
 ) -> list[Path]:
     """Write all files of an open checkpoint to a folder that is empty or not there; their paths.
 
@@ -33,7 +33,11 @@ def export(
 
 
 def _write(
-    files: Files, checkpoint: StoredCheckpoint, file: StoredFile, target: Path, progress: Progress
+    files: Files,
+    checkpoint: StoredCheckpoint,
+    file: StoredFile,
+    target: Path,
+    progress: ProgressListener,
 ) -> None:
     partial = target.with_name(f".{files.token()}.partial")
     handle = files.open(partial, "create")
@@ -55,7 +59,7 @@ def _fill(
     checkpoint: StoredCheckpoint,
     file: StoredFile,
     handle: Handle,
-    progress: Progress,
+    progress: ProgressListener,
 ) -> None:
     at = 0
     for piece in file.pieces:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Self
 
 from tensor_dedup.store.errors import DamagedFileError
-from tensor_dedup.store.files import Status
+from tensor_dedup.store.files import FileStatus
 
 EXTERNAL = "external"
 _FIELDS = 6
@@ -17,7 +17,7 @@ _MAX_DIGITS = 20  # of 64 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ExternalFile:
     """The file an external container indexes: its absolute path, and what it was when hashed."""
 
     path: Path
@@ -28,7 +28,7 @@ class Origin:
     ctime_ns: int
 
     @classmethod
-    def of(cls, path: Path, status: Status) -> Self:
+    def of(cls, path: Path, status: FileStatus) -> Self:
         """The file at a path, as it is now."""
         return cls(
             path,
@@ -39,9 +39,13 @@ class Origin:
             status.ctime_ns,
         )
 
-    def is_still(self, status: Status | None) -> bool:
+    def is_still(self, status: FileStatus | None) -> bool:
         """Whether this is what the file system says now."""
-        return status is not None and status.kind == "file" and Origin.of(self.path, status) == self
+        return (
+            status is not None
+            and status.kind == "file"
+            and ExternalFile.of(self.path, status) == self
+        )
 
     def to_texts(self) -> list[str]:
         """As a table holds it: numbers in decimal, since an inode may need 64 bits."""

@@ -44,7 +44,7 @@ _FLAGS: dict[Mode, int] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class FileStatus:
     """What the file system says about a path or an open file; equal ones mean it did not change."""
 
     kind: Literal["file", "folder", "other"]
@@ -97,11 +97,11 @@ class Files(ABC):
         """Close; a second time does nothing. Locks taken through it are let go."""
 
     @abstractmethod
-    def status(self, path: Path) -> Status | None:
+    def status(self, path: Path) -> FileStatus | None:
         """What is at a path, links followed; None when nothing is."""
 
     @abstractmethod
-    def status_of(self, handle: Handle) -> Status:
+    def status_of(self, handle: Handle) -> FileStatus:
         """What an open file is now."""
 
     @abstractmethod
@@ -244,13 +244,13 @@ class RealFiles(Files):
             if fd >= 0:
                 os.close(fd)
 
-    def status(self, path: Path) -> Status | None:
+    def status(self, path: Path) -> FileStatus | None:
         try:
             return _status(os.stat(path))  # noqa: PTH116 (one call style for all of this file)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def status_of(self, handle: Handle) -> Status:
+    def status_of(self, handle: Handle) -> FileStatus:
         with _naming(handle):
             return _status(os.fstat(handle.fd))
 
@@ -366,12 +366,12 @@ def _naming(handle: Handle) -> Iterator[None]:
         raise
 
 
-def _status(found: os.stat_result) -> Status:
+def _status(found: os.stat_result) -> FileStatus:
     mode = found.st_mode
     kind: Literal["file", "folder", "other"] = (
         "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
     )
-    return Status(
+    return FileStatus(
         kind, found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
     )
 

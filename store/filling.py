@@ -20,11 +20,11 @@ from blake3 import blake3
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.files import PAGE, Files, Handle
-from tensor_dedup.store.memory import Pool, bring_in
+from tensor_dedup.store.memory import BufferPool, bring_in
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading import StoredPieces
 from tensor_dedup.store.tables import Record
-from tensor_dedup.store.translating import translated
+from tensor_dedup.store.translating import os_errors
 
 # Long beside the cost of a request, short beside the time a disk takes for all of it.
 BLOCK_BYTES: Final = 4 * LEAF_BYTES
@@ -57,7 +57,7 @@ class _Block:
 
 
 @dataclass(eq=False)
-class Span:
+class ReadSpan:
     """Records of one container, near each other. `start` and `stop` are multiples of a page."""
 
     container: ContainerId
@@ -79,11 +79,11 @@ class Span:
 class Filled:
     """A span in memory: record by record at `offset - span.start`. All of it has its digests."""
 
-    span: Span
+    span: ReadSpan
     memory: memoryview
 
 
-def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[Span]:
+def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[ReadSpan]:
     """The spans that hold these pieces, in the order of containers and offsets; no I/O.
 
     Pieces that are nowhere as they are (deltas, lost ones) are in none. A span is at most
@@ -91,18 +91,18 @@ def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> l
     """
     places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
     places.sort(key=lambda place: (place[0], place[2].offset))
-    spans: list[Span] = []
+    spans: list[ReadSpan] = []
     for container, group in groupby(places, key=lambda place: place[0]):
-        last: Span | None = None
+        last: ReadSpan | None = None
         for _, handle, record in group:
             if last is None or _apart(last, record, span_bytes):
-                last = Span(container, handle, [])
+                last = ReadSpan(container, handle, [])
                 spans.append(last)
             last.records.append(record)
     return spans
 
 
-def _apart(span: Span, record: Record, span_bytes: int) -> bool:
+def _apart(span: ReadSpan, record: Record, span_bytes: int) -> bool:
     far = record.offset - _end(span.records[-1]) > _GAP
     return far or _end(record) - span.records[0].offset > span_bytes
 
@@ -111,7 +111,7 @@ def _end(record: Record) -> int:
     return record.offset + record.nbytes
 
 
-class Filler:
+class BulkReader:
     """Fills spans, several requests in flight. One thread uses it; close it or use `with`.
 
     `verify` off compares nothing that can be read: for who knows that the bytes are right.
@@ -120,7 +120,7 @@ class Filler:
     """
 
     def __init__(
-        self, pieces: StoredPieces, threads: int, pool: Pool, *, verify: bool, mapped: bool
+        self, pieces: StoredPieces, threads: int, pool: BufferPool, *, verify: bool, mapped: bool
     ) -> None:
         self._pieces = pieces
         self._pool = pool
@@ -131,7 +131,7 @@ class Filler:
         self._threads = ThreadPoolExecutor(threads, "tensor-dedup-read")
         self._undo.callback(self._threads.shutdown, cancel_futures=True)
 
-    def __enter__(self) -> "Filler":
+    def __enter__(self) -> "BulkReader":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,7 +141,7 @@ class Filler:
         """End the threads, then close what was opened."""
         self._undo.close()
 
-    def fill(self, spans: Sequence[Span], ahead: int | None = None) -> Iterator[Filled]:
+    def fill(self, spans: Sequence[ReadSpan], ahead: int | None = None) -> Iterator[Filled]:
         """The spans, in order, as they are read; `ahead` of them are read in advance, or all.
 
         CorruptTensorError, MissingObjectError: a piece is right nowhere. StoreIOError.
@@ -187,7 +187,7 @@ class Filler:
     def _read_piece(
         self, digest: bytes, nbytes: int, memory: memoryview, futures: Sequence[Future[None]]
     ) -> tuple[bytes, memoryview]:
-        with translated(Path(self._pieces.name)):
+        with os_errors(Path(self._pieces.name)):
             for future in futures:
                 future.result()
         return digest, memory
@@ -196,10 +196,10 @@ class Filler:
         # In a function: this generator, which waits meanwhile, must not hold the memory.
         for future in futures:
             future.result()
-        with translated(work.path):
+        with os_errors(work.path):
             return work.finish()
 
-    def _start(self, span: Span) -> "tuple[_Work, list[Future[None]]]":
+    def _start(self, span: ReadSpan) -> "tuple[_Work, list[Future[None]]]":
         memory = self._map(span)
         mapped = memory is not None
         if memory is None:
@@ -210,14 +210,14 @@ class Filler:
             return work, []
         return work, [self._threads.submit(work.run, block) for block in work.blocks]
 
-    def _map(self, span: Span) -> memoryview | None:
+    def _map(self, span: ReadSpan) -> memoryview | None:
         if self._mapped and span.container.kind in _IMMUTABLE:
             nbytes = _end(span.records[-1]) - span.start
             with suppress(OSError):  # cut short, or on a file system that maps nothing: read it
                 return self._pieces.door.map(span.handle, span.start, nbytes)
         return None
 
-    def _direct_handle(self, span: Span) -> Handle | None:
+    def _direct_handle(self, span: ReadSpan) -> Handle | None:
         if span.container not in self._direct:
             files = self._pieces.door
             try:
@@ -237,7 +237,7 @@ class _Work:
     def __init__(
         self,
         pieces: StoredPieces,
-        span: Span,
+        span: ReadSpan,
         memory: memoryview,
         direct: Handle | None,
         *,
@@ -308,7 +308,7 @@ def _is_cached(files: Files, handle: Handle, block: _Block) -> bool:
     return found is None or found * 2 > nbytes
 
 
-def _blocks(span: Span) -> list[_Block]:
+def _blocks(span: ReadSpan) -> list[_Block]:
     """Cut a span at pages near the ends of leaves, so that few leaves lie in two blocks."""
     leaves = [
         _Leaf(

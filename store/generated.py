@@ -26,7 +26,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class SynthesizedFile:
     """A file: its path, its header, and the tensors behind that."""
 
     path: str
@@ -44,7 +44,7 @@ class Made:
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
 
-def made_of(loose: Sequence[Piece], part: str) -> Iterator[Made]:
+def made_of(loose: Sequence[Piece], part: str) -> Iterator[SynthesizedFile]:
     """The files of tensors that belong to none: weights, and what is state of the training.
 
     With a `part`, weights are those whose names begin with it and a dot, without these. What
@@ -65,7 +65,7 @@ def made_of(loose: Sequence[Piece], part: str) -> Iterator[Made]:
         if pieces:
             # Wide elements first: each then lies at a multiple of its size.
             ordered = sorted(pieces, key=lambda piece: -_bits(piece))
-            yield Made(path, _header(ordered), tuple(ordered))
+            yield SynthesizedFile(path, _header(ordered), tuple(ordered))
 
 
 def _is_weight(name: str, dtype: str | None, start: str) -> bool:

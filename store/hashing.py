@@ -22,7 +22,7 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
-class Progress(Protocol):
+class ProgressListener(Protocol):
     """Is told how far a long operation is. `advance` is called from several threads."""
 
     def start(self, total_bytes: int) -> None:
@@ -32,7 +32,7 @@ class Progress(Protocol):
         """So many more bytes are done."""
 
 
-class Silent:
+class SilentListener:
     """Tells nobody."""
 
     def start(self, total_bytes: int) -> None:
@@ -79,7 +79,7 @@ class Hasher:
         ranges: Sequence[Range],
         *,
         target: Handle | None = None,
-        progress: Progress | None = None,
+        progress: ProgressListener | None = None,
     ) -> list[Hashed]:
         """The digest of each range, in order; each is copied to `target` when there is one.
 

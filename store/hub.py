@@ -14,7 +14,7 @@ _HIDDEN = "."
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class HubSnapshot:
     """One revision of one repository, and the name `ORG/NAME@REVISION` it has in a store."""
 
     path: Path
@@ -31,7 +31,7 @@ def cache_path() -> Path:
     return Path(cache) / "huggingface" / "hub"
 
 
-def snapshots(root: Path, files: Files | None = None) -> Iterator[Snapshot]:
+def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
     """Every snapshot of every model in a cache, by name. Data sets and spaces are none."""
     door = files or RealFiles()
     for folder in door.listdir(root):
@@ -41,4 +41,4 @@ def snapshots(root: Path, files: Files | None = None) -> Iterator[Snapshot]:
             path = root / folder / _SNAPSHOTS / revision
             status = door.status(path)
             if not revision.startswith(_HIDDEN) and status is not None and status.kind == "folder":
-                yield Snapshot(path, f"{name_of(path)}@{revision}")
+                yield HubSnapshot(path, f"{name_of(path)}@{revision}")

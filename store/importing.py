@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store import manifests
-from tensor_dedup.store.containers import ContainerWriter, Copied, New, hash_copy, kind_for
+from tensor_dedup.store.containers import ContainerWriter, Copied, NewPiece, hash_copy, kind_for
 from tensor_dedup.store.errors import LostHitError
-from tensor_dedup.store.files import Handle, Status
-from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Silent, changed
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.files import FileStatus, Handle
+from tensor_dedup.store.hashing import Hashed, Hasher, ProgressListener, SilentListener, changed
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.indexing import index_in_place
 from tensor_dedup.store.manifests import FileEntry, Piece
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.observing import Remembers
-from tensor_dedup.store.sources import Segment, Source, SourceFile, aliases_of, segments_of
+from tensor_dedup.store.observing import ImportListener
+from tensor_dedup.store.sources import ImportFile, ImportSource, Segment, aliases_of, segments_of
 from tensor_dedup.store.tables import ENCODED
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ class Import:
     def __init__(
         self,
         objects: Objects,
-        index: Index,
+        index: StoreIndex,
         hasher: Hasher,
-        progress: Progress,
-        hints: Remembers,
+        progress: ProgressListener,
+        hints: ImportListener,
         encoder: "Encoder | None",
         in_place: bool,
     ) -> None:
@@ -110,7 +110,7 @@ class Import:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def take(self, file: SourceFile) -> None:
+    def take(self, file: ImportFile) -> None:
         """Store what is new in a file. ChangedFileError: it was written meanwhile."""
         files = self._objects.files
         handle = files.open(file.path, "read")
@@ -136,8 +136,8 @@ class Import:
     def _remember(
         self,
         handle: Handle,
-        file: SourceFile,
-        before: Status,
+        file: ImportFile,
+        before: FileStatus,
         began_ns: int,
         hashed: Sequence[Hashed],
     ) -> None:
@@ -149,17 +149,17 @@ class Import:
         if digests:
             self._hints.imported(handle.fd, before, began_ns, digests)
 
-    def _check_unchanged(self, handle: Handle, file: SourceFile, now: Status) -> None:
+    def _check_unchanged(self, handle: Handle, file: ImportFile, now: FileStatus) -> None:
         if now.kind != "file" or now.size != file.nbytes:
             raise changed(handle, f"it has no longer {file.nbytes} bytes")
         # Its header was read through another descriptor, some time ago.
         if file.weights and segments_of(read_header(file.path, fd=handle.fd)) != file.segments:
             raise changed(handle, "its header is another one now")
 
-    def _hash(self, handle: Handle, file: SourceFile) -> list[Hashed]:
+    def _hash(self, handle: Handle, file: ImportFile) -> list[Hashed]:
         return hash_copy(self._hasher, handle, file.segments, self._progress)
 
-    def _store(self, handle: Handle, file: SourceFile) -> list[Hashed]:
+    def _store(self, handle: Handle, file: ImportFile) -> list[Hashed]:
         if self._encoder is not None and file.weights:
             return self._encode(self._encoder, handle, file)
         if self._may_stay_whole(handle, file):
@@ -168,14 +168,14 @@ class Import:
         self._write(handle, self._news(file.segments, hashed))
         return hashed
 
-    def _may_stay_whole(self, handle: Handle, file: SourceFile) -> bool:
+    def _may_stay_whole(self, handle: Handle, file: ImportFile) -> bool:
         large = file.weights and file.nbytes >= RAW_FROM
         return large and self._looks_new(handle, file.segments)
 
-    def _encode(self, encoder: "Encoder", handle: Handle, file: SourceFile) -> list[Hashed]:
+    def _encode(self, encoder: "Encoder", handle: Handle, file: ImportFile) -> list[Hashed]:
         """Store the new tensors that this makes smaller encoded, the rest as ever."""
         # Progress is that of encoding, which takes several times as long as hashing.
-        hashed = hash_copy(self._hasher, handle, file.segments, Silent())
+        hashed = hash_copy(self._hasher, handle, file.segments, SilentListener())
         known = self._index.find({found.digest for found in hashed})
         plans = {
             found.digest: (plan, found)
@@ -223,7 +223,7 @@ class Import:
             raise
         return hashed
 
-    def _news(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> list[New]:
+    def _news(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> list[NewPiece]:
         """The pieces that are nowhere yet, each digest once; from now on they count as known."""
         known = self._index.find({found.digest for found in hashed} - self._fresh)
         news = []
@@ -232,10 +232,10 @@ class Import:
                 self._fresh.add(found.digest)
                 self.new_tensors += part.name is not None
                 self.new_bytes += part.nbytes
-                news.append(New(part.start, part.nbytes, found.digest))
+                news.append(NewPiece(part.start, part.nbytes, found.digest))
         return news
 
-    def _write(self, handle: Handle, news: Sequence[New]) -> None:
+    def _write(self, handle: Handle, news: Sequence[NewPiece]) -> None:
         for kind, writer in self._writers.items():
             writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])
 
@@ -266,14 +266,14 @@ class Import:
 
 def import_source(
     objects: Objects,
-    index: Index,
+    index: StoreIndex,
     hasher: Hasher,
-    source: Source,
+    source: ImportSource,
     name: str,
     *,
     replace: bool,
-    progress: Progress,
-    hints: Remembers,
+    progress: ProgressListener,
+    hints: ImportListener,
     encoder: "Encoder | None" = None,
     in_place: bool = False,
 ) -> ImportResult:

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from tensor_dedup.sqlite import transaction
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
-from tensor_dedup.store.external import EXTERNAL, Origin
+from tensor_dedup.store.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import Table
 
@@ -58,7 +58,7 @@ _PASSING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PieceLocation:
     """Where bytes lie; `file_bytes` is the size of all of the container's file."""
 
     container: ContainerId
@@ -72,7 +72,7 @@ Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
 """A digest, its offset and size, and what it is stored against."""
 
 
-class Index:
+class StoreIndex:
     """The index during one session, in one thread. Use open_index."""
 
     def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
@@ -146,7 +146,9 @@ class Index:
         ).fetchone()
         return None if row is None else str(row[0])
 
-    def find(self, digests: Iterable[bytes], *, external: bool = False) -> dict[bytes, list[Place]]:
+    def find(
+        self, digests: Iterable[bytes], *, external: bool = False
+    ) -> dict[bytes, list[PieceLocation]]:
         """The places of each of these digests that has any from which it can be read.
 
         With `external` also those in files that others own and may change; those come late.
@@ -165,9 +167,9 @@ class Index:
         self._db = _in_memory(self._objects)
         self.update()
 
-    def _find(self, wanted: list[bytes], *, external: bool) -> dict[bytes, list[Place]]:
+    def _find(self, wanted: list[bytes], *, external: bool) -> dict[bytes, list[PieceLocation]]:
         whose = "" if external else f"AND c.kind != '{EXTERNAL}' "
-        found: dict[bytes, list[Place]] = {}
+        found: dict[bytes, list[PieceLocation]] = {}
         for start in range(0, len(wanted), _BATCH):
             part = wanted[start : start + _BATCH]
             marks = ",".join("?" * len(part))
@@ -181,7 +183,7 @@ class Index:
             for digest, name, kind, offset, nbytes, base, state in rows:
                 under = None if base is None else bytes(base)
                 size = int(_SIZE.split(state, maxsplit=1)[0])
-                place = Place(ContainerId(name, kind), offset, nbytes, under, size)
+                place = PieceLocation(ContainerId(name, kind), offset, nbytes, under, size)
                 found.setdefault(bytes(digest), []).append(place)
         return found
 
@@ -220,11 +222,11 @@ class Index:
         there = origin.is_still(self._objects.files.status(origin.path))
         return f"{state} {there} {msgspec.json.encode(origin.to_texts()).decode()}"
 
-    def _origin(self, container: ContainerId, known: str | None) -> Origin | None:
+    def _origin(self, container: ContainerId, known: str | None) -> ExternalFile | None:
         """Which file a container indexes: as it was noted here, or as its table says."""
         with contextlib.suppress(msgspec.MsgspecError, IndexError, ValueError, DamagedFileError):
             texts = msgspec.json.decode((known or "").split(" ", 2)[2], type=list[str])
-            return Origin.from_texts(texts, int(texts[1]), _MEMORY)
+            return ExternalFile.from_texts(texts, int(texts[1]), _MEMORY)
         with contextlib.suppress(DamagedFileError, NewerFormatError, MissingObjectError):
             return self._objects.origin(container, self._objects.table(container))
         return None
@@ -328,7 +330,7 @@ class _IndexFile:
 
 
 @contextlib.contextmanager
-def open_index(objects: Objects, *, update: bool = True) -> Iterator[Index]:
+def open_index(objects: Objects, *, update: bool = True) -> Iterator[StoreIndex]:
     """The index, up to date. Never fails for its own sake: it is then made anew, or in memory.
 
     With `update` off it is what it was: what it says has to be looked at, and what it does not
@@ -343,12 +345,12 @@ def open_index(objects: Objects, *, update: bool = True) -> Iterator[Index]:
             drop_index(objects)
 
 
-def _usable(objects: Objects, undo: contextlib.ExitStack, *, update: bool) -> Index:
+def _usable(objects: Objects, undo: contextlib.ExitStack, *, update: bool) -> StoreIndex:
     broken = False
     for _ in range(2):
         file = _IndexFile(objects)
         try:
-            index = Index(file.connect(), objects)
+            index = StoreIndex(file.connect(), objects)
             if update:
                 index.update()
         except sqlite3.DatabaseError as error:
@@ -365,7 +367,7 @@ def _usable(objects: Objects, undo: contextlib.ExitStack, *, update: bool) -> In
             undo.callback(file.close)
             index.broken = broken
             return index
-    index = Index(_in_memory(objects), objects)
+    index = StoreIndex(_in_memory(objects), objects)
     index.update()
     index.broken = broken
     return index

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from tensor_dedup.store import tables
 from tensor_dedup.store.containers import record_of
-from tensor_dedup.store.external import EXTERNAL, Origin
-from tensor_dedup.store.files import Status
+from tensor_dedup.store.external import EXTERNAL, ExternalFile
+from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.sources import SourceFile
+from tensor_dedup.store.sources import ImportFile
 from tensor_dedup.store.tables import Table
 
 
 def index_in_place(
-    objects: Objects, file: SourceFile, status: Status, hashed: Sequence[Hashed]
+    objects: Objects, file: ImportFile, status: FileStatus, hashed: Sequence[Hashed]
 ) -> ContainerId:
     """Make a file whose segments have these digests a container, durably; it is only read.
 
@@ -24,7 +24,7 @@ def index_in_place(
         for segment, found in zip(file.segments, hashed, strict=True)
         if segment.nbytes
     ]
-    origin = Origin.of(file.path.absolute(), status)
+    origin = ExternalFile.of(file.path.absolute(), status)
     name, blob = tables.encode(Table(EXTERNAL, status.size, records, origin.to_texts()))
     objects.publish(blob, objects.layout.container(name, EXTERNAL))
     return ContainerId(name, EXTERNAL)

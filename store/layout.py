@@ -19,7 +19,7 @@ BAD_SUFFIX = ".bad"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StoreLayout:
     """The paths of one store."""
 
     root: Path

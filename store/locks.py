@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.files import Files
-from tensor_dedup.store.layout import Layout
+from tensor_dedup.store.layout import StoreLayout
 
 # A sweep is a few renames, so a session that waits longer waits for something else.
 SESSION_WAIT_S = 120.0
@@ -13,21 +13,21 @@ SWEEP_WAIT_S = 10.0
 
 
 @contextmanager
-def session(files: Files, layout: Layout, *, wait_s: float = SESSION_WAIT_S) -> Iterator[None]:
+def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S) -> Iterator[None]:
     """Read or write: nothing is swept meanwhile. StoreBusyError: a sweep did not end."""
     with _held(files, layout, exclusive=False, wait_s=wait_s):
         yield
 
 
 @contextmanager
-def sweep(files: Files, layout: Layout, *, wait_s: float = SWEEP_WAIT_S) -> Iterator[None]:
+def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) -> Iterator[None]:
     """Delete: nobody is in a session meanwhile. StoreBusyError: a session did not end."""
     with _held(files, layout, exclusive=True, wait_s=wait_s):
         yield
 
 
 @contextmanager
-def _held(files: Files, layout: Layout, *, exclusive: bool, wait_s: float) -> Iterator[None]:
+def _held(files: Files, layout: StoreLayout, *, exclusive: bool, wait_s: float) -> Iterator[None]:
     handle = files.open(layout.lock, "lock")
     try:
         if not files.flock(handle, exclusive=exclusive, wait_s=wait_s):

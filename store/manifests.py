@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     notes: dict[str, str]
 
 
-class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ManifestPage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The next pieces: 256, but for the last page."""
 
     pieces: list[Piece]
@@ -85,7 +85,7 @@ def build(
 
 def encode_page(pieces: Sequence[Piece]) -> tuple[str, bytes]:
     """The name and the frame of a page of up to PAGE_ENTRIES pieces."""
-    blob = frames.encode(PAGE, Page(list(pieces)))
+    blob = frames.encode(PAGE, ManifestPage(list(pieces)))
     return digest(blob), blob
 
 
@@ -116,9 +116,9 @@ def aliases(manifest: Manifest) -> dict[str, str]:
     return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
-def decode_page(blob: bytes, name: str, path: PurePath) -> Page:
+def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
     """The page called `name`, checked."""
-    page = frames.decode(_named(blob, name, path), PAGE, Page, path)
+    page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
     for piece in page.pieces:
         named = piece.name is not None
         alike = named == (piece.dtype is not None) == (piece.shape is not None)

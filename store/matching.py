@@ -9,13 +9,13 @@ from tensor_dedup.store.containers import hash_copy
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.manifests import FileEntry, Piece
-from tensor_dedup.store.sources import Segment, Source, SourceFile, aliases_of
+from tensor_dedup.store.sources import ImportFile, ImportSource, Segment, aliases_of
 
 # The digests known of an open file, by (start, nbytes).
 Known: TypeAlias = Callable[[Path, int], Mapping[tuple[int, int], str]]
 
 
-def manifest_of(files: Files, hasher: Hasher, source: Source, known: Known) -> str:
+def expected_manifest(files: Files, hasher: Hasher, source: ImportSource, known: Known) -> str:
     """The name of the manifest that importing `source` would make; hashes only what is unknown.
 
     `known(path, fd)` answers for each open file. It is believed: what is decided by the result must
@@ -38,7 +38,7 @@ def manifest_of(files: Files, hasher: Hasher, source: Source, known: Known) -> s
 
 
 def _digests(
-    hasher: Hasher, handle: Handle, file: SourceFile, known: Mapping[tuple[int, int], str]
+    hasher: Hasher, handle: Handle, file: ImportFile, known: Mapping[tuple[int, int], str]
 ) -> Sequence[bytes]:
     unknown: list[Segment] = [s for s in file.segments if (s.start, s.nbytes) not in known]
     hashed = {

@@ -77,7 +77,7 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
             region.madvise(_POPULATE_READ, start, nbytes)
 
 
-class Pool:
+class BufferPool:
     """Memory that is used again once nobody holds what was given. Safe from any thread.
 
     `keep_bytes` is how much is kept while nobody uses it. `allocated` counts regions that were new.

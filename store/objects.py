@@ -20,13 +20,13 @@ from tensor_dedup.store.errors import (
     StoreBusyError,
     UnknownNameError,
 )
-from tensor_dedup.store.external import EXTERNAL, Origin
+from tensor_dedup.store.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.layout import (
     BAD_SUFFIX,
     READABLE_KINDS,
     TABLE_SUFFIX,
-    Layout,
+    StoreLayout,
 )
 from tensor_dedup.store.manifests import Manifest, Piece
 from tensor_dedup.store.names import file_of, name_in
@@ -51,7 +51,7 @@ class ContainerId:
 class Objects:
     """The bookkeeping of one store. Holds nothing open; safe from any thread and process."""
 
-    def __init__(self, files: Files, layout: Layout) -> None:
+    def __init__(self, files: Files, layout: StoreLayout) -> None:
         self.files = files
         self.layout = layout
 
@@ -179,12 +179,12 @@ class Objects:
             return False
         return status.size == table.data_bytes or container.kind != "raw"
 
-    def origin(self, container: ContainerId, table: Table) -> Origin | None:
+    def origin(self, container: ContainerId, table: Table) -> ExternalFile | None:
         """The file that a container indexes in place; None: its data is its own."""
         if container.kind != EXTERNAL:
             return None
         path = self.layout.table(container.name, container.kind)
-        return Origin.from_texts(table.origin, table.data_bytes, path)
+        return ExternalFile.from_texts(table.origin, table.data_bytes, path)
 
     def data_path(self, container: ContainerId, table: Table) -> Path:
         """Where the bytes of a container are."""
@@ -253,7 +253,7 @@ class Objects:
         path = self.layout.manifest(name)
         return manifests.decode_manifest(self.read(path), name, path)
 
-    def page(self, name: str) -> manifests.Page:
+    def page(self, name: str) -> manifests.ManifestPage:
         """The page of this name. MissingObjectError, DamagedFileError, NewerFormatError."""
         path = self.layout.manifest(name)
         return manifests.decode_page(self.read(path), name, path)
@@ -322,7 +322,7 @@ class Objects:
 
 
 class _Naming:
-    def __init__(self, files: Files, layout: Layout) -> None:
+    def __init__(self, files: Files, layout: StoreLayout) -> None:
         self._files = files
         self._path = layout.names_lock
 

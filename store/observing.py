@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from tensor_dedup.store.files import Status
+from tensor_dedup.store.files import FileStatus
 
 
-class Remembers(Protocol):
+class ImportListener(Protocol):
     """Is told the digests of each file that was imported, while the file is still open."""
 
     def imported(
-        self, fd: int, before: Status, began_ns: int, digests: Mapping[tuple[int, int], str]
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
         """The file behind `fd` was `before` when hashing began, and is so still.
 
@@ -18,10 +18,10 @@ class Remembers(Protocol):
         """
 
 
-class Nobody:
+class NullListener:
     """Remembers nothing."""
 
     def imported(
-        self, fd: int, before: Status, began_ns: int, digests: Mapping[tuple[int, int], str]
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
         """Nothing to do."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.covering import enough
+from tensor_dedup.store.covering import choose_containers
 from tensor_dedup.store.decoding import Base, fill_leaves, leaves_of, read_range
 from tensor_dedup.store.errors import (
     BadRangeError,
@@ -22,7 +22,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.external import EXTERNAL
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.generated import PART, made_of
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.manifests import Piece, aliases, by_file, loose
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.tables import PLAIN, Record
@@ -74,7 +74,9 @@ class StoredPieces:
     manager, when no read is running any more. Not to be used in a forked child.
     """
 
-    def __init__(self, objects: Objects, index: Index, wanted: set[bytes], name: str = "") -> None:
+    def __init__(
+        self, objects: Objects, index: StoreIndex, wanted: set[bytes], name: str = ""
+    ) -> None:
         """Open what there is of the pieces with these digests, in a session.
 
         `name` is the checkpoint's they belong to, for messages.
@@ -91,7 +93,7 @@ class StoredPieces:
             self.close()
             raise
 
-    def _open_containers(self, index: Index, wanted: set[bytes]) -> None:
+    def _open_containers(self, index: StoreIndex, wanted: set[bytes]) -> None:
         self._open_known(index, wanted)
         if not index.fresh and not all(digest in self for digest in wanted):
             index.refresh()
@@ -99,7 +101,7 @@ class StoredPieces:
             self._spots = {}
             self._open_known(index, wanted)
 
-    def _open_known(self, index: Index, wanted: set[bytes]) -> None:
+    def _open_known(self, index: StoreIndex, wanted: set[bytes]) -> None:
         # More than one, also where one would do: gc may take any that is not open.
         records = self._open_all(index, wanted)
         bases = {r.base for _, r in records if r.digest in wanted and r.base is not None}
@@ -108,11 +110,11 @@ class StoredPieces:
                 spot = _Spot(container, self._handles[container], record)
                 self._spots.setdefault(record.digest, []).append(spot)
 
-    def _open_all(self, index: Index, wanted: set[bytes]) -> list[tuple[ContainerId, Record]]:
+    def _open_all(self, index: StoreIndex, wanted: set[bytes]) -> list[tuple[ContainerId, Record]]:
         """Open the containers that hold these pieces; all good records of those newly opened."""
         found: list[tuple[ContainerId, Record]] = []
         places = index.find(wanted, external=True)
-        for container in enough(places):
+        for container in choose_containers(places):
             if container in self._handles:
                 continue
             with suppress(MissingObjectError, DamagedFileError, FileNotFoundError):
@@ -301,7 +303,7 @@ class StoredPieces:
 class StoredCheckpoint(StoredPieces):
     """A checkpoint, open for reading. All said of StoredPieces holds."""
 
-    def __init__(self, objects: Objects, index: Index, name: str) -> None:
+    def __init__(self, objects: Objects, index: StoreIndex, name: str) -> None:
         """Open it, in a session. UnknownNameError, MissingObjectError, DamagedFileError."""
         self.manifest = objects.ref(name)
         content = objects.manifest(self.manifest)

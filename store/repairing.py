@@ -12,14 +12,14 @@ from pathlib import Path
 from tensor_dedup.errors import CheckpointError, StoreError, UnsupportedError
 from tensor_dedup.store import frames, manifests, tables
 from tensor_dedup.store.checking import Level, verify
-from tensor_dedup.store.containers import ContainerWriter, New, hash_copy, kind_for
+from tensor_dedup.store.containers import ContainerWriter, NewPiece, hash_copy, kind_for
 from tensor_dedup.store.external import EXTERNAL
-from tensor_dedup.store.hashing import Hashed, Hasher, Progress, Silent
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.hashing import Hashed, Hasher, ProgressListener, SilentListener
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.manifests import FileEntry, Piece
 from tensor_dedup.store.objects import ContainerId, Objects, container_in, ref_text
-from tensor_dedup.store.sources import Source, SourceFile, aliases_of, read_source
-from tensor_dedup.store.survey import Survey, survey
+from tensor_dedup.store.sources import ImportFile, ImportSource, aliases_of, read_source
+from tensor_dedup.store.survey import Inventory, take_inventory
 
 # A few flipped bits are told from another name or manifest, whose digests differ everywhere.
 NEAR_BYTES = 4
@@ -52,7 +52,9 @@ class RepairResult:
 class Repair:
     """One repair, in a session."""
 
-    def __init__(self, objects: Objects, index: Index, hasher: Hasher, progress: Progress) -> None:
+    def __init__(
+        self, objects: Objects, index: StoreIndex, hasher: Hasher, progress: ProgressListener
+    ) -> None:
         self._objects, self._index, self._hasher = objects, index, hasher
         self._progress = progress
         self._result = RepairResult()
@@ -65,7 +67,7 @@ class Repair:
         given = [read_source(self._objects.files, path) for path in paths]
         self._drop_broken_lists()
         self._check(Level(0))
-        found = survey(self._objects)
+        found = take_inventory(self._objects)
         self._references(found)
         self._padding(found)
         self._from_trash()
@@ -74,22 +76,22 @@ class Repair:
         for source in sources:
             self._from_source(source)
         self._index.refresh()
-        self._result.missing = _missing(survey(self._objects))
+        self._result.missing = _missing(take_inventory(self._objects))
         return self._result
 
     def _check(self, level: Level) -> None:
-        verify(self._objects, self._index, self._hasher, level, Silent())
+        verify(self._objects, self._index, self._hasher, level, SilentListener())
         self._index.refresh()
 
     def _drop_broken_lists(self) -> None:
         """A list that cannot be read is made anew, by reading the containers."""
-        broken = [p.path for p in survey(self._objects).problems if p.kind == "list"]
+        broken = [p.path for p in take_inventory(self._objects).problems if p.kind == "list"]
         for path in broken:
             self._objects.set_aside(path, self._objects.layout.quarantine)
         if broken:
             self._check(Level(1))
 
-    def _references(self, found: Survey) -> None:
+    def _references(self, found: Inventory) -> None:
         known = list(self._objects.manifest_names())
         for problem in found.problems:
             if problem.kind == "reference" and problem.checkpoint is not None:
@@ -103,7 +105,7 @@ class Repair:
                 self._objects.set_ref(name, near[0], replace=True)
                 self._result.references += 1
 
-    def _padding(self, found: Survey) -> None:
+    def _padding(self, found: Inventory) -> None:
         for container, bad in found.bad.items():
             stained = bad - {record.offset for record in found.tables[container].records}
             if stained:
@@ -111,7 +113,7 @@ class Repair:
                 self._objects.set_bad_offsets(container.name, sorted(bad - stained))
                 self._result.padding += len(stained)
 
-    def _zero(self, container: ContainerId, stained: frozenset[int], found: Survey) -> None:
+    def _zero(self, container: ContainerId, stained: frozenset[int], found: Inventory) -> None:
         # In place: wherever a crash stops it, what is written is what belongs there.
         files, layout = self._objects.files, self._objects.layout
         handle = files.open(layout.container(container.name, container.kind), "modify")
@@ -129,7 +131,7 @@ class Repair:
         while self._result.from_trash != before:  # what came back may itself need another
             before = self._result.from_trash
             for container, paths in list(self._trashed()):
-                found = survey(self._objects)
+                found = take_inventory(self._objects)
                 wanted = found.lost().keys() | found.lost_anchors().keys()
                 with suppress(StoreError):
                     table = self._objects.table(container, at=paths[-1])
@@ -159,12 +161,12 @@ class Repair:
                 parts.insert(0, data)
             yield container, [layout.trash / part for part in parts]
 
-    def _own_leftovers(self) -> Iterator[Source]:
+    def _own_leftovers(self) -> Iterator[ImportSource]:
         """Whole files whose table was damaged: what they hold may still be right.
 
         And files indexed in place, for what else only they have.
         """
-        found = survey(self._objects)
+        found = take_inventory(self._objects)
         exposed = found.exposed()
         for container, table in found.tables.items() if exposed else ():
             if container.kind == EXTERNAL and any(r.digest in exposed for r in table.records):
@@ -178,11 +180,11 @@ class Repair:
                 with suppress(CheckpointError, UnsupportedError):
                     yield read_source(self._objects.files, self._objects.layout.quarantine / name)
 
-    def _from_source(self, source: Source) -> None:
+    def _from_source(self, source: ImportSource) -> None:
         hashed = [self._hash(file) for file in source.files]
-        found = survey(self._objects)
+        found = take_inventory(self._objects)
         if self._publish(source.files, hashed, found.absent):
-            found = survey(self._objects)  # what came back leads to more
+            found = take_inventory(self._objects)  # what came back leads to more
         # A delta that was lost with its base comes back with it.
         lost = {**found.lost(), **found.lost_anchors(), **found.exposed()}
         with ExitStack() as undo:
@@ -196,7 +198,7 @@ class Repair:
                 if container is not None:
                     self._objects.set_bad_offsets(container.name, ())
 
-    def _hash(self, file: SourceFile) -> list[Hashed]:
+    def _hash(self, file: ImportFile) -> list[Hashed]:
         handle = self._objects.files.open(file.path, "read")
         try:
             return hash_copy(self._hasher, handle, file.segments, self._progress)
@@ -205,7 +207,7 @@ class Repair:
 
     def _publish(
         self,
-        files: Sequence[SourceFile],
+        files: Sequence[ImportFile],
         hashed: Sequence[Sequence[Hashed]],
         absent: set[str],
     ) -> int:
@@ -229,13 +231,13 @@ class Repair:
 
     def _write(
         self,
-        file: SourceFile,
+        file: ImportFile,
         hashed: Sequence[Hashed],
         lost: dict[bytes, int],
         writers: dict[str, ContainerWriter],
     ) -> None:
         news = [
-            New(part.start, part.nbytes, found.digest)
+            NewPiece(part.start, part.nbytes, found.digest)
             for part, found in zip(file.segments, hashed, strict=True)
             if lost.pop(found.digest, None) is not None
         ]
@@ -252,7 +254,7 @@ class Repair:
 _KINDS = ("slab", "pack")
 
 
-def _missing(found: Survey) -> list[str]:
+def _missing(found: Inventory) -> list[str]:
     """What still stops a checkpoint from being read, for people."""
     broken = [f"{problem.path}: {problem.kind}" for problem in found.problems]
     return broken + [f"{found.users[digest][0]}: {digest.hex()}" for digest in found.lost()]

@@ -6,13 +6,13 @@ from functools import partial
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.decoding import fill_leaves, read_chunk, read_head
 from tensor_dedup.store.errors import (
-    BadEncodingError,
+    CorruptFrameError,
     CorruptTensorError,
     MissingObjectError,
 )
 from tensor_dedup.store.files import Handle
-from tensor_dedup.store.hashing import Hasher, Progress
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.hashing import Hasher, ProgressListener
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading import StoredPieces
 from tensor_dedup.store.tables import Record
@@ -21,7 +21,9 @@ from tensor_dedup.store.tables import Record
 class Scrubber:
     """Finds the wrong ones among the records of delta containers, in a session."""
 
-    def __init__(self, objects: Objects, index: Index, hasher: Hasher, progress: Progress) -> None:
+    def __init__(
+        self, objects: Objects, index: StoreIndex, hasher: Hasher, progress: ProgressListener
+    ) -> None:
         self._objects, self._index = objects, index
         self._hasher, self._progress = hasher, progress
 
@@ -50,7 +52,7 @@ class Scrubber:
                 chunk.holds(read_chunk(files, handle, record, chunk))
                 for chunk in read_head(files, handle, record)
             )
-        except BadEncodingError:
+        except CorruptFrameError:
             return False
 
     def _leaves_right(self, handle: Handle, pieces: StoredPieces, record: Record) -> bool:

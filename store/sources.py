@@ -38,7 +38,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFile:
+class ImportFile:
     """A file to take in: where it is, what it is called in an export, of what it consists.
 
     `aliases`: second names that the file has for tensors, and which tensors' they are.
@@ -58,10 +58,10 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ImportSource:
     """All files of a checkpoint, weights first, and the names of those left out."""
 
-    files: tuple[SourceFile, ...]
+    files: tuple[ImportFile, ...]
     skipped: tuple[str, ...]
 
     @property
@@ -70,7 +70,7 @@ class Source:
         return sum(file.nbytes for file in self.files)
 
 
-def read_source(files: Files, path: Path) -> Source:
+def read_source(files: Files, path: Path) -> ImportSource:
     """What there is to import at a path: reads headers and names, no tensor.
 
     A folder's other files are taken too (config, tokenizer, indexes), hidden ones are not, nor
@@ -83,14 +83,14 @@ def read_source(files: Files, path: Path) -> Source:
         taken = [_weights(file, root) for file in checkpoint.files]
         if is_index(checkpoint.path.name):
             taken.append(_verbatim(files, checkpoint.path, checkpoint.path.name))
-        return Source(tuple(taken), ())
+        return ImportSource(tuple(taken), ())
     return _folder(files, checkpoint)
 
 
-def _folder(files: Files, checkpoint: Checkpoint) -> Source:
+def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
     weights = [_weights(file, checkpoint.path) for file in checkpoint.files]
     chosen = {file.stored_as for file in weights}
-    others: list[SourceFile] = []
+    others: list[ImportFile] = []
     skipped: list[str] = []
     for name, path in _walk(files, checkpoint.path):
         if name in chosen:
@@ -99,7 +99,7 @@ def _folder(files: Files, checkpoint: Checkpoint) -> Source:
             skipped.append(name)
         else:
             others.append(_verbatim(files, path, name))
-    return Source((*weights, *others), tuple(skipped))
+    return ImportSource((*weights, *others), tuple(skipped))
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:
@@ -142,9 +142,9 @@ def _walk(files: Files, root: Path) -> Iterator[tuple[str, Path]]:
                 waiting.append((f"{prefix}{name}/", folder / name))
 
 
-def _weights(file: CheckpointFile, root: Path) -> SourceFile:
+def _weights(file: CheckpointFile, root: Path) -> ImportFile:
     stored_as = file.path.relative_to(root).as_posix()
-    return SourceFile(
+    return ImportFile(
         file.path, stored_as, file.prefix, segments_of(file.header), True, aliases_in(file.header)
     )
 
@@ -166,14 +166,14 @@ def segments_of(header: Header) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def aliases_of(files: Sequence[SourceFile]) -> dict[str, str]:
+def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
     """The second names of all these files' tensors, each with its folder."""
     return {
         file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
     }
 
 
-def _verbatim(files: Files, path: Path, name: str) -> SourceFile:
+def _verbatim(files: Files, path: Path, name: str) -> ImportFile:
     status = files.status(path)
     if status is None:
         raise ChangedFileError(
@@ -182,4 +182,4 @@ def _verbatim(files: Files, path: Path, name: str) -> SourceFile:
     if status.kind != "file":
         raise CheckpointNotFoundError(f"{path}: not a regular file; remove it", path=str(path))
     segments = (Segment(0, status.size),) if status.size else ()
-    return SourceFile(path, name, "", segments, False)
+    return ImportFile(path, name, "", segments, False)

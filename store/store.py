@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from tensor_dedup.store.checking import Level, VerifyResult, verify
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
-from tensor_dedup.store.creation import default_path, prepare, workers
+from tensor_dedup.store.creation import default_path, initialise, workers
 from tensor_dedup.store.describing import Listed, Stats, listed, stats
 from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError
 from tensor_dedup.store.exporting import export
 from tensor_dedup.store.files import Files, RealFiles
-from tensor_dedup.store.hashing import Hasher, Progress, Silent
+from tensor_dedup.store.hashing import Hasher, ProgressListener, SilentListener
 from tensor_dedup.store.importing import ImportResult, import_source
-from tensor_dedup.store.index import Index, open_index
-from tensor_dedup.store.layout import Layout
+from tensor_dedup.store.index import StoreIndex, open_index
+from tensor_dedup.store.layout import StoreLayout
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
-from tensor_dedup.store.matching import Known, manifest_of
+from tensor_dedup.store.matching import Known, expected_manifest
 from tensor_dedup.store.names import check_name, name_of
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.observing import Nobody, Remembers
+from tensor_dedup.store.observing import ImportListener, NullListener
 from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.repairing import Repair, RepairResult
-from tensor_dedup.store.sources import Source, read_source
-from tensor_dedup.store.translating import translated
+from tensor_dedup.store.sources import ImportSource, read_source
+from tensor_dedup.store.translating import os_errors
 from tensor_dedup.suggestions import nearest, perhaps
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Store:
         self.path = path
         self._files = files
         self._workers = worker_count
-        self._objects = Objects(files, Layout(path))
+        self._objects = Objects(files, StoreLayout(path))
 
     @classmethod
     def open(
@@ -67,8 +67,8 @@ class Store:
         """
         root = Path(path) if path is not None else default_path()
         door = files or RealFiles()
-        with translated(root):
-            prepare(Objects(door, Layout(root)), create=create, mend=mend)
+        with os_errors(root):
+            initialise(Objects(door, StoreLayout(root)), create=create, mend=mend)
         return cls(root, door, worker_count or workers())
 
     @property
@@ -93,8 +93,8 @@ class Store:
         name: str | None = None,
         replace: bool = False,
         *,
-        progress: Progress | None = None,
-        hints: Remembers | None = None,
+        progress: ProgressListener | None = None,
+        hints: ImportListener | None = None,
         compress: Literal["auto"] | None = None,
         base: str | None = None,
         external: bool = False,
@@ -128,13 +128,15 @@ class Store:
                 source,
                 wanted,
                 replace=replace,
-                progress=progress or Silent(),
-                hints=hints or Nobody(),
+                progress=progress or SilentListener(),
+                hints=hints or NullListener(),
                 encoder=encoder,
                 in_place=external,
             )
 
-    def _encoder(self, index: Index, hasher: Hasher, source: Source, base: str | None) -> "Encoder":
+    def _encoder(
+        self, index: StoreIndex, hasher: Hasher, source: ImportSource, base: str | None
+    ) -> "Encoder":
         from tensor_dedup.store.compressing import Encoder  # and with it numpy
 
         encoder = Encoder(self._objects, index, hasher)
@@ -151,7 +153,9 @@ class Store:
         rest is hashed. Errors: those of import_ about the path.
         """
         with self._session() as (_, hasher):
-            return manifest_of(self._files, hasher, read_source(self._files, Path(path)), known)
+            return expected_manifest(
+                self._files, hasher, read_source(self._files, Path(path)), known
+            )
 
     def manifest(self, name: str) -> str | None:
         """The name of the manifest that a checkpoint's name stands for; None: of no checkpoint."""
@@ -173,11 +177,11 @@ class Store:
             return StoredPieces(self._objects, index, {bytes.fromhex(text) for text in digests})
 
     def export(
-        self, name: str, directory: StrPath, *, progress: Progress | None = None
+        self, name: str, directory: StrPath, *, progress: ProgressListener | None = None
     ) -> list[Path]:
         """Write a checkpoint's files, byte for byte, to a folder that is empty or not there."""
-        with self.checkpoint(name) as checkpoint, translated(Path(directory)):
-            return export(self._files, checkpoint, Path(directory), progress or Silent())
+        with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
+            return export(self._files, checkpoint, Path(directory), progress or SilentListener())
 
     def list(self) -> "list[Listed]":
         """All checkpoints, by name."""
@@ -224,7 +228,7 @@ class Store:
         """
         if not grace_hours >= 0:
             raise BadRangeError.at(self.path, f"a grace of {grace_hours} hours")
-        with translated(self.path), sweep(self._files, self._objects.layout, wait_s=wait_s):
+        with os_errors(self.path), sweep(self._files, self._objects.layout, wait_s=wait_s):
             plan = plan_gc(self._objects, grace_hours)
             return plan if dry_run else execute(self._objects, plan, grace_hours)
 
@@ -234,7 +238,7 @@ class Store:
         sample: float | None = None,
         full: bool = False,
         seed: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressListener | None = None,
     ) -> VerifyResult:
         """Check the bookkeeping, and a share of the pieces (`sample`, 0.0 to 1.0) or all (`full`).
 
@@ -245,30 +249,30 @@ class Store:
             raise BadRangeError.at(self.path, f"a sample of {share}")
         with self._session() as (index, hasher):
             level = Level(share, seed)
-            return verify(self._objects, index, hasher, level, progress or Silent())
+            return verify(self._objects, index, hasher, level, progress or SilentListener())
 
     def repair(
-        self, paths: Sequence[StrPath] = (), *, progress: Progress | None = None
+        self, paths: Sequence[StrPath] = (), *, progress: ProgressListener | None = None
     ) -> RepairResult:
         """Restore what verify found damaged, from the trash and from checkpoints that hold it."""
         with self._session() as (index, hasher):
-            work = Repair(self._objects, index, hasher, progress or Silent())
+            work = Repair(self._objects, index, hasher, progress or SilentListener())
             return work.run([Path(path) for path in paths])
 
     @contextmanager
     def translated(self) -> Iterator[None]:
         """What the disk says is a StoreError."""
-        with translated(self.path):
+        with os_errors(self.path):
             yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """A session: nothing is swept meanwhile. What the disk says is a StoreError."""
-        with translated(self.path), session(self._files, self._objects.layout):
+        with os_errors(self.path), session(self._files, self._objects.layout):
             yield
 
     @contextmanager
-    def _session(self, *, update: bool = True) -> Iterator[tuple[Index, Hasher]]:
+    def _session(self, *, update: bool = True) -> Iterator[tuple[StoreIndex, Hasher]]:
         with self.locked(), ExitStack() as undo:
             hasher = Hasher(self._files, self._workers)
             undo.callback(hasher.close)

@@ -30,7 +30,7 @@ class Problem:
 
 
 @dataclass
-class Survey:
+class Inventory:
     """What is there and what is alive.
 
     `live` has the size of every piece that a reference leads to, `users` the checkpoints and names
@@ -111,9 +111,9 @@ class Survey:
         }
 
 
-def survey(objects: Objects) -> Survey:
+def take_inventory(objects: Objects) -> Inventory:
     """Read all bookkeeping of a store, in a session. No tensor data is read."""
-    found = Survey()
+    found = Inventory()
     for path in objects.aliens():
         error = DamagedFileError.at(path, "nothing in a store has such a name")
         found.problems.append(Problem("alien", path, error))
@@ -129,7 +129,7 @@ def survey(objects: Objects) -> Survey:
     return found
 
 
-def _checkpoint(objects: Objects, found: Survey, name: str) -> None:
+def _checkpoint(objects: Objects, found: Inventory, name: str) -> None:
     path = objects.layout.refs / file_of(name)
     try:
         manifest_name = objects.ref(name)
@@ -151,7 +151,7 @@ def _checkpoint(objects: Objects, found: Survey, name: str) -> None:
         _page(objects, found, page.hex(), name)
 
 
-def _page(objects: Objects, found: Survey, page: str, name: str) -> None:
+def _page(objects: Objects, found: Inventory, page: str, name: str) -> None:
     found.objects.add(page)
     try:
         pieces = objects.page(page).pieces
@@ -166,13 +166,13 @@ def _page(objects: Objects, found: Survey, page: str, name: str) -> None:
 
 
 def _absent(
-    objects: Objects, found: Survey, kind: str, part: str, error: StoreError, name: str
+    objects: Objects, found: Inventory, kind: str, part: str, error: StoreError, name: str
 ) -> None:
     found.absent.add(part)
     found.problems.append(Problem(kind, objects.layout.manifest(part), error, name))
 
 
-def _container(objects: Objects, found: Survey, container: ContainerId) -> None:
+def _container(objects: Objects, found: Inventory, container: ContainerId) -> None:
     path = objects.layout.container(container.name, container.kind)
     try:
         table = objects.table(container)

@@ -17,7 +17,7 @@ from tensor_dedup.store import frames
 from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
-from tensor_dedup.store.external import EXTERNAL, Origin
+from tensor_dedup.store.external import EXTERNAL, ExternalFile
 
 KIND = b"tabl"
 PLAIN = "raw"  # the codec of bytes that are stored as they are
@@ -103,7 +103,7 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
         _check_record(record, table, path)
     _check_places(table, path)
     if kind == EXTERNAL:
-        Origin.from_texts(table.origin, table.data_bytes, path)
+        ExternalFile.from_texts(table.origin, table.data_bytes, path)
     return table
 
 

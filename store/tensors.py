@@ -15,8 +15,8 @@ from typing import Final
 import torch
 
 from tensor_dedup.store.creation import workers
-from tensor_dedup.store.filling import Filled, Filler, plan
-from tensor_dedup.store.memory import Pool
+from tensor_dedup.store.filling import BulkReader, Filled, plan
+from tensor_dedup.store.memory import BufferPool
 from tensor_dedup.store.reading import StoredCheckpoint, StoredTensor
 
 TORCH_DTYPES: Final = {
@@ -52,7 +52,7 @@ def load_tensors(
     *,
     verify: bool = True,
     mapped: bool = False,
-    pool: Pool | None = None,
+    pool: BufferPool | None = None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of an open checkpoint, or those with these names, by name.
 
@@ -67,8 +67,8 @@ def load_tensors(
     StoreIOError.
     """
     wanted = _wanted(checkpoint, names)
-    memory = pool or Pool(0)
-    filler = Filler(checkpoint, max(_THREADS, workers()), memory, verify=verify, mapped=mapped)
+    memory = pool or BufferPool(0)
+    filler = BulkReader(checkpoint, max(_THREADS, workers()), memory, verify=verify, mapped=mapped)
     with filler:
         found = dict(_tensors(checkpoint, wanted, filler, _REGION, None))
     return {tensor.name: found[tensor.name] for tensor in wanted}
@@ -89,8 +89,10 @@ def iter_tensors(
     it, so copy what is to stay. Keep the checkpoint open meanwhile.
     """
     wanted = _wanted(checkpoint, names)
-    pool = Pool(buffer_bytes * (ahead + 2))
-    with Filler(checkpoint, max(_THREADS, workers()), pool, verify=verify, mapped=False) as filler:
+    pool = BufferPool(buffer_bytes * (ahead + 2))
+    with BulkReader(
+        checkpoint, max(_THREADS, workers()), pool, verify=verify, mapped=False
+    ) as filler:
         yield from _tensors(checkpoint, wanted, filler, buffer_bytes, ahead)
 
 
@@ -103,7 +105,7 @@ def _wanted(checkpoint: StoredCheckpoint, names: Collection[str] | None) -> list
 def _tensors(
     checkpoint: StoredCheckpoint,
     wanted: Sequence[StoredTensor],
-    filler: Filler,
+    filler: BulkReader,
     span_bytes: int,
     ahead: int | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tensor_dedup.store.files import Files, Handle, Mode, RealFiles, Status
+from tensor_dedup.store.files import Files, FileStatus, Handle, Mode, RealFiles
 
 Loss: TypeAlias = Literal["nothing", "bytes", "everything"]
 
@@ -134,11 +134,11 @@ class FaultyFiles(Files):
             self._open.discard(handle)
             self._inner.close(handle)
 
-    def status(self, path: Path) -> Status | None:
+    def status(self, path: Path) -> FileStatus | None:
         self._step("status")
         return self._inner.status(path)
 
-    def status_of(self, handle: Handle) -> Status:
+    def status_of(self, handle: Handle) -> FileStatus:
         self._step("status_of")
         return self._inner.status_of(handle)
 

@@ -12,7 +12,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextmanager
-def translated(root: Path) -> Iterator[None]:
+def os_errors(root: Path) -> Iterator[None]:
     """Turn OSError into a StoreError about its file, or about `root` when it names none."""
     try:
         yield

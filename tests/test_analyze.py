@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import reads
 from tensor_dedup.analyze import analyze, fusing, layers, reading
 from tensor_dedup.analyze.analysis import compare
-from tensor_dedup.analyze.tensors import Measured, Tensor
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import (
     ChangedFileError,
     CheckpointNotFoundError,
@@ -125,7 +125,9 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
         return Measured(
             "m",
             [
-                Tensor(f"mlp.experts.{n}.down_proj.weight", Fingerprint((1,), "U8", str(d)), 1)
+                AnalyzedTensor(
+                    f"mlp.experts.{n}.down_proj.weight", Fingerprint((1,), "U8", str(d)), 1
+                )
                 for n, d in enumerate(order)
             ],
         )
@@ -166,7 +168,7 @@ def _qwen2(minimum: int) -> Measured:
             }.items()
         }
     tensors = [
-        Tensor(name, Fingerprint(shape, "BF16", name), 2 * int(numpy.prod(shape)))
+        AnalyzedTensor(name, Fingerprint(shape, "BF16", name), 2 * int(numpy.prod(shape)))
         for name, shape in shapes.items()
     ]
     large = [tensor for tensor in tensors if tensor.nbytes >= minimum]

@@ -19,10 +19,10 @@ from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.hashing import digest_of
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu
 from tensor_dedup.loader.dtypes import dtype_name
-from tensor_dedup.loader.known import Known
-from tensor_dedup.loader.placing import data_of, replace
+from tensor_dedup.loader.known import ReplicaKey
+from tensor_dedup.loader.placing import param_data, set_param_data
 from tensor_dedup.loader.residents import sharable_anywhere
-from tensor_dedup.loader.terms import Named, reason_of_class
+from tensor_dedup.loader.terms import NamedParameter, reason_of_class
 from tensor_dedup.loader.weak_storage import number_of
 from tensor_dedup.memory_manager.errors import BackendError
 from tensor_dedup.types import ResidentKey
@@ -30,7 +30,7 @@ from tensor_dedup.types import ResidentKey
 if TYPE_CHECKING:
     from torch import nn
 
-    from tensor_dedup.loader.making import Terms
+    from tensor_dedup.loader.making import DedupContext
 
 _COMPARED: Final = "on a GPU nothing is compared byte by byte: it stays private with verify_bytes"
 
@@ -48,23 +48,23 @@ class GpuAdoption:
     `shares` and `reasons` are by id of the parameter. Nobody may write to them meanwhile.
     """
 
-    def __init__(self, model: nn.Module, terms: Terms) -> None:
+    def __init__(self, model: nn.Module, terms: DedupContext) -> None:
         self._model = model
         self._terms = terms
-        self._taken: set[Known] = set()
+        self._taken: set[ReplicaKey] = set()
         self.shares: dict[int, GpuShare] = {}
         self.reasons: dict[int, str] = {}
 
-    def adopt(self, named: Sequence[Named]) -> None:
+    def adopt(self, named: Sequence[NamedParameter]) -> None:
         """Share these of the model's; those that are on no GPU are passed over."""
         here = [(gpu, item) for item in named if (gpu := DEVICES.at(item[1].device)) is not None]
         here = [(gpu, item) for gpu, item in here if item[1].device.type != "cpu"]
         if not here:
             return
-        whole = list(families.whole_of(self._model).parameters())
-        held = Counter(number_of(data_of(each).untyped_storage()) for _, (_, each) in here)
-        self._taken = {k for each in whole if (k := DEVICES.known(data_of(each))) is not None}
-        by_gpu: dict[SharedGpu, list[Named]] = {}
+        whole = list(families.root_module(self._model).parameters())
+        held = Counter(number_of(param_data(each).untyped_storage()) for _, (_, each) in here)
+        self._taken = {k for each in whole if (k := DEVICES.known(param_data(each))) is not None}
+        by_gpu: dict[SharedGpu, list[NamedParameter]] = {}
         for gpu, item in here:
             if self._is_new(item[1], held):
                 by_gpu.setdefault(gpu, []).append(item)
@@ -72,7 +72,7 @@ class GpuAdoption:
             self._adopt(gpu, items)
 
     def _is_new(self, parameter: nn.Parameter, held: Counter[int]) -> bool:
-        data = data_of(parameter)
+        data = param_data(parameter)
         if DEVICES.known(data) is not None:
             self.shares[id(parameter)] = GpuShare(made=False, before=True)
             return False
@@ -89,7 +89,7 @@ class GpuAdoption:
             self.reasons[id(parameter)] = reason
         return reason is None and data.nbytes > 0
 
-    def _adopt(self, gpu: SharedGpu, items: Sequence[Named]) -> None:
+    def _adopt(self, gpu: SharedGpu, items: Sequence[NamedParameter]) -> None:
         where, name = self._terms.config.memory_manager, type(self._model).__name__
         borrowing = borrowing_from(where, name, gpu.gpu)
         for batch in _batches(items):
@@ -98,34 +98,34 @@ class GpuAdoption:
             except BackendError as error:
                 self.reasons.update((id(each), str(error)) for _, each in batch)
 
-    def _share(self, gpu: SharedGpu, batch: Sequence[Named], borrowing: Borrowing) -> None:
+    def _share(self, gpu: SharedGpu, batch: Sequence[NamedParameter], borrowing: Borrowing) -> None:
         known = [self._known(parameter) for _, parameter in batch]
         held = [gpu.lookup(each) is not None for each in known]
         wanted = [
-            (each, f"content:{each.key}", gpu.copy_of(data_of(parameter)))
+            (each, f"content:{each.key}", gpu.copy_of(param_data(parameter)))
             for each, (_, parameter) in zip(known, batch, strict=True)
         ]
-        views = gpu.views_of(families.whole_of(self._model))
+        views = gpu.views_of(families.root_module(self._model))
         made = gpu.make(wanted, borrowing)
         for (_, parameter), (resident, new), before in zip(batch, made, held, strict=True):
-            replace(parameter, views.tensor(resident))
+            set_param_data(parameter, views.tensor(resident))
             self.shares[id(parameter)] = GpuShare(new, before or not new)
 
-    def _known(self, parameter: nn.Parameter) -> Known:
+    def _known(self, parameter: nn.Parameter) -> ReplicaKey:
         """What it is, as the first copy of its content that no other name of the model is."""
-        data = data_of(parameter)
+        data = param_data(parameter)
         digest = digest_of(data, self._terms.config.hash_algorithm)
         assert not is_forgeable(digest)  # those algorithms verify bytes
         self._terms.bytes_hashed += data.nbytes
         key = ResidentKey(dtype_name(data.dtype), tuple(data.shape), tuple(data.stride()), digest)
-        wanted = (Known(key, copy) for copy in count())
+        wanted = (ReplicaKey(key, copy) for copy in count())
         known = next(known for known in wanted if known not in self._taken)
         self._taken.add(known)
         return known
 
 
-def _batches(items: Iterable[Named]) -> Iterator[list[Named]]:
-    batch: list[Named] = []
+def _batches(items: Iterable[NamedParameter]) -> Iterator[list[NamedParameter]]:
+    batch: list[NamedParameter] = []
     size = 0
     for item in items:
         if item[1].nbytes >= OWN_SLAB_BYTES:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from tensor_dedup.loader.cuda.lender import DeviceLender
+from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
 from tensor_dedup.loader.lender import client_of
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import MemoryManagerError, RefusedError
@@ -15,7 +15,7 @@ from tensor_dedup.memory_manager.errors import MemoryManagerError, RefusedError
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.gpu import Gpu
     from tensor_dedup.loader.cuda.residents import DeviceResident
-    from tensor_dedup.loader.cuda.wanted import DeviceWanted
+    from tensor_dedup.loader.cuda.wanted import DeviceRequest
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,9 @@ class Borrowing:
     Without a manager, and none asked for, it finds nothing and has no reason.
     """
 
-    def __init__(self, lender: DeviceLender | None = None, failed: str | None = None) -> None:
+    def __init__(
+        self, lender: DeviceManagerResidents | None = None, failed: str | None = None
+    ) -> None:
         self._lender: Final = lender
         self.failed = failed
         self.refused: str | None = None  # why the first that it had no room for was made here
@@ -42,12 +44,12 @@ class Borrowing:
         """The resident that a recipe leads to; of `geometry` the digest does not count."""
         return self._ask(lambda lender: lender.by_recipe(recipe, geometry), None)
 
-    def put(self, wanted: Sequence[DeviceWanted]) -> list[DeviceResident | None]:
+    def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident | None]:
         """A resident for each; None: make it here."""
         nothing: list[DeviceResident | None] = [None] * len(wanted)
         return self._ask(lambda lender: lender.put(wanted), nothing) if wanted else nothing
 
-    def _ask(self, ask: Callable[[DeviceLender], _T], nothing: _T) -> _T:
+    def _ask(self, ask: Callable[[DeviceManagerResidents], _T], nothing: _T) -> _T:
         if self._lender is None or self.failed is not None:
             return nothing
         lender = self._lender
@@ -70,7 +72,7 @@ def borrowing_from(where: str | os.PathLike[str] | None, checkpoint: str, gpu: G
         return Borrowing()
     try:
         client = client_of(os.fspath(where), gpu.device.uuid)
-        return Borrowing(DeviceLender(client, gpu, checkpoint_name(checkpoint)))
+        return Borrowing(DeviceManagerResidents(client, gpu, checkpoint_name(checkpoint)))
     except MemoryManagerError as error:
         _log.warning("%s: loading without the GPU's memory manager: %s", checkpoint, str(error))
         return Borrowing(failed=str(error))

@@ -11,7 +11,7 @@ import torch
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.kinds import ByKind
+from tensor_dedup.loader.cuda.kinds import DeviceOpeners
 from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CUDA
@@ -19,7 +19,7 @@ from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.known import Known
+    from tensor_dedup.loader.known import ReplicaKey
 
 Open = Callable[[torch.device], SharedGpu]
 _T = TypeVar("_T")
@@ -44,7 +44,7 @@ def _let_go(device: torch.device) -> bool:
     return torch.cuda.memory_reserved(device) < before
 
 
-class Devices(ByKind[Open]):
+class Devices(DeviceOpeners[Open]):
     """GPUs by torch's device, each opened when it is first asked for. Safe from any thread."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Devices(ByKind[Open]):
         """Those in use."""
         return list(self._found.values())
 
-    def known(self, tensor: torch.Tensor) -> Known | None:
+    def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
         """What a tensor is that lies in memory shared on a GPU; None for any other."""
         if not len(PLACES):
             return None

@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from tensor_dedup.loader.cuda.opening import Extent, Opener, VmmOpener, total
+from tensor_dedup.loader.cuda.opening import MappedExtent, Opener, VmmOpener, total
 from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.memory_manager.cuda.driver import (
     Access,
-    Device,
     Driver,
+    GpuInfo,
     Undo,
     current,
     find_device,
@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class _Grave(NamedTuple):
+class _PendingUnmap(NamedTuple):
     address: int
-    extents: tuple[Extent, ...]
+    extents: tuple[MappedExtent, ...]
     opener: Opener
     owners: dict[int, object]  # held until the memory is unmapped, by their ids
 
@@ -47,7 +47,7 @@ class DeviceMapping:
     on with it, writable from then on. Nothing that uses the range may run meanwhile.
     """
 
-    def __init__(self, gpu: "Gpu", grave: _Grave) -> None:
+    def __init__(self, gpu: "Gpu", grave: _PendingUnmap) -> None:
         self.gpu: Final = gpu
         self.address: Final = grave.address
         self.extents: Final = grave.extents
@@ -80,18 +80,18 @@ class DeviceMapping:
         _forget(self.address, self.extents)
         self._end.detach()
         self._owners = {}
-        grave = _Grave(self.address, self.extents, self._opener, self._owners)
+        grave = _PendingUnmap(self.address, self.extents, self._opener, self._owners)
         self._end = weakref.finalize(self, _put_aside, self.gpu.aside, os.getpid(), grave)
         self._end.atexit = False
 
 
-def _put_aside(aside: "deque[_Grave]", pid: int, grave: _Grave) -> None:
+def _put_aside(aside: "deque[_PendingUnmap]", pid: int, grave: _PendingUnmap) -> None:
     if os.getpid() == pid:  # a forked child has the object and not the mapping
         _forget(grave.address, grave.extents)
         aside.append(grave)
 
 
-def _forget(address: int, extents: Sequence[Extent]) -> None:
+def _forget(address: int, extents: Sequence[MappedExtent]) -> None:
     for extent in extents:
         PLACES.forget(address)
         address += extent.nbytes
@@ -110,11 +110,11 @@ class Gpu:
         """
         driver.init()
         self.driver: Final = driver
-        self.device: Final[Device] = find_device(driver, device)
-        self.aside: Final[deque[_Grave]] = deque()
-        self.stuck: Final[list[_Grave]] = []
+        self.device: Final[GpuInfo] = find_device(driver, device)
+        self.aside: Final[deque[_PendingUnmap]] = deque()
+        self.stuck: Final[list[_PendingUnmap]] = []
         self._alive: Final[weakref.WeakSet[DeviceMapping]] = weakref.WeakSet()
-        self._marked: list[tuple[int, list[_Grave]]] = []
+        self._marked: list[tuple[int, list[_PendingUnmap]]] = []
         self._let_go = let_go
         self._lock = threading.Lock()
 
@@ -131,7 +131,7 @@ class Gpu:
         """This GPU's context, current in this thread for as long."""
         return current(self.driver, self.device.ordinal)
 
-    def map(self, extents: Sequence[Extent], opener: Opener, owner: object) -> DeviceMapping:
+    def map(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> DeviceMapping:
         """Map slabs one after the other, read-only; `owner` is held until they are unmapped."""
         self._try_to_reap()
         with Undo() as undo:
@@ -144,7 +144,9 @@ class Gpu:
         for extent in extents:
             PLACES.add(at, extent.nbytes, extent.serial)
             at += extent.nbytes
-        made = DeviceMapping(self, _Grave(address, tuple(extents), opener, {id(owner): owner}))
+        made = DeviceMapping(
+            self, _PendingUnmap(address, tuple(extents), opener, {id(owner): owner})
+        )
         self._alive.add(made)
         return made
 
@@ -154,7 +156,7 @@ class Gpu:
             (m for m in list(self._alive) if m.address <= address < m.address + m.nbytes), None
         )
 
-    def fill(self, extent: Extent, opener: Opener, write: Callable[[int], object]) -> None:
+    def fill(self, extent: MappedExtent, opener: Opener, write: Callable[[int], object]) -> None:
         """Map a slab to be written, have `write(address)` fill it, wait for that, and unmap it.
 
         The context is current while `write` runs. Whatever fails, nothing stays mapped.
@@ -234,7 +236,7 @@ class Gpu:
             return True
         return self.driver.done(event)
 
-    def _bury(self, event: int, graves: list[_Grave]) -> None:
+    def _bury(self, event: int, graves: list[_PendingUnmap]) -> None:
         # Each is struck off before it is touched: whatever fails, none is ever unmapped twice,
         # because its addresses may be another mapping's by then.
         while graves:
@@ -245,7 +247,7 @@ class Gpu:
         except BackendError as error:
             _log.warning("an event is lost: %s", str(error))
 
-    def _unmap(self, grave: _Grave) -> None:
+    def _unmap(self, grave: _PendingUnmap) -> None:
         try:
             grave.opener.close(grave.address, grave.extents)
         except BaseException as error:

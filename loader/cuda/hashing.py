@@ -22,8 +22,8 @@ from tensor_dedup import digest as host
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import IntegrityError, UnsupportedError
 from tensor_dedup.loader import report
-from tensor_dedup.loader.cuda.kinds import ByKind
-from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.cuda.kinds import DeviceOpeners
+from tensor_dedup.loader.placing import param_data
 from tensor_dedup.loader.residents import sharable_anywhere, tensor_bytes
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _begun(build: Callable[[], None] | None) -> Future[None]:
     return built
 
 
-class DeviceHashing(ByKind[Open]):
+class DeviceHashing(DeviceOpeners[Open]):
     """Which devices hash by themselves. Safe from any thread, one at a time."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ def _captures(device: torch.device) -> bool:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a gap-free tensor in the order of memory, without a copy."""
-    data = data_of(tensor)
+    data = param_data(tensor)
     empty = torch.empty(0, dtype=torch.uint8, device=data.device)
     start = data.storage_offset() * data.itemsize
     return empty.set_(data.untyped_storage(), start, (data.nbytes,), (1,))

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 _Open = TypeVar("_Open")
 
 
-class ByKind(Generic[_Open]):
+class DeviceOpeners(Generic[_Open]):
     """Who opens devices of which kind of torch's. A forked child begins anew: no GPU that its
     parent has used works there.
     """

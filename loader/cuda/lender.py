@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.opening import Extent, opener_for
+from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
-from tensor_dedup.loader.cuda.wanted import DeviceWanted
+from tensor_dedup.loader.cuda.wanted import DeviceRequest
 from tensor_dedup.loader.memory import SlabUsageError
 from tensor_dedup.memory_manager.client import Client, Lease, Put
 from tensor_dedup.memory_manager.errors import BackendError
@@ -35,7 +35,7 @@ class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     stride: tuple[int, ...]
 
 
-class DeviceLender:
+class DeviceManagerResidents:
     """One load's use of the manager of one GPU. One thread.
 
     MemoryManagerError from every method: load the rest privately.
@@ -71,7 +71,7 @@ class DeviceLender:
         """The resident that this recipe leads to; of `geometry` the digest does not count."""
         return self._found(_key(recipe), geometry)
 
-    def put(self, wanted: Sequence[DeviceWanted]) -> list[DeviceResident | None]:
+    def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident | None]:
         """A resident for each, written here or by whoever was first; None: keep it private."""
         waiting = {_key(each.recipe): each for each in wanted if each.nbytes}
         found: dict[str, DeviceResident] = {}
@@ -83,7 +83,9 @@ class DeviceLender:
             waiting = {key: each for key, each in waiting.items() if key not in found}
         return [found.get(_key(each.recipe)) for each in wanted]
 
-    def _round(self, wanted: dict[str, DeviceWanted], deadline: float) -> dict[str, DeviceResident]:
+    def _round(
+        self, wanted: dict[str, DeviceRequest], deadline: float
+    ) -> dict[str, DeviceResident]:
         """Build what is granted, then wait for what others build: never the other way round."""
         reservation = self._client.reserve(list(wanted), self._checkpoint)
         found: dict[str, DeviceResident] = {}
@@ -100,7 +102,7 @@ class DeviceLender:
                 found[key] = lent
         return found
 
-    def _fill(self, put: Put, granted: dict[str, DeviceWanted]) -> dict[str, DeviceResident]:
+    def _fill(self, put: Put, granted: dict[str, DeviceRequest]) -> dict[str, DeviceResident]:
         """Lease what is resident already; write the rest into one slab and seal it."""
         leases: dict[str, Lease | None] = dict.fromkeys(granted)
         known = {key: each.key.digest for key, each in granted.items() if each.key.digest}
@@ -114,7 +116,7 @@ class DeviceLender:
             key: self._resident(granted[key].key, lease) for key, lease in leases.items() if lease
         }
 
-    def _write(self, put: Put, wanted: Sequence[DeviceWanted]) -> list[Lease]:
+    def _write(self, put: Put, wanted: Sequence[DeviceRequest]) -> list[Lease]:
         put.allocate([each.nbytes for each in wanted], [each.key.digest for each in wanted])
         fd, nbytes, offsets = put.place
 
@@ -125,7 +127,7 @@ class DeviceLender:
                 digests.append(each.written(each.write(address + offset)).digest)
                 put.progress()
 
-        self.gpu.fill(Extent(fd, nbytes, 0), self._opener, write)
+        self.gpu.fill(MappedExtent(fd, nbytes, 0), self._opener, write)
         return put.seal(digests)
 
     def _found(self, key: str, wanted: ResidentKey) -> DeviceResident | None:

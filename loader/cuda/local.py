@@ -10,9 +10,9 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.opening import Extent
+from tensor_dedup.loader.cuda.opening import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
-from tensor_dedup.loader.cuda.wanted import DeviceWanted
+from tensor_dedup.loader.cuda.wanted import DeviceRequest
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.layout import offsets_of
 from tensor_dedup.types import ResidentKey
@@ -36,7 +36,7 @@ class LocalDevice:
         found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)
 
-    def put(self, wanted: Sequence[DeviceWanted]) -> list[DeviceResident]:
+    def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
         """A resident for each, in order: written now into one slab, or there already."""
         with self._lock:
             found = {
@@ -50,7 +50,7 @@ class LocalDevice:
             found |= dict(zip(missing, made, strict=True))
             return [found[index] for index in range(len(wanted))]
 
-    def _write(self, wanted: Sequence[DeviceWanted]) -> list[DeviceResident]:
+    def _write(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
         layout = self._backend.capabilities.layout
         offsets, nbytes = offsets_of((max(each.nbytes, 1) for each in wanted), layout)
         memory = self.gpu.with_room(lambda: self._backend.reserve(nbytes))
@@ -60,7 +60,7 @@ class LocalDevice:
             for each, offset in zip(wanted, offsets, strict=True):
                 keys.append(each.written(each.write(address + offset)))
 
-        self.gpu.fill(Extent(memory.fileno, nbytes, 0), self._opener, write)
+        self.gpu.fill(MappedExtent(memory.fileno, nbytes, 0), self._opener, write)
         slab = DeviceSlab(self.gpu, self._opener, memory, nbytes)
         made = [
             DeviceResident(key, [slab], offset) for key, offset in zip(keys, offsets, strict=True)

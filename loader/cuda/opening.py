@@ -9,12 +9,12 @@ from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.memory_manager.cuda.driver import Access, Device, Driver, Undo, current
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver, GpuInfo, Undo, current
 from tensor_dedup.memory_manager.cuda.tickets import read_ticket
 from tensor_dedup.memory_manager.errors import NotSealedError
 
 
-class Extent(NamedTuple):
+class MappedExtent(NamedTuple):
     """A slab, or one of several behind one range of addresses: all of a descriptor's memory.
 
     `serial`: which memory it is, in this process.
@@ -28,13 +28,13 @@ class Extent(NamedTuple):
 class Opener(Protocol):
     """One way to open a slab. BackendError from every method; nothing is left behind then."""
 
-    def open(self, extents: Sequence[Extent], access: Access) -> int:
+    def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
         """The address of all extents, one after the other."""
 
-    def close(self, address: int, extents: Sequence[Extent]) -> None:
+    def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Undo `open`. Nothing may use the range any more."""
 
-    def make_private(self, address: int, extents: Sequence[Extent]) -> None:
+    def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Put private, writable memory with the same bytes at the same address.
 
         Waits for all work of the GPU's context; nobody may begin any meanwhile. `close` undoes it
@@ -42,7 +42,7 @@ class Opener(Protocol):
         """
 
 
-def total(extents: Sequence[Extent]) -> int:
+def total(extents: Sequence[MappedExtent]) -> int:
     """Bytes of all."""
     return sum(extent.nbytes for extent in extents)
 
@@ -50,12 +50,12 @@ def total(extents: Sequence[Extent]) -> int:
 class VmmOpener:
     """Descriptors of cuMemCreate's memory. See Opener."""
 
-    def __init__(self, driver: Driver, device: Device) -> None:
+    def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver
         self._device: Final = device.ordinal
         self._unit: Final = driver.granularity(device.ordinal)
 
-    def open(self, extents: Sequence[Extent], access: Access) -> int:
+    def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
         """See Opener."""
         with Undo() as undo:
             address = self._reserve(undo, total(extents))
@@ -79,14 +79,14 @@ class VmmOpener:
         self._driver.map(at, nbytes, handle)
         undo.add(partial(self._driver.unmap, at, nbytes))
 
-    def close(self, address: int, extents: Sequence[Extent]) -> None:
+    def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """See Opener."""
         # One by one, as they were mapped: that several may go at once is written nowhere.
         for at, nbytes in _places(address, extents):
             self._driver.unmap(at, nbytes)
         self._driver.free(address, total(extents))
 
-    def make_private(self, address: int, extents: Sequence[Extent]) -> None:
+    def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """See Opener."""
         with Undo() as always, current(self._driver, self._device):
             # The handles of both sides are held to the end: the shared ones for the way back.
@@ -111,7 +111,7 @@ class VmmOpener:
         return handle
 
     def _swap(
-        self, address: int, extents: Sequence[Extent], old: Sequence[int], new: Sequence[int]
+        self, address: int, extents: Sequence[MappedExtent], old: Sequence[int], new: Sequence[int]
     ) -> None:
         nbytes = total(extents)
         with Undo() as back:
@@ -124,7 +124,7 @@ class VmmOpener:
             back.keep()
 
 
-def _places(address: int, extents: Sequence[Extent]) -> list[tuple[int, int]]:
+def _places(address: int, extents: Sequence[MappedExtent]) -> list[tuple[int, int]]:
     places = []
     for extent in extents:
         places.append((address, extent.nbytes))
@@ -135,11 +135,11 @@ def _places(address: int, extents: Sequence[Extent]) -> list[tuple[int, int]]:
 class IpcOpener:
     """Tickets of the backend `ipc`. Whatever is asked for, the memory is writable. See Opener."""
 
-    def __init__(self, driver: Driver, device: Device) -> None:
+    def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver
         self._device: Final = device.ordinal
 
-    def open(self, extents: Sequence[Extent], access: Access) -> int:
+    def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
         """See Opener. UnsupportedError for several extents: the driver chooses the addresses."""
         if len(extents) != 1:
             raise UnsupportedError(
@@ -151,12 +151,12 @@ class IpcOpener:
         with current(self._driver, self._device):
             return self._driver.ipc_open(handle)
 
-    def close(self, address: int, extents: Sequence[Extent]) -> None:
+    def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """See Opener."""
         with current(self._driver, self._device):
             self._driver.ipc_close(address)
 
-    def make_private(self, address: int, extents: Sequence[Extent]) -> None:
+    def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """See Opener."""
         raise UnsupportedError(
             "memory of the backend `ipc` cannot be replaced at its address; copy the tensors, or "
@@ -164,7 +164,7 @@ class IpcOpener:
         )
 
 
-def opener_for(backend: str, driver: Driver, device: Device) -> Opener:
+def opener_for(backend: str, driver: Driver, device: GpuInfo) -> Opener:
     """How to open what a manager with that backend lends. UnsupportedError."""
     if backend == "vmm":
         return VmmOpener(driver, device)

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from typing import Final, NamedTuple
 
 
-class Place(NamedTuple):
+class DeviceRange(NamedTuple):
     """Bytes of a slab."""
 
     serial: int
@@ -29,7 +29,7 @@ class PlaceTable:
         """Forget the mapping that begins there."""
         self._found.pop(address, None)
 
-    def of(self, address: int, nbytes: int) -> list[Place]:
+    def of(self, address: int, nbytes: int) -> list[DeviceRange]:
         """What lies behind a range, in order; nothing when any of it is no slab's."""
         found, starts, end = [], sorted(self._found), address + nbytes
         while address < end:
@@ -39,7 +39,7 @@ class PlaceTable:
             if inside >= size:
                 return []
             taken = min(size - inside, end - address)
-            found.append(Place(serial, inside, taken))
+            found.append(DeviceRange(serial, inside, taken))
             address += taken
         return found
 

@@ -14,11 +14,11 @@ from typing import Final, Protocol
 import torch
 
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
-from tensor_dedup.loader.cuda.opening import Extent, Opener
+from tensor_dedup.loader.cuda.opening import MappedExtent, Opener
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
 from tensor_dedup.loader.dtypes import torch_dtype
 from tensor_dedup.loader.geometry import dense
-from tensor_dedup.loader.memory import HasDescriptor, SlabUsageError
+from tensor_dedup.loader.memory import HasFd, SlabUsageError
 from tensor_dedup.types import ResidentKey
 
 _serials = itertools.count(1)
@@ -27,7 +27,7 @@ _serials = itertools.count(1)
 class DeviceSlab:
     """Memory that `source`'s descriptor stands for. `source` is held; safe from any thread."""
 
-    def __init__(self, gpu: Gpu, opener: Opener, source: HasDescriptor, nbytes: int) -> None:
+    def __init__(self, gpu: Gpu, opener: Opener, source: HasFd, nbytes: int) -> None:
         self.gpu: Final = gpu
         self.opener: Final = opener
         self.source: Final = source
@@ -35,9 +35,9 @@ class DeviceSlab:
         self.serial: Final = next(_serials)
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> MappedExtent:
         """The slab, to be mapped."""
-        return Extent(self.source.fileno, self.nbytes, self.serial)
+        return MappedExtent(self.source.fileno, self.nbytes, self.serial)
 
 
 class Lent(Protocol):

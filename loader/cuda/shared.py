@@ -18,10 +18,10 @@ from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.tensors import tensor_at
-from tensor_dedup.loader.cuda.wanted import DeviceWanted
+from tensor_dedup.loader.cuda.wanted import DeviceRequest
 from tensor_dedup.loader.dtypes import dtype_name, has_name, torch_dtype
-from tensor_dedup.loader.known import Known, is_of_bytes
-from tensor_dedup.loader.placing import data_of
+from tensor_dedup.loader.known import ReplicaKey, is_of_bytes
+from tensor_dedup.loader.placing import param_data
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
@@ -45,14 +45,16 @@ class SharedGpu:
         self.device: Final = device
         self.kind: Final = kind
         self._local = LocalDevice(gpu)
-        self._residents: WeakValueDictionary[Known, DeviceResident] = WeakValueDictionary()
+        self._residents: WeakValueDictionary[ReplicaKey, DeviceResident] = WeakValueDictionary()
         self._places: WeakValueDictionary[_Place, DeviceResident] = WeakValueDictionary()
-        self._known: WeakKeyDictionary[DeviceResident, Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[DeviceResident, ReplicaKey] = WeakKeyDictionary()
         self.recipes: Final[WeakValueDictionary[str, DeviceResident]] = WeakValueDictionary()
         self._views: WeakKeyDictionary[nn.Module, Views] = WeakKeyDictionary()
         self._lock = threading.RLock()
 
-    def lookup(self, known: Known, borrowing: Borrowing | None = None) -> DeviceResident | None:
+    def lookup(
+        self, known: ReplicaKey, borrowing: Borrowing | None = None
+    ) -> DeviceResident | None:
         """The resident that is this, here or, with a manager, in any process."""
         found = self._residents.get(known)
         if found is not None or borrowing is None or not _can_be_lent(known):
@@ -61,7 +63,7 @@ class SharedGpu:
         return None if lent is None else self.enter(known, lent)
 
     def make(
-        self, wanted: Sequence[tuple[Known, str, Write]], borrowing: Borrowing
+        self, wanted: Sequence[tuple[ReplicaKey, str, Write]], borrowing: Borrowing
     ) -> list[tuple[DeviceResident, bool]]:
         """A resident for each (what, recipe, who writes it), and whether it was written just now.
 
@@ -77,7 +79,7 @@ class SharedGpu:
                     found[index] = resident, False
                 else:
                     noted = _noting(write, written, index)
-                    one = DeviceWanted(recipe, known.key, _nbytes(known.key), noted, known.copy)
+                    one = DeviceRequest(recipe, known.key, _nbytes(known.key), noted, known.copy)
                     missing.append((index, one))
             lendable = [item for item in missing if _can_be_lent(wanted[item[0]][0])]
             lent = borrowing.put([each for _, each in lendable])
@@ -87,11 +89,11 @@ class SharedGpu:
                 local = self._local.put([each for _, each in rest])
                 made |= dict(zip((i for i, _ in rest), local, strict=True))
             for index, resident in made.items():
-                known = Known(resident.key, wanted[index][0].copy)
+                known = ReplicaKey(resident.key, wanted[index][0].copy)
                 found[index] = self.enter(known, resident), index in written
             return [found[index] for index in range(len(wanted))]
 
-    def enter(self, known: Known, resident: DeviceResident) -> DeviceResident:
+    def enter(self, known: ReplicaKey, resident: DeviceResident) -> DeviceResident:
         """Note what a resident is; the one that was there first, which is to be used."""
         with self._lock:
             first = self._residents.setdefault(known, resident)
@@ -109,10 +111,10 @@ class SharedGpu:
 
     def holds(self, tensor: torch.Tensor, key: ResidentKey) -> bool:
         """Is this tensor here already, as something of that key?"""
-        known = self.known(data_of(tensor))
+        known = self.known(param_data(tensor))
         return known is not None and known.key == key
 
-    def known(self, tensor: torch.Tensor) -> Known | None:
+    def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
         """What a tensor is that a model sees here; None when it is private or a part of one."""
         resident = self.resident_behind(tensor)
         return None if resident is None else self._known.get(resident)
@@ -132,7 +134,7 @@ class SharedGpu:
         """The mapping that a tensor lies in, be it private by now."""
         return self.gpu.mapping_at(tensor.data_ptr()) if _can_be_asked(tensor) else None
 
-    def alive(self) -> list[tuple[Known, DeviceResident]]:
+    def alive(self) -> list[tuple[ReplicaKey, DeviceResident]]:
         """Every resident that some model uses."""
         return list(self._residents.items())
 
@@ -160,7 +162,7 @@ def _noting(write: Write, written: set[int], index: int) -> Write:
     return noted
 
 
-def _can_be_lent(known: Known) -> bool:
+def _can_be_lent(known: ReplicaKey) -> bool:
     # A manager has one of each content, and names bytes.
     return known.copy == 0 and is_of_bytes(known.key)
 

@@ -13,14 +13,14 @@ import torch
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu, Write
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.known import Known
+from tensor_dedup.loader.known import ReplicaKey
 from tensor_dedup.loader.memory import OutOfMemoryError
 from tensor_dedup.loader.residents import key_anywhere
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.borrowing import Borrowing
-    from tensor_dedup.loader.lender import Wanted
+    from tensor_dedup.loader.lender import ResidentRequest
     from tensor_dedup.loader.supply import AnyResident
     from tensor_dedup.types import ResidentKey
 
@@ -31,7 +31,7 @@ _WRITTEN: Final = frozenset(
 )
 
 
-class GpuSupply:
+class GpuProvider:
     """See Home. A context manager: it has pinned buffers."""
 
     own_slab_bytes: Final = OWN_SLAB_BYTES
@@ -66,27 +66,31 @@ class GpuSupply:
         """See Home."""
         found = self._gpu.recipes.get(recipe)
         if found is None and wanted.digest:
-            found = self._gpu.lookup(Known(wanted, 0), self._borrowing)
+            found = self._gpu.lookup(ReplicaKey(wanted, 0), self._borrowing)
         elif found is None:
             lent = self._borrowing.by_recipe(recipe, wanted)
-            found = None if lent is None else self._gpu.enter(Known(lent.key, 0), lent)
+            found = None if lent is None else self._gpu.enter(ReplicaKey(lent.key, 0), lent)
         if found is not None:
             self.note(recipe, found)
         return found
 
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
         """See Home."""
-        return self._gpu.lookup(Known(key, 0))
+        return self._gpu.lookup(ReplicaKey(key, 0))
 
     def note(self, recipe: str, resident: AnyResident) -> None:
         """See Home."""
         assert isinstance(resident, DeviceResident)
         self._gpu.recipes[recipe] = resident
 
-    def make(self, wanted: Sequence[Wanted]) -> list[tuple[DeviceResident, bool]]:
+    def make(self, wanted: Sequence[ResidentRequest]) -> list[tuple[DeviceResident, bool]]:
         """See Home."""
         items = [
-            (Known(key_anywhere(each.tensor, each.digest), 0), each.key, self._writer(each.tensor))
+            (
+                ReplicaKey(key_anywhere(each.tensor, each.digest), 0),
+                each.key,
+                self._writer(each.tensor),
+            )
             for each in wanted
         ]
         try:

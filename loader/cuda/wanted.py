@@ -11,7 +11,7 @@ from tensor_dedup.types import ResidentKey
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceWanted:
+class DeviceRequest:
     """A tensor to be resident on a GPU: what it follows from, its key, and who writes its bytes.
 
     `write(address)` puts them there, on any stream of the current context. It returns their digest

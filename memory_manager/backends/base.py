@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tensor_dedup.memory_manager.layout import MEMORY, Layout
+from tensor_dedup.memory_manager.layout import MEMORY, SlabLayout
 
 # Offset, size and announced digest ("" when not known) of each tensor of a slab.
 Pieces = Sequence[tuple[int, int, str]]
@@ -31,7 +31,7 @@ class Capabilities:
     outlives: bool = True
     device: str = ""
     device_bytes: int = 0
-    layout: Layout = MEMORY
+    layout: SlabLayout = MEMORY
 
 
 class Memory(Protocol):

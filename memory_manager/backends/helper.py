@@ -33,13 +33,13 @@ _MAX_MESSAGE: Final = 64 << 10
 _PATIENCE_S: Final = 60.0
 
 
-class Allocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+class HelperAllocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """Get so much memory."""
 
     nbytes: int
 
 
-class Free(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+class HelperFree(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """Let it go. Has no answer."""
 
     number: int
@@ -52,7 +52,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     total: int
 
 
-class Allocated(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+class HelperAllocated(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """Answer to Allocate."""
 
     number: int
@@ -66,8 +66,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     full: bool
 
 
-_Order: TypeAlias = Allocate | Free
-_Answer: TypeAlias = Ready | Allocated | Failed
+_Order: TypeAlias = HelperAllocate | HelperFree
+_Answer: TypeAlias = Ready | HelperAllocated | Failed
 _orders: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order)
 _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
@@ -109,11 +109,11 @@ class Helper:
             try:
                 while not self._send_what_waits():  # first: the memory may be needed
                     self._wait(select.POLLOUT)
-                self._send(Allocate(nbytes))
+                self._send(HelperAllocate(nbytes))
             except OSError as error:
                 raise _gone(str(error.strerror)) from error
             answer = self._hear()
-        if not isinstance(answer, Allocated) or len(answer.handle) != IPC_HANDLE_BYTES:
+        if not isinstance(answer, HelperAllocated) or len(answer.handle) != IPC_HANDLE_BYTES:
             raise _gone("its answer is none")
         return answer.number, answer.handle
 
@@ -134,7 +134,7 @@ class Helper:
         if not poller.poll(_PATIENCE_S * 1000):
             raise TimeoutError(errno.ETIMEDOUT, f"it is silent for {_PATIENCE_S:.0f} s")
 
-    def _send(self, order: Allocate) -> None:
+    def _send(self, order: HelperAllocate) -> None:
         while True:
             try:
                 self._socket.send(msgspec.msgpack.encode(order))
@@ -157,7 +157,7 @@ class Helper:
             except IndexError:  # another thread has just taken it
                 return True
             try:
-                self._socket.send(msgspec.msgpack.encode(Free(number)))
+                self._socket.send(msgspec.msgpack.encode(HelperFree(number)))
             except BaseException as error:
                 self._unsent.appendleft(number)
                 if isinstance(error, BlockingIOError):
@@ -193,7 +193,7 @@ def serve(manager: socket.socket, driver: Driver, device: str) -> None:
         number = 0
         while data := manager.recv(_MAX_MESSAGE):
             order = _orders.decode(data)
-            if isinstance(order, Free):
+            if isinstance(order, HelperFree):
                 driver.deallocate(held.pop(order.number))
                 continue
             number += 1
@@ -207,7 +207,7 @@ def _free_all(driver: Driver, held: dict[int, int]) -> None:
 
 def _allocated(
     driver: Driver, held: dict[int, int], number: int, nbytes: int
-) -> Allocated | Failed:
+) -> HelperAllocated | Failed:
     try:
         with Undo() as undo:
             address = driver.allocate(nbytes)
@@ -217,7 +217,7 @@ def _allocated(
     except BackendError as error:
         return Failed(error.message, isinstance(error, NoMemoryError))
     held[number] = address
-    return Allocated(number, handle)
+    return HelperAllocated(number, handle)
 
 
 def main(device: str, driver: str) -> None:

@@ -16,7 +16,7 @@ from tensor_dedup.memory_manager.backends.helper import Helper
 from tensor_dedup.memory_manager.backends.vmm import ALIGNMENT, announced
 from tensor_dedup.memory_manager.cuda.tickets import write_ticket
 from tensor_dedup.memory_manager.errors import NoMemoryError, NotSealedError
-from tensor_dedup.memory_manager.layout import Layout
+from tensor_dedup.memory_manager.layout import SlabLayout
 
 _UNIT: Final = 2 << 20  # cudaMalloc's own; smaller slabs would cost as much
 
@@ -49,7 +49,7 @@ class IpcBackend:
             outlives=False,
             device=helper.device,
             device_bytes=helper.total,
-            layout=Layout(_UNIT, ALIGNMENT),
+            layout=SlabLayout(_UNIT, ALIGNMENT),
         )
 
     def reserve(self, nbytes: int) -> IpcSlab:

@@ -14,14 +14,14 @@ import weakref
 from typing import Final
 
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Pieces
-from tensor_dedup.memory_manager.cuda.driver import Device, Driver, find_device
+from tensor_dedup.memory_manager.cuda.driver import Driver, GpuInfo, find_device
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError, NotSealedError
-from tensor_dedup.memory_manager.layout import Layout
+from tensor_dedup.memory_manager.layout import SlabLayout
 
 ALIGNMENT: Final = 512  # what torch's own allocator gives, and more than any kernel asks for
 
 
-class DeviceSlab:
+class VmmAllocation:
     """One handle's memory; its descriptor is closed when nothing refers to this object."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -40,7 +40,7 @@ class VmmBackend:
         """
         driver.init()
         self._driver = driver
-        self.device: Final[Device] = find_device(driver, device)
+        self.device: Final[GpuInfo] = find_device(driver, device)
         if not self.device.descriptors:
             raise DeviceError(
                 f"{self.device.uuid} cannot hand memory on as file descriptors; ask for the "
@@ -63,16 +63,16 @@ class VmmBackend:
             zeroed=False,
             device=self.device.uuid,
             device_bytes=self.device.nbytes,
-            layout=Layout(handle or granule, ALIGNMENT),
+            layout=SlabLayout(handle or granule, ALIGNMENT),
         )
 
-    def reserve(self, nbytes: int) -> DeviceSlab:
+    def reserve(self, nbytes: int) -> VmmAllocation:
         """See Backend."""
         if self._closed.is_set():
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         handle = self._driver.create(self.device.ordinal, nbytes)
         try:
-            return DeviceSlab(self._driver.export(handle), nbytes)
+            return VmmAllocation(self._driver.export(handle), nbytes)
         finally:
             # The descriptor holds the memory; a handle would hold it after all descriptors.
             self._driver.release(handle)
@@ -86,9 +86,9 @@ class VmmBackend:
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         return announced(pieces)
 
-    def adopt(self, fd: int, nbytes: int) -> DeviceSlab:
+    def adopt(self, fd: int, nbytes: int) -> VmmAllocation:
         """See Backend."""
-        slab = DeviceSlab(fd, nbytes)
+        slab = VmmAllocation(fd, nbytes)
         try:
             handle = self._driver.import_(fd)
         except BackendError as error:

@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple, Self, TypeVar
 
 from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.client.connection import Connection
-from tensor_dedup.memory_manager.client.keeper import keep
+from tensor_dedup.memory_manager.client.keeper import watch_manager
 from tensor_dedup.memory_manager.client.leases import Lease, SharedSlab, SlabTable, lease_of
 from tensor_dedup.memory_manager.client.puts import Put, Reservation
 from tensor_dedup.memory_manager.client.starting import start_manager
@@ -151,7 +151,7 @@ class Client:
 
     def keep_connected(self) -> None:
         """Start a thread that reconnects when the manager dies; it ends with `close`."""
-        keep(self, self._closed)
+        watch_manager(self, self._closed)
 
     def close(self) -> None:
         """Hang up: the manager takes all leases back. What is mapped stays valid and charged."""

@@ -15,7 +15,7 @@ _SETTLE_S: Final = 0.05  # who has a request under way finds out first
 _CHECK_MS: Final = 60_000
 
 
-class Reconnecting(Protocol):
+class ReconnectingClient(Protocol):
     """What a keeper needs of a client."""
 
     @property
@@ -29,14 +29,14 @@ class Reconnecting(Protocol):
         """Connect again and offer what is held. MemoryManagerError."""
 
 
-def keep(client: Reconnecting, stop: threading.Event) -> None:
+def watch_manager(client: ReconnectingClient, stop: threading.Event) -> None:
     """Start the thread that keeps this client connected. It does not keep the client alive."""
     threading.Thread(
         target=_run, args=(weakref.ref(client), stop), name="tensor-dedup-keeper", daemon=True
     ).start()
 
 
-def _run(reference: "weakref.ref[Reconnecting]", stop: threading.Event) -> None:
+def _run(reference: "weakref.ref[ReconnectingClient]", stop: threading.Event) -> None:
     pause = _FIRST_S
     while not stop.is_set():
         client = reference()

@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import LeaseClosedError
-from tensor_dedup.memory_manager.messages import Extent, SlabRef, Span
+from tensor_dedup.memory_manager.messages import DigestSpan, Extent, SlabRef
 
 _Item = TypeVar("_Item")
 
@@ -48,10 +48,10 @@ class SharedSlab:
         self.leases: WeakBag[Lease] = WeakBag()
         weakref.finalize(self, os.close, fd).atexit = False
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[DigestSpan]:
         """What is leased in it now: what to offer to a manager that knows nothing of it."""
         leases = self.leases.living()
-        found = {each.offset: Span(each.offset, each.nbytes, each.digest) for each in leases}
+        found = {each.offset: DigestSpan(each.offset, each.nbytes, each.digest) for each in leases}
         return [found[offset] for offset in sorted(found)]
 
 

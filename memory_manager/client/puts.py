@@ -21,9 +21,9 @@ from tensor_dedup.memory_manager.messages import (
     Allocate,
     Allocated,
     Done,
-    Piece,
     Progress,
     Publish,
+    PutPiece,
     Seal,
     Sealed,
 )
@@ -85,7 +85,7 @@ class Put:
         "no_room", "no_memory": build privately.
         """
         names = digests if digests is not None else [""] * len(sizes)
-        pieces = [Piece(nbytes, digest) for nbytes, digest in zip(sizes, names, strict=True)]
+        pieces = [PutPiece(nbytes, digest) for nbytes, digest in zip(sizes, names, strict=True)]
         reply, [fd] = self._connection.ask(Allocate(self.number, pieces), Allocated)
         self._fd, self._nbytes = fd, reply.slab.nbytes
         self._close_fd = weakref.finalize(self, os.close, fd)  # for who forgets the context

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from tensor_dedup.memory_manager.core.effects import End
-from tensor_dedup.memory_manager.core.ledger import Resident
-from tensor_dedup.memory_manager.core.world import Connection, World, refusal
+from tensor_dedup.memory_manager.core.ledger import ResidentEntry
+from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, refusal
 from tensor_dedup.memory_manager.limits import MAX_NAMES_SHOWN, MAX_ROWS
 from tensor_dedup.memory_manager.messages import Done, Evict, Pin, Rows, Status, Stop
 from tensor_dedup.memory_manager.tables import (
@@ -19,7 +19,7 @@ from tensor_dedup.memory_manager.tables import (
 _MAX_PINS = 64
 
 
-def totals(world: World, now: float, started: float) -> Totals:
+def totals(world: ManagerState, now: float, started: float) -> Totals:
     """The numbers of now."""
     ledger = world.ledger
     living = [slab for slab in ledger.slabs.values() if not slab.ghost]
@@ -53,16 +53,16 @@ def totals(world: World, now: float, started: float) -> Totals:
     )
 
 
-def _nbytes(residents: "list[Resident] | Iterator[Resident]") -> int:
+def _nbytes(residents: "list[ResidentEntry] | Iterator[ResidentEntry]") -> int:
     return sum(resident.nbytes for resident in residents)
 
 
-def status(world: World, now: float, connection: Connection, _message: Status) -> None:
+def status(world: ManagerState, now: float, connection: ClientState, _message: Status) -> None:
     """The totals. The core knows no start: `uptime_s` is since time 0 of its clock."""
     world.send(connection, totals(world, now, 0.0))
 
 
-def rows(world: World, now: float, connection: Connection, message: Rows) -> None:
+def rows(world: ManagerState, now: float, connection: ClientState, message: Rows) -> None:
     """A page of one table, in a stable order."""
     start = message.start
     if message.table == "clients":
@@ -81,7 +81,7 @@ def rows(world: World, now: float, connection: Connection, message: Rows) -> Non
     world.send(connection, page)
 
 
-def _client(connection: Connection, now: float) -> ClientRow:
+def _client(connection: ClientState, now: float) -> ClientRow:
     unique = {id(r): r.nbytes for r in connection.leases.values()}
     return ClientRow(
         connection.pid,
@@ -93,8 +93,8 @@ def _client(connection: Connection, now: float) -> ClientRow:
     )
 
 
-def _checkpoints(world: World) -> list[CheckpointRow]:
-    found: dict[str, list[Resident]] = {}
+def _checkpoints(world: ManagerState) -> list[CheckpointRow]:
+    found: dict[str, list[ResidentEntry]] = {}
     for resident in world.ledger.residents.values():
         for name in resident.checkpoints:
             found.setdefault(name, []).append(resident)
@@ -110,7 +110,7 @@ def _checkpoints(world: World) -> list[CheckpointRow]:
     ]
 
 
-def _resident(world: World, resident: Resident) -> ResidentRow:
+def _resident(world: ManagerState, resident: ResidentEntry) -> ResidentRow:
     return ResidentRow(
         resident.digest,
         resident.nbytes,
@@ -120,7 +120,7 @@ def _resident(world: World, resident: Resident) -> ResidentRow:
     )
 
 
-def _builds(world: World, now: float) -> Iterator[BuildRow]:
+def _builds(world: ManagerState, now: float) -> Iterator[BuildRow]:
     for connection in world.connections.values():
         for put in connection.puts.values():
             slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
@@ -130,7 +130,7 @@ def _builds(world: World, now: float) -> Iterator[BuildRow]:
             )
 
 
-def pin(world: World, _now: float, connection: Connection, message: Pin) -> None:
+def pin(world: ManagerState, _now: float, connection: ClientState, message: Pin) -> None:
     """Pin or unpin a name or a digest; what comes later under that name is pinned too."""
     pins = world.ledger.pins
     if message.pinned and len(pins) >= _MAX_PINS and message.name not in pins:
@@ -146,7 +146,7 @@ def pin(world: World, _now: float, connection: Connection, message: Pin) -> None
     world.send(connection, Done(len(found), _nbytes(found)))
 
 
-def evict(world: World, _now: float, connection: Connection, message: Evict) -> None:
+def evict(world: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
     """Drop the slabs of a name that nobody uses and nobody pinned; says what was dropped."""
     ledger = world.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]
@@ -159,7 +159,7 @@ def evict(world: World, _now: float, connection: Connection, message: Evict) -> 
     world.send(connection, Done(count, nbytes))
 
 
-def stop(world: World, _now: float, connection: Connection, _message: Stop) -> None:
+def stop(world: ManagerState, _now: float, connection: ClientState, _message: Stop) -> None:
     """Acknowledge, then end."""
     world.stopping = True
     world.note("stop requested", pid=connection.pid)

@@ -1,12 +1,12 @@
 """Puts: reserve, allocate, seal, publish; take-over."""
 
 from tensor_dedup.memory_manager.core import tallies
-from tensor_dedup.memory_manager.core.effects import Allocate, SealAndHash
-from tensor_dedup.memory_manager.core.ledger import Slab
-from tensor_dedup.memory_manager.core.records import LayerRecord
+from tensor_dedup.memory_manager.core.effects import AllocateSlab, SealAndHash
+from tensor_dedup.memory_manager.core.ledger import SlabState
+from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.core.states import Event, State
 from tensor_dedup.memory_manager.core.waiting import wake
-from tensor_dedup.memory_manager.core.world import Connection, Put, World, refusal
+from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, PutState, refusal
 from tensor_dedup.memory_manager.layout import offsets_of
 from tensor_dedup.memory_manager.limits import Code
 from tensor_dedup.memory_manager.messages import (
@@ -24,7 +24,7 @@ from tensor_dedup.memory_manager.messages import (
 from tensor_dedup.memory_manager.messages import Allocate as AllocateRequest
 
 
-def reserve(world: World, now: float, connection: Connection, message: Reserve) -> None:
+def reserve(world: ManagerState, now: float, connection: ClientState, message: Reserve) -> None:
     """Grant what nobody has built or is building; take over from builders that fell silent."""
     if len(connection.puts) >= world.settings.max_puts:
         raise refusal("limit", "this client holds as many puts as one may; finish or abandon some")
@@ -44,17 +44,17 @@ def reserve(world: World, now: float, connection: Connection, message: Reserve) 
 
 
 def _open_put(
-    world: World, now: float, connection: Connection, keys: set[str], checkpoint: str
+    world: ManagerState, now: float, connection: ClientState, keys: set[str], checkpoint: str
 ) -> int:
     number = world.next_put
     world.next_put += 1
-    put = Put(number, connection.number, connection.process, keys, now, checkpoint, opened=now)
+    put = PutState(number, connection.number, connection.process, keys, now, checkpoint, opened=now)
     connection.puts[number] = put
     world.builders.update(dict.fromkeys(keys, put))
     return number
 
 
-def _take_over(world: World, now: float, connection: Connection, key: str) -> None:
+def _take_over(world: ManagerState, now: float, connection: ClientState, key: str) -> None:
     put = world.builders.get(key)
     if put is None or put.connection == connection.number:
         return
@@ -72,7 +72,7 @@ def _take_over(world: World, now: float, connection: Connection, key: str) -> No
     _let_go(world, now, put)
 
 
-def _let_go(world: World, now: float, put: Put) -> None:
+def _let_go(world: ManagerState, now: float, put: PutState) -> None:
     """A put holds neither its layers nor its tensors any longer."""
     for resident in put.held:
         world.ledger.let_go(resident, now, leased=False)
@@ -85,7 +85,7 @@ def _let_go(world: World, now: float, put: Put) -> None:
         wake(world, key, "free")
 
 
-def _mine(connection: Connection, number: int, now: float) -> Put:
+def _mine(connection: ClientState, number: int, now: float) -> PutState:
     """The put of that number, which has just been heard of."""
     put = connection.puts.get(number)
     if put is None or not put.active:
@@ -98,7 +98,9 @@ def _mine(connection: Connection, number: int, now: float) -> Put:
     return put
 
 
-def allocate(world: World, now: float, connection: Connection, message: AllocateRequest) -> None:
+def allocate(
+    world: ManagerState, now: float, connection: ClientState, message: AllocateRequest
+) -> None:
     """Charge a slab and have it made."""
     put = _mine(connection, message.put, now)
     put.step(Event.ALLOCATE)
@@ -118,15 +120,17 @@ def allocate(world: World, now: float, connection: Connection, message: Allocate
         for offset, piece in zip(offsets, message.pieces, strict=True)
     )
     _start(world, put, slab)
-    world.effects.append(Allocate(slab.number, nbytes))
+    world.effects.append(AllocateSlab(slab.number, nbytes))
 
 
-def _start(world: World, put: Put, slab: Slab) -> None:
+def _start(world: ManagerState, put: PutState, slab: SlabState) -> None:
     slab.busy = True
     world.filling[slab.number] = put
 
 
-def allocated(world: World, now: float, number: int, failure: tuple[Code, str] | None) -> None:
+def allocated(
+    world: ManagerState, now: float, number: int, failure: tuple[Code, str] | None
+) -> None:
     """The backend has made a slab, or could not."""
     put, slab = world.filling.pop(number), world.ledger.slabs[number]
     connection = world.connections.get(put.connection)
@@ -145,20 +149,20 @@ def allocated(world: World, now: float, number: int, failure: tuple[Code, str] |
     world.send(connection, reply, (number,))
 
 
-def _refuse_late(world: World, connection: Connection | None, put: Put) -> None:
+def _refuse_late(world: ManagerState, connection: ClientState | None, put: PutState) -> None:
     """The put ended before its request did: every request has a reply, this one too."""
     if connection is not None:
         world.refuse(connection, "stale_put", f"put {put.number} was abandoned meanwhile")
 
 
-def progress(_world: World, now: float, connection: Connection, message: Progress) -> None:
+def progress(_world: ManagerState, now: float, connection: ClientState, message: Progress) -> None:
     """The builder is alive. A put that was taken over is told so at its next request."""
     put = connection.puts.get(message.put)
     if put is not None:
         put.progress = now
 
 
-def seal(world: World, now: float, connection: Connection, message: Seal) -> None:
+def seal(world: ManagerState, now: float, connection: ClientState, message: Seal) -> None:
     """Have the slab sealed and hashed."""
     put = _mine(connection, message.put, now)
     spans = _announced(put.spans, message.digests)
@@ -183,7 +187,9 @@ def _announced(
     return tuple((at, size, now) for (at, size, _), now in zip(spans, digests, strict=True))
 
 
-def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code, str]) -> None:
+def hashed(
+    world: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
+) -> None:
     """The backend has sealed and hashed a slab, or could not."""
     put, slab = world.filling.pop(number), world.ledger.slabs[number]
     connection = world.connections.get(put.connection)
@@ -229,7 +235,11 @@ def announced_problem(
 
 
 def _not_sealed(
-    world: World, now: float, connection: Connection, put: Put, problem: tuple[Code, str]
+    world: ManagerState,
+    now: float,
+    connection: ClientState,
+    put: PutState,
+    problem: tuple[Code, str],
 ) -> None:
     if problem[0] == "still_writable":
         put.step(Event.STILL_WRITABLE)
@@ -239,7 +249,7 @@ def _not_sealed(
     world.refuse(connection, *problem)
 
 
-def _close(world: World, now: float, connection: Connection, put: Put) -> None:
+def _close(world: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
     """A put has ended: forget it, and its slab unless that has become resident."""
     del connection.puts[put.number]
     slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
@@ -248,7 +258,7 @@ def _close(world: World, now: float, connection: Connection, put: Put) -> None:
     _let_go(world, now, put)
 
 
-def publish(world: World, now: float, connection: Connection, message: Publish) -> None:
+def publish(world: ManagerState, now: float, connection: ClientState, message: Publish) -> None:
     """Enter a layer record whose tensors this client holds."""
     put = _mine(connection, message.put, now) if message.put else None
     if put is not None:
@@ -258,7 +268,7 @@ def publish(world: World, now: float, connection: Connection, message: Publish) 
     elif message.key in world.builders:
         raise refusal("being_built", f"layer {message.key} is being built by another client")
     _require_held(connection, put, message)
-    record = LayerRecord(message.record, tuple(message.digests))
+    record = KeyRecord(message.record, tuple(message.digests))
     new = world.enter_record(message.key, record)
     world.counters["published"] += new
     if put is not None:
@@ -266,7 +276,7 @@ def publish(world: World, now: float, connection: Connection, message: Publish) 
     world.send(connection, Done(count=int(new)))
 
 
-def _require_held(connection: Connection, put: Put | None, message: Publish) -> None:
+def _require_held(connection: ClientState, put: PutState | None, message: Publish) -> None:
     held = {resident.digest for resident in put.held} if put is not None else set()
     missing = [d for d in message.digests if d not in connection.leased and d not in held]
     if missing:
@@ -277,7 +287,9 @@ def _require_held(connection: Connection, put: Put | None, message: Publish) -> 
         )
 
 
-def _published(world: World, now: float, connection: Connection, put: Put, key: str) -> None:
+def _published(
+    world: ManagerState, now: float, connection: ClientState, put: PutState, key: str
+) -> None:
     put.keys.discard(key)
     del world.builders[key]
     world.detail("published", key=key, put=put.number, pid=connection.pid)
@@ -287,7 +299,7 @@ def _published(world: World, now: float, connection: Connection, put: Put, key: 
         _close(world, now, connection, put)
 
 
-def abandon(world: World, now: float, connection: Connection, message: Abandon) -> None:
+def abandon(world: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
     """End a put. The client says that it has let the memory go, so it is not charged further."""
     put = connection.puts.get(message.put)
     if put is None:
@@ -303,7 +315,7 @@ def abandon(world: World, now: float, connection: Connection, message: Abandon) 
     world.send(connection, Done(count=1))
 
 
-def gone(world: World, now: float, connection: Connection, put: Put) -> None:
+def gone(world: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
     """The connection of a put is closed; its process may still have the memory mapped."""
     slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
     if slab is not None and put.state in (State.WRITING, State.SEALING):

@@ -13,15 +13,16 @@ from tensor_dedup.memory_manager.core import (
 )
 from tensor_dedup.memory_manager.core.effects import Close, Effect
 from tensor_dedup.memory_manager.core.ledger import Ledger
-from tensor_dedup.memory_manager.core.records import LayerRecord
+from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.core.states import BadTransition
-from tensor_dedup.memory_manager.core.world import Connection, Process, Settings, World
+from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, Process, Settings
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.limits import COMMAND, Code, Message
 from tensor_dedup.memory_manager.messages import (
     WITHOUT_REPLY,
     Abandon,
     Allocate,
+    DigestSpan,
     Evict,
     Hello,
     Lookup,
@@ -35,7 +36,6 @@ from tensor_dedup.memory_manager.messages import (
     Reserve,
     Rows,
     Seal,
-    Span,
     Status,
     Stop,
     Wait,
@@ -45,7 +45,7 @@ from tensor_dedup.memory_manager.tables import Totals
 
 __all__ = ["Core", "Settings"]
 
-_Handler = Callable[[World, float, Connection, Any], None]
+_Handler = Callable[[ManagerState, float, ClientState, Any], None]
 _HANDLERS: Final[Mapping[type[Message], _Handler]] = {
     Lookup: reading.lookup,
     LookupDigests: reading.lookup_digests,
@@ -75,17 +75,17 @@ class Core:
 
     def __init__(self, settings: Settings) -> None:
         ledger = Ledger(settings.budget, mappings_hold=settings.mappings_hold)
-        self._world = World(settings, ledger, next_put=settings.first_put)
+        self._world = ManagerState(settings, ledger, next_put=settings.first_put)
 
     @property
-    def world(self) -> World:
+    def world(self) -> ManagerState:
         """The state, for reading: tests, metrics."""
         return self._world
 
     def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
         """A client of this user has connected."""
         world = self._world
-        world.connections[number] = Connection(number, process, pid, now)
+        world.connections[number] = ClientState(number, process, pid, now)
         world.processes.setdefault(process, Process(process)).connections.add(number)
         return self._effects()
 
@@ -102,7 +102,7 @@ class Core:
                 self._world.refuse(connection, "wrong_state", error.message)
         return self._effects()
 
-    def _handle(self, now: float, connection: Connection, request: Request) -> None:
+    def _handle(self, now: float, connection: ClientState, request: Request) -> None:
         if isinstance(request, Hello):
             self._hello(now, connection, request)
         elif connection.name is None:
@@ -112,7 +112,7 @@ class Core:
                 waiting.interrupt(self._world, now, connection)
             _HANDLERS[type(request)](self._world, now, connection, request)
 
-    def _hello(self, now: float, connection: Connection, request: Hello) -> None:
+    def _hello(self, now: float, connection: ClientState, request: Hello) -> None:
         if connection.name is not None:
             self._hang_up(now, connection, "protocol", "the first message is Hello, once")
             return
@@ -130,7 +130,7 @@ class Core:
         )
         self._world.send(connection, reply)
 
-    def _hang_up(self, now: float, connection: Connection, code: Code, text: str) -> None:
+    def _hang_up(self, now: float, connection: ClientState, code: Code, text: str) -> None:
         """Refuse for good: tell why, close, forget."""
         world = self._world
         world.refuse(connection, code, text)
@@ -154,7 +154,7 @@ class Core:
             self._world.forget_if_idle(connection.process)
         return self._effects()
 
-    def _drop(self, now: float, connection: Connection) -> None:
+    def _drop(self, now: float, connection: ClientState) -> None:
         world = self._world
         world.processes[connection.process].connections.discard(connection.number)
         if connection.name is not None:
@@ -198,13 +198,17 @@ class Core:
         (handing_back if handed_back else building).hashed(self._world, now, slab, result)
         return self._effects()
 
-    def expect(self, records: dict[str, LayerRecord], pins: Sequence[str]) -> None:
+    def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
         """Before the first client: the last manager's pins, and its records, which are entered
         when `inherit` has brought their tensors."""
         handing_back.expect(self._world, records, pins)
 
     def inherit(
-        self, now: float, nbytes: int, spans: Sequence[Span], checkpoints: Sequence[Sequence[str]]
+        self,
+        now: float,
+        nbytes: int,
+        spans: Sequence[DigestSpan],
+        checkpoints: Sequence[Sequence[str]],
     ) -> tuple[int, list[Effect]]:
         """Take a slab of the last manager; the number that its Adopt has. RefusedError."""
         number = handing_back.inherit(self._world, now, nbytes, spans, checkpoints)
@@ -243,6 +247,6 @@ class Core:
         return effects
 
 
-def _told(world: World, connection: Connection) -> Callable[..., None]:
+def _told(world: ManagerState, connection: ClientState) -> Callable[..., None]:
     """Who looks at a manager comes and goes all the time: that is a detail."""
     return world.detail if connection.name == COMMAND else world.note

@@ -24,7 +24,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocate:
+class AllocateSlab:
     """Reserve memory for a slab; then call `allocated`."""
 
     slab: int
@@ -49,7 +49,7 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class FreeSlab:
     """Close a slab's descriptor. Nothing of the backend is under way on it."""
 
     slab: int
@@ -76,4 +76,6 @@ class End:
     """End the manager."""
 
 
-Effect: TypeAlias = Send | Close | Allocate | SealAndHash | Adopt | Free | Forget | Note | End
+Effect: TypeAlias = (
+    Send | Close | AllocateSlab | SealAndHash | Adopt | FreeSlab | Forget | Note | End
+)

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 from tensor_dedup.memory_manager.core.building import announced_problem
 from tensor_dedup.memory_manager.core.effects import Adopt
-from tensor_dedup.memory_manager.core.ledger import Resident, Slab
-from tensor_dedup.memory_manager.core.records import LayerRecord
-from tensor_dedup.memory_manager.core.world import Connection, PendingOffer, World, refusal
+from tensor_dedup.memory_manager.core.ledger import ResidentEntry, SlabState
+from tensor_dedup.memory_manager.core.records import KeyRecord
+from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, PendingOffer, refusal
 from tensor_dedup.memory_manager.layout import round_up
 from tensor_dedup.memory_manager.limits import Code
-from tensor_dedup.memory_manager.messages import Offer, Offered, Span
+from tensor_dedup.memory_manager.messages import DigestSpan, Offer, Offered
 
 _NOBODY = 0  # the connection of what was inherited
 
 
-def offer(world: World, now: float, connection: Connection, message: Offer) -> None:
+def offer(world: ManagerState, now: float, connection: ClientState, message: Offer) -> None:
     """Take a slab of an earlier manager back, if there is room and it is what it is said to be."""
     slab = _slab_for(world, now, message.nbytes, message.pieces)
     pieces = tuple(message.pieces)
@@ -22,10 +22,10 @@ def offer(world: World, now: float, connection: Connection, message: Offer) -> N
 
 
 def inherit(
-    world: World,
+    world: ManagerState,
     now: float,
     nbytes: int,
-    spans: Sequence[Span],
+    spans: Sequence[DigestSpan],
     checkpoints: Sequence[Sequence[str]],
 ) -> int:
     """Take a slab that the last manager of this service has left; its number. RefusedError."""
@@ -35,7 +35,9 @@ def inherit(
     return slab.number
 
 
-def _slab_for(world: World, now: float, nbytes: int, spans: Sequence[Span]) -> Slab:
+def _slab_for(
+    world: ManagerState, now: float, nbytes: int, spans: Sequence[DigestSpan]
+) -> SlabState:
     end = max(span.offset + span.nbytes for span in spans)
     if end > nbytes or nbytes != round_up(nbytes, world.settings.layout.unit):
         raise refusal("not_sealed", f"a slab of {nbytes} bytes cannot hold {end}")
@@ -48,7 +50,9 @@ def _slab_for(world: World, now: float, nbytes: int, spans: Sequence[Span]) -> S
     return slab
 
 
-def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code, str]) -> None:
+def hashed(
+    world: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
+) -> None:
     """The backend has checked and hashed a slab that was handed back, or could not."""
     pending, slab = world.offers.pop(number), world.ledger.slabs[number]
     world.ledger.idle(slab)
@@ -77,7 +81,11 @@ def hashed(world: World, now: float, number: int, result: list[str] | tuple[Code
 
 
 def _lend(
-    world: World, now: float, connection: Connection, residents: list[Resident], checkpoint: str
+    world: ManagerState,
+    now: float,
+    connection: ClientState,
+    residents: list[ResidentEntry],
+    checkpoint: str,
 ) -> None:
     if not world.may_lease(connection, len(residents)):
         world.refuse(connection, "limit", "this client holds as many leases as one may")
@@ -86,7 +94,7 @@ def _lend(
     world.send(connection, Offered(leases))
 
 
-def _enter_inherited_records(world: World) -> None:
+def _enter_inherited_records(world: ManagerState) -> None:
     """The records whose tensors are all here now; when nothing more comes, the rest is dropped."""
     here = world.ledger.residents
     for key, record in list(world.inherited.items()):
@@ -98,7 +106,7 @@ def _enter_inherited_records(world: World) -> None:
         world.inherited.clear()
 
 
-def expect(world: World, records: dict[str, LayerRecord], pins: Sequence[str]) -> None:
+def expect(world: ManagerState, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
     """The records and pins of the last manager."""
     world.inherited.update(records)
     world.ledger.pins.update(pins)

@@ -11,7 +11,7 @@ _MAX_CHECKPOINTS = 64  # names remembered for one tensor
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class ResidentEntry:
     """One tensor in memory. `holds`: leases, and puts that have not been closed."""
 
     digest: str
@@ -25,12 +25,12 @@ class Resident:
 
 
 @dataclass(slots=True, eq=False)
-class Slab:
+class SlabState:
     """Memory of one put. `busy`: the backend works on it. `ghost`: let go, but perhaps mapped."""
 
     number: int
     nbytes: int
-    residents: dict[str, Resident] = field(default_factory=dict)
+    residents: dict[str, ResidentEntry] = field(default_factory=dict)
     busy: bool = False
     doomed: bool = False
     ghost: bool = False
@@ -61,18 +61,18 @@ class Ledger:
         self._mappings_hold = mappings_hold
         self.charged = 0
         self.evicted_bytes = 0
-        self.slabs: dict[int, Slab] = {}
-        self.residents: dict[str, Resident] = {}
+        self.slabs: dict[int, SlabState] = {}
+        self.residents: dict[str, ResidentEntry] = {}
         self.pins: set[str] = set()
         self.freed: list[int] = []  # for the caller, who empties it
         self.orphans: set[str] = set()  # records that lost a tensor, likewise
         self._next = 1
 
-    def add(self, nbytes: int, now: float) -> Slab | None:
+    def add(self, nbytes: int, now: float) -> SlabState | None:
         """Charge a new slab, evicting what is not in use; None when there is no room."""
         if not self._make_room(nbytes):
             return None
-        slab = Slab(self._next, nbytes, used=now)
+        slab = SlabState(self._next, nbytes, used=now)
         self._next += 1
         self.slabs[slab.number] = slab
         self.charged += nbytes
@@ -92,17 +92,17 @@ class Ledger:
             self.evict(slab)
         return True
 
-    def _evictable(self) -> Iterator[Slab]:
+    def _evictable(self) -> Iterator[SlabState]:
         return (
             slab for slab in self.slabs.values() if not slab.held and not self.pinned_slab(slab)
         )
 
-    def evict(self, slab: Slab) -> None:
+    def evict(self, slab: SlabState) -> None:
         """Let a slab go that is not held."""
         self.evicted_bytes += slab.nbytes
         self.drop(slab)
 
-    def drop(self, slab: Slab) -> None:
+    def drop(self, slab: SlabState) -> None:
         """Let a slab go. What the backend works on goes when that has ended."""
         for digest, resident in slab.residents.items():
             del self.residents[digest]
@@ -118,63 +118,63 @@ class Ledger:
                 self.freed.append(slab.number)
         self._settle(slab)
 
-    def _settle(self, slab: Slab) -> None:
+    def _settle(self, slab: SlabState) -> None:
         if slab.ghost and not slab.lingering and self.slabs.pop(slab.number, None) is not None:
             self.charged -= slab.nbytes
             if not self._mappings_hold:
                 self.freed.append(slab.number)
 
-    def idle(self, slab: Slab) -> bool:
+    def idle(self, slab: SlabState) -> bool:
         """The backend has done its work on a slab. False when it was let go meanwhile."""
         slab.busy = False
         if slab.doomed:
             self.drop(slab)
         return not slab.doomed
 
-    def linger(self, slab: Slab, process: int) -> None:
+    def linger(self, slab: SlabState, process: int) -> None:
         """The process may have this slab mapped, and no connection speaks for it any more."""
         slab.lingering.add(process)
 
-    def unlinger(self, slab: Slab, process: int) -> None:
+    def unlinger(self, slab: SlabState, process: int) -> None:
         """The process has ended, or said that it has let the slab go."""
         slab.lingering.discard(process)
         self._settle(slab)
 
-    def enter(self, slab: Slab, offset: int, nbytes: int, digest: str) -> Resident:
+    def enter(self, slab: SlabState, offset: int, nbytes: int, digest: str) -> ResidentEntry:
         """Make a tensor of a sealed slab resident; the one that was there first, if any."""
         first = self.residents.get(digest)
         if first is not None:
             return first
-        resident = Resident(digest, slab.number, offset, nbytes)
+        resident = ResidentEntry(digest, slab.number, offset, nbytes)
         self.residents[digest] = slab.residents[digest] = resident
         return resident
 
-    def hold(self, resident: Resident, now: float, *, leased: bool) -> None:
+    def hold(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
         """Count a lease or a put that needs this tensor."""
         resident.holds += 1
         resident.leases += leased
         self.slabs[resident.slab].used = now
 
-    def let_go(self, resident: Resident, now: float, *, leased: bool) -> None:
+    def let_go(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
         """Take back one `hold`."""
         resident.holds -= 1
         resident.leases -= leased
         self.slabs[resident.slab].used = now
 
-    def attribute(self, resident: Resident, checkpoint: str) -> None:
+    def attribute(self, resident: ResidentEntry, checkpoint: str) -> None:
         """Remember that a checkpoint consists of this tensor, among others."""
         if checkpoint and len(resident.checkpoints) < _MAX_CHECKPOINTS:
             resident.checkpoints.add(checkpoint)
 
-    def pinned(self, resident: Resident) -> bool:
+    def pinned(self, resident: ResidentEntry) -> bool:
         """Is it pinned, by its digest or by the name of a checkpoint?"""
         return resident.digest in self.pins or not self.pins.isdisjoint(resident.checkpoints)
 
-    def pinned_slab(self, slab: Slab) -> bool:
+    def pinned_slab(self, slab: SlabState) -> bool:
         """Is any tensor in it pinned?"""
         return bool(self.pins) and any(map(self.pinned, slab.residents.values()))
 
-    def named(self, name: str) -> list[Resident]:
+    def named(self, name: str) -> list[ResidentEntry]:
         """The residents of a checkpoint, or the one of a digest."""
         found = self.residents.get(name)
         return [r for r in self.residents.values() if r is found or name in r.checkpoints]

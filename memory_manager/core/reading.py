@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tensor_dedup.memory_manager.core.ledger import Resident
-from tensor_dedup.memory_manager.core.world import Connection, World, refusal
+from tensor_dedup.memory_manager.core.ledger import ResidentEntry
+from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, refusal
 from tensor_dedup.memory_manager.limits import MAX_DESCRIPTORS, MAX_MESSAGE
 from tensor_dedup.memory_manager.messages import (
     Extent,
@@ -31,7 +31,7 @@ class _Page:
     slabs: dict[int, int] = field(default_factory=dict)  # number -> position
     nbytes: int = 0
 
-    def take(self, residents: Sequence[Resident], extra: int) -> bool:
+    def take(self, residents: Sequence[ResidentEntry], extra: int) -> bool:
         """Make room for an item that needs these tensors; False when it does not fit."""
         new = dict.fromkeys(r.slab for r in residents if r.slab not in self.slabs)
         nbytes = extra + _EXTENT_BYTES * len(residents) + _SLAB_BYTES * len(new)
@@ -42,11 +42,11 @@ class _Page:
             self.slabs[slab] = len(self.slabs)
         return True
 
-    def refs(self, world: World) -> list[SlabRef]:
+    def refs(self, world: ManagerState) -> list[SlabRef]:
         return [SlabRef(number, world.ledger.slabs[number].nbytes) for number in self.slabs]
 
 
-def lookup(world: World, now: float, connection: Connection, message: Lookup) -> None:
+def lookup(world: ManagerState, now: float, connection: ClientState, message: Lookup) -> None:
     """Answer as many layers as fit one reply."""
     page, layers = _Page(), list[LayerHit | None]()
     lend = _lender(world, now, connection, message.checkpoint, page)
@@ -66,7 +66,7 @@ def lookup(world: World, now: float, connection: Connection, message: Lookup) ->
 
 
 def lookup_digests(
-    world: World, now: float, connection: Connection, message: LookupDigests
+    world: ManagerState, now: float, connection: ClientState, message: LookupDigests
 ) -> None:
     """Answer as many digests as fit one reply."""
     page, extents = _Page(), list[Extent | None]()
@@ -88,9 +88,9 @@ def _require_some(answered: int) -> None:
 
 
 def _lender(
-    world: World, now: float, connection: Connection, checkpoint: str, page: _Page
-) -> Callable[[Resident], Extent]:
-    def lend(resident: Resident) -> Extent:
+    world: ManagerState, now: float, connection: ClientState, checkpoint: str, page: _Page
+) -> Callable[[ResidentEntry], Extent]:
+    def lend(resident: ResidentEntry) -> Extent:
         number = world.lease(connection, resident, checkpoint, now)
         position = page.slabs[resident.slab]
         return Extent(position, resident.offset, resident.nbytes, resident.digest, number)
@@ -98,7 +98,7 @@ def _lender(
     return lend
 
 
-def release(world: World, now: float, connection: Connection, message: Release) -> None:
+def release(world: ManagerState, now: float, connection: ClientState, message: Release) -> None:
     """Take leases back."""
     for number in message.leases:
         world.unlease(connection, number, now)

@@ -10,7 +10,7 @@ _ENTRY_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRecord:
+class KeyRecord:
     """What a layer key leads to: opaque bytes, and the tensors they speak of."""
 
     record: bytes
@@ -28,7 +28,7 @@ class Records:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._nbytes = 0
-        self._table: OrderedDict[str, LayerRecord] = OrderedDict()
+        self._table: OrderedDict[str, KeyRecord] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -36,13 +36,13 @@ class Records:
     def __contains__(self, key: str) -> bool:
         return key in self._table
 
-    def get(self, key: str) -> LayerRecord | None:
+    def get(self, key: str) -> KeyRecord | None:
         """The record of a key, marked as used."""
         if key in self._table:
             self._table.move_to_end(key)
         return self._table.get(key)
 
-    def put(self, key: str, record: LayerRecord) -> bool:
+    def put(self, key: str, record: KeyRecord) -> bool:
         """Enter a record; False when the key has one."""
         if key in self._table:
             return False
@@ -54,13 +54,13 @@ class Records:
         """The key to drop next, while the table is larger than it may be."""
         return next(iter(self._table)) if self._nbytes > self._max_bytes else None
 
-    def drop(self, key: str) -> LayerRecord | None:
+    def drop(self, key: str) -> KeyRecord | None:
         """Forget a key; what it led to."""
         record = self._table.pop(key, None)
         if record is not None:
             self._nbytes -= record.cost
         return record
 
-    def items(self) -> list[tuple[str, LayerRecord]]:
+    def items(self) -> list[tuple[str, KeyRecord]]:
         """All records."""
         return list(self._table.items())

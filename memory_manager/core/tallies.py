@@ -5,14 +5,14 @@ A load makes a put for each batch and each large tensor, hundreds in all, which 
 
 from typing import Final
 
-from tensor_dedup.memory_manager.core.ledger import Slab
-from tensor_dedup.memory_manager.core.world import Connection, Put, Tally, World
+from tensor_dedup.memory_manager.core.ledger import SlabState
+from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, PutState, Tally
 
 # Longer than the pauses inside of most loads; a load that pauses for longer has several lines.
 QUIET_S: Final = 3.0
 
 
-def count(connection: Connection, put: Put, now: float, slab: Slab) -> None:
+def count(connection: ClientState, put: PutState, now: float, slab: SlabState) -> None:
     """A put has made tensors of its slab resident."""
     tally = connection.tallies.setdefault(put.checkpoint, Tally(put.opened, now))
     tally.tensors += len(slab.residents)
@@ -20,7 +20,7 @@ def count(connection: Connection, put: Put, now: float, slab: Slab) -> None:
     tally.until = now
 
 
-def look(world: World, now: float) -> None:
+def look(world: ManagerState, now: float) -> None:
     """Say what is complete by now, as far as anybody can tell."""
     for connection in world.connections.values():
         busy = {put.checkpoint for put in connection.puts.values() if put.active}
@@ -30,14 +30,14 @@ def look(world: World, now: float) -> None:
                 _say(world, connection, name, tally)
 
 
-def say_all(world: World, connection: Connection) -> None:
+def say_all(world: ManagerState, connection: ClientState) -> None:
     """Say everything: the client, or the manager, ends."""
     for name, tally in connection.tallies.items():
         _say(world, connection, name, tally)
     connection.tallies.clear()
 
 
-def _say(world: World, connection: Connection, name: str, tally: Tally) -> None:
+def _say(world: ManagerState, connection: ClientState, name: str, tally: Tally) -> None:
     world.note(
         "built",
         checkpoint=repr(name),

@@ -1,10 +1,10 @@
 """Waiting for somebody else's layer. Every wait ends: by news, by its own time, or by silence."""
 
-from tensor_dedup.memory_manager.core.world import Connection, Waiting, World, refusal
+from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, Waiting, refusal
 from tensor_dedup.memory_manager.messages import Wait, Waited
 
 
-def wait(world: World, now: float, connection: Connection, message: Wait) -> None:
+def wait(world: ManagerState, now: float, connection: ClientState, message: Wait) -> None:
     """Answer at once when there is nothing to wait for; park the request otherwise."""
     if connection.builds:
         raise refusal(
@@ -19,7 +19,7 @@ def wait(world: World, now: float, connection: Connection, message: Wait) -> Non
     _look(world, now, connection)
 
 
-def interrupt(world: World, now: float, connection: Connection) -> None:
+def interrupt(world: ManagerState, now: float, connection: ClientState) -> None:
     """The client asks for something else: answer its wait first, replies keep their order."""
     waiting, connection.waiting = connection.waiting, None
     if waiting is not None:
@@ -27,7 +27,7 @@ def interrupt(world: World, now: float, connection: Connection) -> None:
         world.send(connection, Waited("building", put.silent(now) if put else 0.0))
 
 
-def wake(world: World, key: str, outcome: str) -> None:
+def wake(world: ManagerState, key: str, outcome: str) -> None:
     """A layer was published ("ready") or given up ("free"): tell everybody who waits for it."""
     for connection in world.connections.values():
         if connection.waiting is not None and connection.waiting.key == key:
@@ -35,14 +35,14 @@ def wake(world: World, key: str, outcome: str) -> None:
             world.send(connection, Waited("ready" if outcome == "ready" else "free"))
 
 
-def look(world: World, now: float) -> None:
+def look(world: ManagerState, now: float) -> None:
     """End the waits whose time has come."""
     for connection in list(world.connections.values()):
         if connection.waiting is not None:
             _look(world, now, connection)
 
 
-def _look(world: World, now: float, connection: Connection) -> None:
+def _look(world: ManagerState, now: float, connection: ClientState) -> None:
     waiting = connection.waiting
     if waiting is None:
         return
@@ -59,7 +59,7 @@ def _look(world: World, now: float, connection: Connection) -> None:
     world.send(connection, reply)
 
 
-def next_deadline(world: World, now: float) -> float | None:
+def next_deadline(world: ManagerState, now: float) -> float | None:
     """When the next wait ends if nothing happens."""
     deadlines = [
         min(c.waiting.until, now + world.settings.build_timeout_s - put.silent(now))

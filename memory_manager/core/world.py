@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tensor_dedup.memory_manager.core.effects import Effect, Forget, Free, Note, Send
-from tensor_dedup.memory_manager.core.ledger import Ledger, Resident, Slab
-from tensor_dedup.memory_manager.core.records import LayerRecord, Records
+from tensor_dedup.memory_manager.core.effects import Effect, Forget, FreeSlab, Note, Send
+from tensor_dedup.memory_manager.core.ledger import Ledger, ResidentEntry, SlabState
+from tensor_dedup.memory_manager.core.records import KeyRecord, Records
 from tensor_dedup.memory_manager.core.states import ACTIVE, Event, State, advance
 from tensor_dedup.memory_manager.errors import RefusedError
-from tensor_dedup.memory_manager.layout import MEMORY, Layout
+from tensor_dedup.memory_manager.layout import MEMORY, SlabLayout
 from tensor_dedup.memory_manager.limits import Code
-from tensor_dedup.memory_manager.messages import Refused, Reply, Span
+from tensor_dedup.memory_manager.messages import DigestSpan, Refused, Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Settings:
     hashes_itself: bool = True
     mappings_hold: bool = True
     device: str = ""
-    layout: Layout = MEMORY
+    layout: SlabLayout = MEMORY
     build_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
     max_puts: int = 64  # of one connection
@@ -35,7 +35,7 @@ class Settings:
 
 
 @dataclass(slots=True, eq=False)
-class Put:
+class PutState:
     """The right of one connection to build some layers. Its number is its generation."""
 
     number: int
@@ -47,7 +47,7 @@ class Put:
     state: State = State.RESERVED
     slab: int | None = None
     spans: tuple[tuple[int, int, str], ...] = ()
-    held: list[Resident] = field(default_factory=list)
+    held: list[ResidentEntry] = field(default_factory=list)
     opened: float = 0.0
 
     @property
@@ -85,7 +85,7 @@ class Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class ClientState:
     """One client. `name` is None until it has said hello."""
 
     number: int
@@ -93,9 +93,9 @@ class Connection:
     pid: int
     since: float
     name: str | None = None
-    leases: dict[int, Resident] = field(default_factory=dict)
+    leases: dict[int, ResidentEntry] = field(default_factory=dict)
     leased: Counter[str] = field(default_factory=Counter)
-    puts: dict[int, Put] = field(default_factory=dict)
+    puts: dict[int, PutState] = field(default_factory=dict)
     waiting: Waiting | None = None
     tallies: dict[str, Tally] = field(default_factory=dict)  # by checkpoint
 
@@ -122,36 +122,38 @@ class PendingOffer:
     """
 
     connection: int
-    spans: tuple[Span, ...]
+    spans: tuple[DigestSpan, ...]
     checkpoint: str
     checkpoints: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
-class World:
+class ManagerState:
     """Everything the core knows, and what it wants done."""
 
     settings: Settings
     ledger: Ledger
     records: Records = field(default_factory=Records)
-    connections: dict[int, Connection] = field(default_factory=dict)
+    connections: dict[int, ClientState] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
-    builders: dict[str, Put] = field(default_factory=dict)  # layer key -> the put that holds it
-    filling: dict[int, Put] = field(default_factory=dict)  # slab -> its put, while busy
+    builders: dict[str, PutState] = field(
+        default_factory=dict
+    )  # layer key -> the put that holds it
+    filling: dict[int, PutState] = field(default_factory=dict)  # slab -> its put, while busy
     offers: dict[int, PendingOffer] = field(default_factory=dict)
-    inherited: dict[str, LayerRecord] = field(default_factory=dict)  # whose tensors are awaited
+    inherited: dict[str, KeyRecord] = field(default_factory=dict)  # whose tensors are awaited
     counters: Counter[str] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     stopping: bool = False
     next_put: int = 1
     next_lease: int = 1
 
-    def send(self, connection: Connection, reply: Reply, slabs: Iterable[int] = ()) -> None:
+    def send(self, connection: ClientState, reply: Reply, slabs: Iterable[int] = ()) -> None:
         """Answer a client, if it is still there."""
         if connection.number in self.connections:
             self.effects.append(Send(connection.number, reply, tuple(slabs)))
 
-    def refuse(self, connection: Connection, code: Code, text: str) -> None:
+    def refuse(self, connection: ClientState, code: Code, text: str) -> None:
         """Tell a client no."""
         self.counters["refusals"] += 1
         self.send(connection, Refused(code, text[:2048]))
@@ -164,11 +166,13 @@ class World:
         """A line in the log that only who looks for it wants to read."""
         self.effects.append(Note(event, facts, detail=True))
 
-    def may_lease(self, connection: Connection, count: int) -> bool:
+    def may_lease(self, connection: ClientState, count: int) -> bool:
         """May this client have so many leases more?"""
         return len(connection.leases) + count <= self.settings.max_leases
 
-    def lease(self, connection: Connection, resident: Resident, checkpoint: str, now: float) -> int:
+    def lease(
+        self, connection: ClientState, resident: ResidentEntry, checkpoint: str, now: float
+    ) -> int:
         """Lend a tensor; the lease's id. Whether it may be lent was asked before."""
         self.ledger.hold(resident, now, leased=True)
         self.ledger.attribute(resident, checkpoint)
@@ -178,7 +182,7 @@ class World:
         connection.leased[resident.digest] += 1
         return number
 
-    def unlease(self, connection: Connection, number: int, now: float) -> None:
+    def unlease(self, connection: ClientState, number: int, now: float) -> None:
         """Take a lease back; an unknown number is nothing: it may have been released before."""
         resident = connection.leases.pop(number, None)
         if resident is None:
@@ -188,13 +192,13 @@ class World:
         if not connection.leased[resident.digest]:
             del connection.leased[resident.digest]
 
-    def charge(self, slab: Slab, process: int) -> None:
+    def charge(self, slab: SlabState, process: int) -> None:
         """Keep a slab charged until the process has ended."""
         if process in self.processes:
             self.ledger.linger(slab, process)
             self.processes[process].lingering.add(slab.number)
 
-    def enter_record(self, key: str, record: LayerRecord) -> bool:
+    def enter_record(self, key: str, record: KeyRecord) -> bool:
         """Enter a record whose tensors are resident; False when the key has one."""
         if not self.records.put(key, record):
             return False
@@ -224,7 +228,7 @@ class World:
         for key in list(self.ledger.orphans):
             self.drop_record(key)
         self.ledger.orphans.clear()
-        self.effects.extend(Free(slab) for slab in self.ledger.freed)
+        self.effects.extend(FreeSlab(slab) for slab in self.ledger.freed)
         self.ledger.freed.clear()
 
 

@@ -18,7 +18,7 @@ _PROTECTION: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class DeviceMapping:
     """A whole memory file at an address. The descriptor is the mapping's own."""
 
     nbytes: int
@@ -26,12 +26,12 @@ class Mapped:
     access: Access
 
 
-class AddressSpace:
+class DeviceAddressMap:
     """What is reserved and what is mapped, by address. Answers False to what cannot be done."""
 
     def __init__(self) -> None:
         self.reserved: dict[int, int] = {}
-        self.mapped: dict[int, Mapped] = {}
+        self.mapped: dict[int, DeviceMapping] = {}
 
     def reserve(self, nbytes: int, alignment: int) -> int:
         """Take a range of addresses."""
@@ -65,7 +65,7 @@ class AddressSpace:
             for start, each in self.mapped.items()
         )
 
-    def map(self, address: int, mapped: Mapped) -> None:
+    def map(self, address: int, mapped: DeviceMapping) -> None:
         """Put a file there."""
         _map(address, mapped.nbytes, 0, mmap.MAP_SHARED | libc.MAP_FIXED, mapped.fd)
         self.mapped[address] = mapped
@@ -95,7 +95,7 @@ class AddressSpace:
             libc.mprotect(start, self.mapped[start].nbytes, _PROTECTION[access])
         return bool(starts)
 
-    def at(self, address: int) -> Mapped | None:
+    def at(self, address: int) -> DeviceMapping | None:
         """The mapping that an address lies in."""
         for start, each in self.mapped.items():
             if start <= address < start + each.nbytes:

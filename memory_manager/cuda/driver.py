@@ -46,7 +46,7 @@ class Access(IntEnum):
     READ_WRITE = 3
 
 
-class Device(NamedTuple):
+class GpuInfo(NamedTuple):
     """One GPU as this process sees it. CUDA_VISIBLE_DEVICES changes ordinals, never UUIDs."""
 
     ordinal: int
@@ -61,7 +61,7 @@ class Driver(Protocol):
     def init(self) -> None:
         """Be ready (cuInit). A second time does nothing. NoDriverError, DeviceError."""
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[GpuInfo]:
         """What this process may use (cuDeviceGetCount, cuDeviceGetUuid, cuDeviceTotalMem)."""
 
     # Memory without addresses. None of these calls needs a context.
@@ -177,7 +177,7 @@ def device_uuid(raw: bytes) -> str:
     return f"GPU-{uuid.UUID(bytes=raw)}"
 
 
-def find_device(driver: Driver, name: str) -> Device:
+def find_device(driver: Driver, name: str) -> GpuInfo:
     """The GPU of that UUID or, for people, of that ordinal. DeviceError when it is not visible."""
     found = driver.devices()
     for device in found:

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tensor_dedup.memory_manager.cuda.addresses import AddressSpace, Mapped
+from tensor_dedup.memory_manager.cuda.addresses import DeviceAddressMap, DeviceMapping
 from tensor_dedup.memory_manager.cuda.driver import (
     IPC_HANDLE_BYTES,
     Access,
-    Device,
+    GpuInfo,
     Result,
     refused,
 )
@@ -48,7 +48,7 @@ class FakeDriver:
         self._owner = -1
         self._handles: dict[int, int] = {}
         self._next = 1
-        self._space = AddressSpace()
+        self._space = DeviceAddressMap()
         self._allocations: dict[int, int] = {}  # address -> descriptor
         self._opened: dict[bytes, _Opened] = {}
         self._events: dict[int, frozenset[int]] = {}
@@ -99,11 +99,11 @@ class FakeDriver:
         if self._owner != os.getpid():
             raise refused(call, Result.NOT_INITIALIZED)
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[GpuInfo]:
         """See Driver."""
         self._ready("cuDeviceGetCount")
         return [
-            Device(ordinal, fake_uuid(number), self._nbytes, True)
+            GpuInfo(ordinal, fake_uuid(number), self._nbytes, True)
             for ordinal, number in enumerate(self._visible)
         ]
 
@@ -190,7 +190,7 @@ class FakeDriver:
             raise refused("cuMemMap", Result.INVALID_VALUE)
         if self._space.overlaps(address, nbytes):
             raise refused("cuMemMap", Result.ALREADY_MAPPED)
-        self._space.map(address, Mapped(nbytes, os.dup(fd), Access.NONE))
+        self._space.map(address, DeviceMapping(nbytes, os.dup(fd), Access.NONE))
 
     def unmap(self, address: int, nbytes: int) -> None:
         """See Driver."""
@@ -305,7 +305,7 @@ class FakeDriver:
     def _shown(self, fd: int, nbytes: int) -> int:
         """Map a whole file somewhere, readable and writable."""
         address = self._space.reserve(nbytes, GRANULARITY)
-        self._space.map(address, Mapped(nbytes, os.dup(fd), Access.NONE))
+        self._space.map(address, DeviceMapping(nbytes, os.dup(fd), Access.NONE))
         self._space.allow(address, nbytes, Access.READ_WRITE)
         return address
 

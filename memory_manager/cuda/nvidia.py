@@ -13,7 +13,7 @@ from typing import Any, Final
 from tensor_dedup.memory_manager.cuda.driver import (
     IPC_HANDLE_BYTES,
     Access,
-    Device,
+    GpuInfo,
     Result,
     device_uuid,
     refused,
@@ -56,11 +56,11 @@ class NvidiaDriver:
         _check(name, result, nbytes)
         return values[0] if values else None
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[GpuInfo]:
         """See Driver."""
         return [self._device(ordinal) for ordinal in range(self._ask("cuDeviceGetCount"))]
 
-    def _device(self, ordinal: int) -> Device:
+    def _device(self, ordinal: int) -> GpuInfo:
         device = self._ask("cuDeviceGet", ordinal)
         names = self._api.CUdevice_attribute
         can = [
@@ -72,7 +72,7 @@ class NvidiaDriver:
         ]
         raw = bytes(self._ask("cuDeviceGetUuid", device).bytes)
         total = int(self._ask("cuDeviceTotalMem", device))
-        return Device(ordinal, device_uuid(raw), total, all(can))
+        return GpuInfo(ordinal, device_uuid(raw), total, all(can))
 
     def _descriptor_kind(self) -> Any:
         return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

@@ -10,7 +10,7 @@ from tensor_dedup.memory_manager.backends.base import Memory
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class ClientSocket:
     """A socket with its outbox. The outbox holds the memory whose descriptors it will send."""
 
     number: int

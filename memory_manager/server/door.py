@@ -15,7 +15,7 @@ from tensor_dedup.memory_manager.messages import Refused
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 
 
-class Visitor(NamedTuple):
+class AcceptedConnection(NamedTuple):
     """A connection that was let in. `pidfd` is None when its process has ended already."""
 
     socket: socket.socket
@@ -23,7 +23,7 @@ class Visitor(NamedTuple):
     pidfd: int | None
 
 
-class Door:
+class Acceptor:
     """Accepts connections. Keeps one descriptor in reserve, to say no when there is no other."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Door:
         self._spare = _open_spare()
         self.refused = 0
 
-    def accept(self) -> Visitor | None:
+    def accept(self) -> AcceptedConnection | None:
         """The next connection, or None when there is none or it was refused.
 
         BlockingIOError when the system has no descriptor even to say no with: try again later.
@@ -50,7 +50,7 @@ class Door:
         connection.setblocking(False)
         return self._admit(wire.configure(connection))
 
-    def _admit(self, connection: socket.socket) -> Visitor | None:
+    def _admit(self, connection: socket.socket) -> AcceptedConnection | None:
         try:
             peer = self._peer_of(connection)
         except OSError as error:
@@ -61,7 +61,7 @@ class Door:
             self._refuse(connection, "forbidden", text)
             return None
         try:
-            return Visitor(connection, peer.pid, wire.pidfd_of(connection, peer.pid))
+            return AcceptedConnection(connection, peer.pid, wire.pidfd_of(connection, peer.pid))
         except OSError as error:
             self._refuse(connection, "crowded", f"no descriptor left: {error.strerror}")
             return None

@@ -19,9 +19,9 @@ from typing import Final
 import msgspec
 
 from tensor_dedup.memory_manager.backends.base import Memory
-from tensor_dedup.memory_manager.core.world import World
-from tensor_dedup.memory_manager.limits import Digest, Key, Message, Name, Part, Record, Size
-from tensor_dedup.memory_manager.messages import Span
+from tensor_dedup.memory_manager.core.world import ManagerState
+from tensor_dedup.memory_manager.limits import Digest, Key, Message, Name, Record, Size, WirePart
+from tensor_dedup.memory_manager.messages import DigestSpan
 from tensor_dedup.memory_manager.wire import close_all
 
 _FIRST_FD: Final = 3
@@ -30,22 +30,22 @@ _MAX_INDEX: Final = 1 << 30
 _NOTIFY_S: Final = 5.0
 
 
-class StoredTensor(Part, frozen=True):
+class HandoverTensor(WirePart, frozen=True):
     """Where a tensor lies, and which checkpoints consist of it."""
 
-    span: Span
+    span: DigestSpan
     checkpoints: list[Name]
 
 
-class StoredSlab(Part, frozen=True):
+class HandoverSlab(WirePart, frozen=True):
     """A slab; its descriptor is stored under this name and the index's generation."""
 
     name: Name
     nbytes: Size
-    tensors: list[StoredTensor]
+    tensors: list[HandoverTensor]
 
 
-class StoredRecord(Part, frozen=True):
+class HandoverRecord(WirePart, frozen=True):
     """A layer record."""
 
     key: Key
@@ -53,7 +53,7 @@ class StoredRecord(Part, frozen=True):
     digests: list[Digest]
 
 
-class Index(Message, frozen=True):
+class HandoverIndex(Message, frozen=True, tag="Index"):
     """Everything that the next manager is told.
 
     `generation`: random, and in the names of the descriptors that belong to this index. systemd may
@@ -61,19 +61,19 @@ class Index(Message, frozen=True):
     """
 
     generation: Name
-    slabs: list[StoredSlab]
-    records: list[StoredRecord]
+    slabs: list[HandoverSlab]
+    records: list[HandoverRecord]
     pins: list[Name]
 
 
-_NOTHING: Final = Index("", [], [], [])
+_NOTHING: Final = HandoverIndex("", [], [], [])
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
     """What an earlier manager has left: the index, and descriptors (the caller's now) by slab."""
 
-    index: Index
+    index: HandoverIndex
     descriptors: dict[str, int]
 
 
@@ -87,7 +87,7 @@ def _stored(name: str, generation: str) -> str:
     return f"{name}-{generation}"
 
 
-def describe(world: World, memories: Mapping[int, Memory], room: int) -> Index:
+def describe(world: ManagerState, memories: Mapping[int, Memory], room: int) -> HandoverIndex:
     """What is handed over now: at most `room` sealed slabs with their tensors, records, pins.
 
     Pinned slabs come first, then those used last.
@@ -96,21 +96,21 @@ def describe(world: World, memories: Mapping[int, Memory], room: int) -> Index:
     fit = [s for number, s in ledger.slabs.items() if s.residents and number in memories]
     fit.sort(key=lambda slab: (not ledger.pinned_slab(slab), -slab.used))
     slabs = [
-        StoredSlab(
+        HandoverSlab(
             f"slab-{slab.number}",
             slab.nbytes,
             [
-                StoredTensor(Span(r.offset, r.nbytes, r.digest), sorted(r.checkpoints))
+                HandoverTensor(DigestSpan(r.offset, r.nbytes, r.digest), sorted(r.checkpoints))
                 for r in slab.residents.values()
             ],
         )
         for slab in fit[:room]
     ]
-    records = [StoredRecord(key, r.record, list(r.digests)) for key, r in world.records.items()]
-    return Index(secrets.token_hex(8), slabs, records, sorted(ledger.pins))
+    records = [HandoverRecord(key, r.record, list(r.digests)) for key, r in world.records.items()]
+    return HandoverIndex(secrets.token_hex(8), slabs, records, sorted(ledger.pins))
 
 
-def hand_over(world: World, memories: Mapping[int, Memory]) -> int:
+def hand_over(world: ManagerState, memories: Mapping[int, Memory]) -> int:
     """Leave the slabs with systemd, where it keeps descriptors for this service; how many."""
     room = _room()
     if room < 1:
@@ -145,11 +145,11 @@ def inherit() -> Inherited:
     return Inherited(index, slabs)
 
 
-def _read(name: str, fd: int) -> Index:
+def _read(name: str, fd: int) -> HandoverIndex:
     """The index that is stored under this name; `fd` is closed."""
     try:
         data = os.pread(fd, min(os.fstat(fd).st_size, _MAX_INDEX), 0)
-        index = msgspec.msgpack.decode(data, type=Index)
+        index = msgspec.msgpack.decode(data, type=HandoverIndex)
     except (OSError, msgspec.MsgspecError):
         return _NOTHING  # of another version: the tensors are built again
     finally:
@@ -157,7 +157,7 @@ def _read(name: str, fd: int) -> Index:
     return index if name == _stored(_INDEX, index.generation) else _NOTHING
 
 
-def _slabs(index: Index, descriptors: Mapping[str, int]) -> dict[str, str]:
+def _slabs(index: HandoverIndex, descriptors: Mapping[str, int]) -> dict[str, str]:
     """Of the index's slabs those that are there: what each is stored under."""
     stored = {slab.name: _stored(slab.name, index.generation) for slab in index.slabs}
     return {name: under for name, under in stored.items() if under in descriptors}

@@ -38,7 +38,7 @@ _COUNTERS: Final = {
 }
 
 
-class Source(Protocol):
+class MetricsSource(Protocol):
     """Who has the numbers."""
 
     @property
@@ -49,7 +49,7 @@ class Source(Protocol):
 class TotalsCollector(Collector):
     """One family for each number of `Totals`."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: MetricsSource) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
@@ -64,7 +64,7 @@ class TotalsCollector(Collector):
 class Metrics:
     """An HTTP server beside the manager while the context is open; nothing without a port."""
 
-    def __init__(self, source: Source, port: int | None) -> None:
+    def __init__(self, source: MetricsSource, port: int | None) -> None:
         """Raise OSError when the port is taken."""
         self._stop = None
         self.where = ""

@@ -18,25 +18,25 @@ from tensor_dedup.memory_manager.codec import decode_request, encode
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
     Adopt,
-    Allocate,
+    AllocateSlab,
     Close,
     Effect,
     End,
     Forget,
-    Free,
+    FreeSlab,
     Note,
     SealAndHash,
     Send,
 )
-from tensor_dedup.memory_manager.core.records import LayerRecord
+from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.errors import ProtocolError, RefusedError
 from tensor_dedup.memory_manager.limits import Code
 from tensor_dedup.memory_manager.messages import DESCRIPTORS_OF_REQUEST
-from tensor_dedup.memory_manager.server.clients import Client
-from tensor_dedup.memory_manager.server.door import Door, Visitor
+from tensor_dedup.memory_manager.server.clients import ClientSocket
+from tensor_dedup.memory_manager.server.door import AcceptedConnection, Acceptor
 from tensor_dedup.memory_manager.server.handing_over import Inherited, hand_over
 from tensor_dedup.memory_manager.server.socket_file import SocketFile
-from tensor_dedup.memory_manager.server.work import Outcome, Work
+from tensor_dedup.memory_manager.server.work import Outcome, SlabJobs
 
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.tables import Totals
@@ -67,10 +67,10 @@ class Server:
         self._file = socket_file
         self._options = options or Options()
         self._core = Core(settings)
-        self._work = Work(backend)
-        self._door = Door(socket_file.socket)
+        self._work = SlabJobs(backend)
+        self._door = Acceptor(socket_file.socket)
         self._selector = selectors.DefaultSelector()
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[int, ClientSocket] = {}
         self._memories: dict[int, Memory] = {}
         self._processes: dict[int, int | None] = {}  # number -> pidfd
         self._pids: dict[int, int] = {}  # pid -> number, of living processes
@@ -103,7 +103,7 @@ class Server:
 
     def inherit(self, left: Inherited) -> None:
         """Before `run`: take what the last manager of this service has left with systemd."""
-        records = {r.key: LayerRecord(r.record, tuple(r.digests)) for r in left.index.records}
+        records = {r.key: KeyRecord(r.record, tuple(r.digests)) for r in left.index.records}
         self._core.expect(records, left.index.pins)
         for slab in left.index.slabs:
             spans = [tensor.span for tensor in slab.tensors]
@@ -163,16 +163,16 @@ class Server:
         if visitor is not None:
             self._welcome(visitor)
 
-    def _welcome(self, visitor: Visitor) -> None:
+    def _welcome(self, visitor: AcceptedConnection) -> None:
         self._numbers += 1
         number = self._numbers
         process = self._process(visitor)
-        client = Client(number, process, visitor.pid, visitor.socket)
+        client = ClientSocket(number, process, visitor.pid, visitor.socket)
         self._clients[number] = client
         self._watch(client, selectors.EVENT_READ)
         self._effects.extend(self._core.connected(self._now(), number, process, visitor.pid))
 
-    def _process(self, visitor: Visitor) -> int:
+    def _process(self, visitor: AcceptedConnection) -> int:
         """The number of the client's process: one, however often it connects."""
         known = self._pids.get(visitor.pid) if visitor.pid > 0 else None
         if known is not None:
@@ -196,13 +196,13 @@ class Server:
         for client in gone:
             self._drop(client)
 
-    def _ready(self, client: Client) -> None:
+    def _ready(self, client: ClientSocket) -> None:
         if client.outbox:
             self._flush(client)
         else:
             self._read(client)
 
-    def _read(self, client: Client) -> None:
+    def _read(self, client: ClientSocket) -> None:
         try:
             datagram = wire.receive(client.socket)
         except (BlockingIOError, InterruptedError):
@@ -227,7 +227,7 @@ class Server:
             wire.close_all(self._arrived)
             self._arrived = []
 
-    def _received(self, client: Client, data: bytes) -> None:
+    def _received(self, client: ClientSocket, data: bytes) -> None:
         try:
             request = decode_request(data)
         except ProtocolError as error:
@@ -242,23 +242,23 @@ class Server:
             return
         self._effects.extend(self._core.received(self._now(), client.number, request))
 
-    def _garbage(self, client: Client, code: Code, text: str) -> None:
+    def _garbage(self, client: ClientSocket, code: Code, text: str) -> None:
         self._effects.extend(self._core.garbage(self._now(), client.number, code, text))
 
-    def _hung_up(self, client: Client) -> None:
+    def _hung_up(self, client: ClientSocket) -> None:
         self._drop(client)
         self._effects.extend(self._core.disconnected(self._now(), client.number))
         if self._processes.get(client.process, 0) is None:
             # Nobody can say when this process ends: its connection stands for it.
             self._effects.extend(self._core.ended(self._now(), client.process))
 
-    def _drop(self, client: Client) -> None:
+    def _drop(self, client: ClientSocket) -> None:
         if self._clients.pop(client.number, None) is not None:
             self._watch(client, 0)
             client.socket.close()
             client.outbox.clear()
 
-    def _flush(self, client: Client) -> None:
+    def _flush(self, client: ClientSocket) -> None:
         if not client.flush(self._now()):
             self._hung_up(client)
         elif client.retry_at is not None:
@@ -267,7 +267,7 @@ class Server:
             # A client that does not read its replies is not read from either.
             self._watch(client, selectors.EVENT_WRITE if client.outbox else selectors.EVENT_READ)
 
-    def _watch(self, client: Client, events: int) -> None:
+    def _watch(self, client: ClientSocket, events: int) -> None:
         if events == client.events:
             return
         if client.events:
@@ -317,9 +317,9 @@ class Server:
             case _:
                 self._do_memory(effect)
 
-    def _do_memory(self, effect: Allocate | SealAndHash | Adopt | Free) -> None:
+    def _do_memory(self, effect: AllocateSlab | SealAndHash | Adopt | FreeSlab) -> None:
         match effect:
-            case Allocate(slab, nbytes):
+            case AllocateSlab(slab, nbytes):
                 self._work.allocate(slab, nbytes)
             case SealAndHash(slab, pieces):
                 self._work.seal_and_hash(slab, self._memories[slab], pieces)
@@ -327,7 +327,7 @@ class Server:
                 inherited = self._handed.pop(slab, None)
                 fd = self._arrived.pop() if inherited is None else inherited
                 self._work.adopt(slab, fd, nbytes, pieces)
-            case Free(slab):
+            case FreeSlab(slab):
                 self._memories.pop(slab, None)
 
     def _send(self, effect: Send) -> None:

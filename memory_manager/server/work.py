@@ -38,7 +38,7 @@ class Outcome:
     failure: Failure | None = None
 
 
-class Work:
+class SlabJobs:
     """The jobs of one manager. Start them in the loop's thread; `outcomes` there, too."""
 
     def __init__(self, backend: Backend) -> None:

@@ -18,7 +18,7 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.checkpoints.naming import check_run
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.state import Piece
+from tensor_dedup.store.checkpoints.state import NamedValue
 
 _META = "meta"
 _ADAPTER = "dcp"
@@ -90,7 +90,7 @@ class StoreWriter(StorageWriter):
 
         TakenPartError: a run RUN/part-RANK that is no part of this one has this step.
         """
-        held: dict[str, torch.Tensor | Piece] = {}
+        held: dict[str, torch.Tensor | NamedValue] = {}
         results = []
         for item in plan.items:
             name, value = _resolved(item, planner)
@@ -107,7 +107,7 @@ class StoreWriter(StorageWriter):
         step = self._number()
         shards = {each.index.fqn: each.storage_data for held in results for each in held}
         blob = to_json(metadata, shards)
-        meta = self._save(_META, {METADATA: Piece(METADATA, "U8", (len(blob),), blob)})
+        meta = self._save(_META, {METADATA: NamedValue(METADATA, "U8", (len(blob),), blob)})
         notes = Notes(self.run_id, step, _ADAPTER, part=self._weights)
         # The part with the small files is the first: their pieces come first in a manifest.
         merge(meta.store, notes, [_META, *range(len(results))])
@@ -118,7 +118,9 @@ class StoreWriter(StorageWriter):
         """Whether it is a step."""
         return str(checkpoint_id).isdecimal()
 
-    def _save(self, rank: int | str, held: Mapping[str, torch.Tensor | Piece]) -> CheckpointStore:
+    def _save(
+        self, rank: int | str, held: Mapping[str, torch.Tensor | NamedValue]
+    ) -> CheckpointStore:
         part = self._part(rank)
         check_free(part.store, part.run_id, self._number())
         part.save(held, self._number())
@@ -160,10 +162,10 @@ def step_of(checkpoint_id: object) -> int:
     return int(text)
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor | Piece]:
+def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor | NamedValue]:
     """The value to be stored, and its name: a tensor on any device, or bytes."""
     data = planner.resolve_data(item)
     if isinstance(data, BytesIO):
         name, blob = bytes_name(item.index), data.getbuffer()
-        return name, Piece(name, "U8", (blob.nbytes,), blob)
+        return name, NamedValue(name, "U8", (blob.nbytes,), blob)
     return tensor_name(item.index, shard=item.type is WriteItemType.SHARD), data.detach()

@@ -5,13 +5,13 @@ from functools import cache
 from typing import Any, Final
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
-from tensor_dedup.patches.signatures import Replacements, Seam, usable
+from tensor_dedup.patches.signatures import ReplacedSeam, Replacements, usable
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
 
 KEY: Final = "tensor_dedup"
 _FIELDS: Final = frozenset({"store", "run"})
 _VERSIONS: Final = "DeepSpeed 0.19.8"
-_SEAM: Final = Seam(
+_SEAM: Final = ReplacedSeam(
     "deepspeed.runtime.engine:create_checkpoint_engine",
     "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
     "it makes the engine that saves and loads",

@@ -15,9 +15,9 @@ import wrapt
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensor_dedup.loader.comparing import same_bytes
-from tensor_dedup.loader.placing import data_of, replace
+from tensor_dedup.loader.placing import param_data, set_param_data
 from tensor_dedup.loader.whereabouts import is_mapped
-from tensor_dedup.patches.signatures import Seam, usable
+from tensor_dedup.patches.signatures import ReplacedSeam, usable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _WITHOUT: Final = "pipelines with group offloading have host memory of their own"
 _VERSIONS: Final = "diffusers 0.42"
-ONLOAD: Final = Seam(
+ONLOAD: Final = ReplacedSeam(
     "diffusers.hooks.group_offloading:ModuleGroup._transfer_tensor_to_device",
     "(self, tensor, source_tensor, default_stream)",
     "a parameter goes to the device here; its mapping is kept meanwhile",
     _WITHOUT,
     _VERSIONS,
 )
-OFFLOAD: Final = Seam(
+OFFLOAD: Final = ReplacedSeam(
     "diffusers.hooks.group_offloading:ModuleGroup._offload_to_memory",
     "(self)",
     "parameters come back here, and would be copied into private memory",
@@ -90,8 +90,8 @@ def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _come_back(parameter: torch.Tensor) -> None:
     mapping = _away.pop(parameter, None)
-    if mapping is not None and _is_as(data_of(parameter), mapping):
-        replace(parameter, mapping)
+    if mapping is not None and _is_as(param_data(parameter), mapping):
+        set_param_data(parameter, mapping)
 
 
 def _is_as(there: torch.Tensor, mapping: torch.Tensor) -> bool:
@@ -102,4 +102,4 @@ def _is_as(there: torch.Tensor, mapping: torch.Tensor) -> bool:
         mapping.stride(),
     ):
         return False
-    return same_bytes(there.to(mapping.device), data_of(mapping))
+    return same_bytes(there.to(mapping.device), param_data(mapping))

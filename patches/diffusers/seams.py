@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from tensor_dedup.patches.signatures import Seam
+from tensor_dedup.patches.signatures import ReplacedSeam
 from tensor_dedup.patches.transformers.seams import Note, Wrap, idle
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _VERSIONS: Final = "diffusers 0.42 with accelerate 1.15"
 
-SET_TENSOR: Final = Seam(
+SET_TENSOR: Final = ReplacedSeam(
     "diffusers.models.model_loading_utils:set_module_tensor_to_device",
     "(module, tensor_name, device, value=None, dtype=None, fp16_statistics=None, "
     "tied_params_map=None, non_blocking=False, clear_cache=True)",
@@ -23,7 +23,7 @@ SET_TENSOR: Final = Seam(
     _VERSIONS,
 )
 WARM_UPS: Final = tuple(
-    Seam(
+    ReplacedSeam(
         f"{module}:_caching_allocator_warmup",
         "(model, expanded_device_map, dtype, hf_quantizer)",
         "reserves device memory for half a model, before it is known which weights are there",
@@ -34,7 +34,7 @@ WARM_UPS: Final = tuple(
 )
 
 
-def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
+def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
     """What to put where; `note` hears of every tensor that is set, with model and name."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from tensor_dedup.patches.signatures import Seam
+from tensor_dedup.patches.signatures import ReplacedSeam
 
 if TYPE_CHECKING:
     from torch import nn
 
 _VERSIONS: Final = "transformers 5.19"
 
-SET_PARAMETER: Final = Seam(
+SET_PARAMETER: Final = ReplacedSeam(
     "transformers.core_model_loading:set_param_for_module",
     "(model, target_name, param_value, loading_info, hf_quantizer)",
     "a tensor becomes a parameter here, after casts, merges of experts and renamings; sharing it "
@@ -20,7 +20,7 @@ SET_PARAMETER: Final = Seam(
     "weights are shared when their model is complete, with a higher peak",
     _VERSIONS,
 )
-WARM_UP: Final = Seam(
+WARM_UP: Final = ReplacedSeam(
     "transformers.modeling_utils:caching_allocator_warmup",
     "(model, expanded_device_map, hf_quantizer)",
     "reserves device memory for all weights of a model, before it is known which are there",
@@ -32,7 +32,7 @@ Note = Callable[["nn.Module", str], None]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
+def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
     """What to put where; `note` hears of every tensor that is set, with model and name."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import model_loader
 
-from tensor_dedup.loader.contents import residents_for, slabs
+from tensor_dedup.loader.contents import share_by_content, slabs
 from tensor_dedup.loader.deferred import replace_data
 from tensor_dedup.loader.residents import sharable
 from tensor_dedup.loader.trace import UntraceableError
-from tensor_dedup.patches.vllm.experts import BALANCED, balanced
+from tensor_dedup.patches.vllm.experts import BALANCED, eplb_parameters
 from tensor_dedup.patches.vllm.kernels import kept_by_others
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import LoadConfig, ModelConfig
 
-    from tensor_dedup.loader.assembly import Assembly
+    from tensor_dedup.loader.assembly import LoadSession
 
 # Formats of vLLM's plug-ins, which bring loaders of their own, and the quantisation that means one.
 OTHER_LOADERS = ("gguf", "bitsandbytes")
@@ -70,13 +70,13 @@ def install() -> None:
     model_loader.get_model_loader = get_model_loader
 
 
-def share_loaded(model: nn.Module, assembly: Assembly, total: int) -> None:
+def share_loaded(model: nn.Module, assembly: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by residents with equal bytes, module by module.
 
     It was loaded under `scales_kept`: what its handlers hold is left as it is.
     `total`: the bytes of the model in all its forms; what is no parameter is entered as private.
     """
-    overwritten = {id(parameter) for parameter in balanced(model)}
+    overwritten = {id(parameter) for parameter in eplb_parameters(model)}
     seen: set[int] = set()
     for path, module in model.named_modules():
         finals = []
@@ -99,8 +99,8 @@ def share_loaded(model: nn.Module, assembly: Assembly, total: int) -> None:
         assembly.ledger.add("<packed>", rest, shared=False)
 
 
-def _share(assembly: Assembly, finals: list[tuple[str, nn.Parameter]]) -> None:
-    found = residents_for(assembly, [(label, each.detach()) for label, each in finals])
+def _share(assembly: LoadSession, finals: list[tuple[str, nn.Parameter]]) -> None:
+    found = share_by_content(assembly, [(label, each.detach()) for label, each in finals])
     for (label, parameter), (resident, made) in zip(finals, found, strict=True):
         if resident is None:
             _enter_private(assembly, label, parameter, None)
@@ -125,7 +125,7 @@ def _reason(parameter: nn.Parameter, least: int) -> str | None:
 
 
 def _enter_private(
-    assembly: Assembly, label: str, parameter: nn.Parameter, reason: str | None
+    assembly: LoadSession, label: str, parameter: nn.Parameter, reason: str | None
 ) -> None:
     assembly.ledger.add(label, parameter.nbytes, shared=False)
     if reason is not None:

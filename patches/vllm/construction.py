@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.untouched import Untouched
+    from tensor_dedup.loader.untouched import UninitialisedStorages
 
 
 @contextmanager
-def parameters_on_host(device: torch.device, untouched: Untouched) -> Iterator[None]:
+def parameters_on_host(device: torch.device, untouched: UninitialisedStorages) -> Iterator[None]:
     """Let parameters that modules register on `device` be in host memory, within the block.
 
     Modules of the calling thread; for the CPU nothing is done. `untouched` is to watch meanwhile:
@@ -46,7 +46,7 @@ def parameters_on_host(device: torch.device, untouched: Untouched) -> Iterator[N
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _on_host(parameter: nn.Parameter, untouched: Untouched) -> torch.Tensor:
+def _on_host(parameter: nn.Parameter, untouched: UninitialisedStorages) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
         as_it_is = parameter.is_meta or untouched.holds(parameter)
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())

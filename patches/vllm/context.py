@@ -18,7 +18,7 @@ from tensor_dedup.patches.vllm.kernels import dispatch
 from tensor_dedup.patches.vllm.quantised import linear_kernel
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.assembly import Assembly
+    from tensor_dedup.loader.assembly import LoadSession
     from tensor_dedup.loader.deferred import DeferredParameter
 
 Original = Callable[[nn.Module], None]
@@ -31,7 +31,7 @@ class LayerContext:
     `updated`: somebody may write weights in place later (`weight_transfer_config`).
     """
 
-    assembly: Assembly
+    assembly: LoadSession
     deferred: dict[int, DeferredParameter]
     packed: bool
     model_dtype: torch.dtype

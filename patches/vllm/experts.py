@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 BALANCED = "enable_eplb: balancing experts overwrites it while the engine runs"
 
 
-def balanced(model: nn.Module) -> Iterator[nn.Parameter]:
+def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """The weights that vLLM moves from rank to rank when it balances experts (`enable_eplb`)."""
     for module in model.modules():
         config: Any = getattr(module, "moe_config", None)

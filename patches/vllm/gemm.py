@@ -22,7 +22,7 @@ from tensor_dedup.patches.vllm.kernels import holds_memory, packed_linear, unpac
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.layer_key import LayerKey
-    from tensor_dedup.loader.made import Made
+    from tensor_dedup.loader.made import ScratchTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 
@@ -61,13 +61,13 @@ class PackedGemm:
             self._pack(key, made)
         assembly.give_back(made)
 
-    def _reuse(self, record: LayerRecord, linear: Any, made: Made | None) -> None:
+    def _reuse(self, record: LayerRecord, linear: Any, made: ScratchTensor | None) -> None:
         assembly = self.context.assembly
         if assembly.sampled():
             self._audit(record, made)
         self._use(record, linear, made)
 
-    def _use(self, record: LayerRecord, linear: Any, made: Made | None) -> None:
+    def _use(self, record: LayerRecord, linear: Any, made: ScratchTensor | None) -> None:
         assembly, weight, layer = self.context.assembly, self.weight, self.layer
         if self.keeps_weight or record.attributes["keeps_weight"]:
             assembly.share([weight], made)
@@ -86,7 +86,7 @@ class PackedGemm:
         if isinstance(bias, nn.Parameter) and dtype is not None and bias.dtype != dtype:
             bias.data = bias.data.to(dtype)
 
-    def _audit(self, record: LayerRecord, made: Made | None) -> None:
+    def _audit(self, record: LayerRecord, made: ScratchTensor | None) -> None:
         assembly = self.context.assembly
         here = made or assembly.make(self.weight)
         rebuilt = assembly.content_name(self.weight, here.tensor, trusted=False)
@@ -95,7 +95,7 @@ class PackedGemm:
         if here is not made:
             assembly.give_back(here)
 
-    def _pack(self, key: LayerKey, made: Made | None) -> None:
+    def _pack(self, key: LayerKey, made: ScratchTensor | None) -> None:
         """Process as vLLM does, from borrowed memory where the plain weight is dropped anyway.
 
         Or take what was packed from equal bytes that came about in another way.
@@ -118,7 +118,7 @@ class PackedGemm:
         if here is not made:
             assembly.give_back(here)
 
-    def _reuse_equal(self, key: LayerKey, content: LayerKey, made: Made | None) -> bool:
+    def _reuse_equal(self, key: LayerKey, content: LayerKey, made: ScratchTensor | None) -> bool:
         """Use what was packed from the same bytes by another recipe, if there is such a thing."""
         assembly = self.context.assembly
         if assembly.config.verifies_bytes:
@@ -162,7 +162,7 @@ class PackedGemm:
         assembly.own.add(record)
         setattr(linear, RECORD, record)
 
-    def _process_borrowed(self, here: Made) -> None:
+    def _process_borrowed(self, here: ScratchTensor) -> None:
         """Process from borrowed memory; a kernel that kept some of it keeps the block."""
         weight, layer = self.weight, self.layer
         replace_data(weight.parameter, here.tensor)

@@ -34,9 +34,9 @@ from tensor_dedup.patches.vllm.versions import (
 )
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.assembly import Assembly
+    from tensor_dedup.loader.assembly import LoadSession
     from tensor_dedup.loader.layer_key import LayerKey
-    from tensor_dedup.loader.made import Made
+    from tensor_dedup.loader.made import ScratchTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 # Everywhere but on a CPU, where weights may be packed, processing leaves their weights alone.
@@ -57,7 +57,7 @@ class LayerProcessor:
     context: LayerContext
 
     @property
-    def assembly(self) -> Assembly:
+    def assembly(self) -> LoadSession:
         """The load's own state."""
         return self.context.assembly
 
@@ -114,7 +114,7 @@ class LayerProcessor:
 
     def _preprocessed(self, original: Original, layer: nn.Module, parameters: Deferred) -> None:
         processed = ProcessedLayer(self.context, layer, parameters)
-        made: dict[str, Made] = {}
+        made: dict[str, ScratchTensor] = {}
         if not all(self.assembly.known(each) for each in parameters.values()):
             made = {name: self.assembly.make(each) for name, each in parameters.items()}
         key = self.context.key(layer, parameters)
@@ -136,7 +136,7 @@ class LayerProcessor:
         original: Original,
         layer: ProcessedLayer,
         record: LayerRecord,
-        made: dict[str, Made],
+        made: dict[str, ScratchTensor],
     ) -> None:
         if self.assembly.sampled():
             layer.materialise(made)
@@ -151,7 +151,11 @@ class LayerProcessor:
         set_attributes(layer.layer, record.attributes)
 
     def _build(
-        self, original: Original, layer: ProcessedLayer, made: dict[str, Made], key: LayerKey
+        self,
+        original: Original,
+        layer: ProcessedLayer,
+        made: dict[str, ScratchTensor],
+        key: LayerKey,
     ) -> None:
         layer.materialise(made)
         layer.process(original)

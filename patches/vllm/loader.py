@@ -29,7 +29,7 @@ from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.sources import StaleHintError
-from tensor_dedup.loader.stored import FromDisk, FromStore, Opening, store_behind
+from tensor_dedup.loader.stored import FromDisk, FromStore, OpenCheckpoint, store_behind
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.patches.vllm import (
@@ -45,9 +45,9 @@ from tensor_dedup.patches.vllm.construction import parameters_on_host
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_format import KEY, split
 from tensor_dedup.patches.vllm.reading import ReadingLoader
-from tensor_dedup.patches.vllm.run import Run
+from tensor_dedup.patches.vllm.run import LoadRun
 from tensor_dedup.patches.vllm.seams import usable, why_not
-from tensor_dedup.patches.vllm.taking_back import taken_back
+from tensor_dedup.patches.vllm.taking_back import restored_on_failure
 from tensor_dedup.patches.vllm.unusable import plain_loader
 from tensor_dedup.store.store import Store
 
@@ -132,7 +132,7 @@ class TensorDedupLoader(ReadingLoader):
         checkout = self.checkout
         return checkout if checkout is not None and checkout.folder == model else None
 
-    def _opening(self, model: str, *, trust: bool) -> Opening:
+    def _opening(self, model: str, *, trust: bool) -> OpenCheckpoint:
         checkout = self._stored(model)
         if checkout is not None:
             return FromStore(Store.open(checkout.store, create=False), checkout, trust=trust)
@@ -260,7 +260,7 @@ class TensorDedupLoader(ReadingLoader):
         skipped = report.skipped
         dtype = cast("torch.dtype", model_config.dtype)
         opening = self._opening(model_config.model, trust=False)
-        with Run(self.dedup, dtype, opening, report.name) as run:
+        with LoadRun(self.dedup, dtype, opening, report.name) as run:
             afterwards.share_loaded(model, run.assembly, report.total_bytes)
             run.assembly.ledger.enter(report)
             run.say_not_lent(report)
@@ -294,8 +294,8 @@ class TensorDedupLoader(ReadingLoader):
         dtype = cast("torch.dtype", model_config.dtype)  # vLLM has resolved "auto" by now
         with (
             WITHOUT_FULL_COLLECTIONS,
-            taken_back(vllm_config),
-            Run(
+            restored_on_failure(vllm_config),
+            LoadRun(
                 self.dedup,
                 dtype,
                 self._opening(model_config.model, trust=trust_hints),
@@ -325,7 +325,7 @@ class TensorDedupLoader(ReadingLoader):
         return model.eval(), report
 
     def _trace(
-        self, run: Run, model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
+        self, run: LoadRun, model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
     ) -> None:
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
@@ -357,7 +357,7 @@ def _describe_checkpoint(report: ModelReport, path: str) -> None:
 
 
 @contextmanager
-def _hooked(model: nn.Module, run: Run) -> Iterator[None]:
+def _hooked(model: nn.Module, run: LoadRun) -> Iterator[None]:
     """Lead every layer's processing through `run`, by an attribute that shadows the method."""
     hooked: list[QuantizeMethodBase] = []
     try:

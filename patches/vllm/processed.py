@@ -14,7 +14,7 @@ from torch import nn
 
 from tensor_dedup.loader.assembly import SHARED_STORAGE
 from tensor_dedup.loader.comparing import raise_audit, same_bytes
-from tensor_dedup.loader.contents import residents_for, slabs
+from tensor_dedup.loader.contents import share_by_content, slabs
 from tensor_dedup.loader.deferred import DeferredParameter, replace_data
 from tensor_dedup.loader.records import RECORD
 from tensor_dedup.loader.residents import Resident, sharable_anywhere
@@ -23,7 +23,7 @@ from tensor_dedup.patches.vllm.kernels import kept_by_others, scales_kept
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensor_dedup.loader.made import Made
+    from tensor_dedup.loader.made import ScratchTensor
     from tensor_dedup.loader.records import LayerRecord
     from tensor_dedup.loader.sources import SourceTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
@@ -49,7 +49,7 @@ class ProcessedLayer:
         first = next(iter(self.deferred.values()))
         self._path = first.name.rpartition(".")[0]
 
-    def materialise(self, made: dict[str, Made]) -> None:
+    def materialise(self, made: dict[str, ScratchTensor]) -> None:
         """Give each parameter memory of its own: processing may keep any part of it.
 
         What `made` brings is given back, and taken out, as soon as it is copied.
@@ -95,7 +95,7 @@ class ProcessedLayer:
     def _share_slab(self, finals: Sequence[Final], record: LayerRecord | None) -> None:
         assembly = self.context.assembly
         named = [(label, parameter.detach()) for _, label, parameter in finals]
-        settled = residents_for(assembly, named)
+        settled = share_by_content(assembly, named)
         named.clear()  # the memory they hold is about to be replaced
         for (name, label, parameter), (resident, made) in zip(finals, settled, strict=True):
             sources = self._sources(parameter)

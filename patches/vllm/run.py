@@ -15,9 +15,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.pytorch.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
-from tensor_dedup.loader.assembly import Assembly
+from tensor_dedup.loader.assembly import LoadSession
 from tensor_dedup.loader.cuda.borrowing import borrowing_from
-from tensor_dedup.loader.cuda.supply import GpuSupply
+from tensor_dedup.loader.cuda.supply import GpuProvider
 from tensor_dedup.loader.deferred import (
     DeferredParameter,
     conclude,
@@ -33,12 +33,12 @@ from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader, SourceTensor
-from tensor_dedup.loader.supply import supply_for
+from tensor_dedup.loader.supply import host_provider_for
 from tensor_dedup.loader.trace import Tracer, UntraceableError
-from tensor_dedup.loader.untouched import Untouched, surely_unwritten
+from tensor_dedup.loader.untouched import UninitialisedStorages, surely_unwritten
 from tensor_dedup.loader.virtual import within
 from tensor_dedup.patches.vllm.context import LayerContext
-from tensor_dedup.patches.vllm.experts import BALANCED, balanced
+from tensor_dedup.patches.vllm.experts import BALANCED, eplb_parameters
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
 from tensor_dedup.patches.vllm.versions import untied_lm_head
 
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.sources import SourceFile
-    from tensor_dedup.loader.stored import Opening
-    from tensor_dedup.loader.supply import Home
+    from tensor_dedup.loader.stored import OpenCheckpoint
+    from tensor_dedup.loader.supply import ResidentProvider
     from tensor_dedup.loader.virtual import View
 
 
-class Run:
+class LoadRun:
     """Owns what one load opens and borrows; a context manager. One thread, under the load lock."""
 
     def __init__(
         self,
         config: TensorDedupConfig,
         model_dtype: torch.dtype,
-        opening: Opening,
+        opening: OpenCheckpoint,
         name: str,
         gpu: SharedGpu | None = None,
     ) -> None:
@@ -72,10 +72,10 @@ class Run:
         evaluator = Evaluator(reader, scratch)
         supply = _home(config, name, gpu)
         self._gpu = gpu
-        self.assembly = Assembly(config, reader, scratch, evaluator, supply)
+        self.assembly = LoadSession(config, reader, scratch, evaluator, supply)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
-        self.untouched = Untouched()
+        self.untouched = UninitialisedStorages()
         self._config = config
         self._model_dtype = model_dtype
         self._opening = opening
@@ -156,7 +156,7 @@ class Run:
             self.tracer,
             lambda view: assembly.supply.private(assembly.evaluator.value(view)),
         )
-        for parameter in balanced(model):
+        for parameter in eplb_parameters(model):
             if (each := self._deferred.get(id(parameter))) is not None:
                 each.private = BALANCED
         parameters = list(self._deferred.values())
@@ -315,10 +315,10 @@ class Run:
             report.skipped.append((BETWEEN_PROCESSES, reason))
 
 
-def _home(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> Home:
+def _home(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> ResidentProvider:
     if gpu is not None:
-        return GpuSupply(gpu, borrowing_from(config.memory_manager, name, gpu.gpu))
-    return supply_for(config.memory_manager, name)
+        return GpuProvider(gpu, borrowing_from(config.memory_manager, name, gpu.gpu))
+    return host_provider_for(config.memory_manager, name)
 
 
 def _dtype(source: SourceTensor) -> torch.dtype:

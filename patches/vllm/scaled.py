@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tensor_dedup.loader.deferred import DeferredParameter
     from tensor_dedup.loader.layer_key import LayerKey
-    from tensor_dedup.loader.made import Made
+    from tensor_dedup.loader.made import ScratchTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 
@@ -46,7 +46,7 @@ class ScaledGemm:
         if self.context.updated:  # written later, scales must reach this layer's handler alone
             self._build(None, {})
             return
-        made: dict[str, Made] = {}
+        made: dict[str, ScratchTensor] = {}
         if not all(assembly.known(each) for each in self.deferred.values()):
             made = {name: assembly.make(each) for name, each in self.deferred.items()}
         key = self.context.key(self.layer, self.deferred)
@@ -64,7 +64,7 @@ class ScaledGemm:
         for each in made.values():
             assembly.give_back(each)
 
-    def _reuse(self, record: LayerRecord, handler: Any, made: dict[str, Made]) -> None:
+    def _reuse(self, record: LayerRecord, handler: Any, made: dict[str, ScratchTensor]) -> None:
         assembly, weight = self.context.assembly, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         if assembly.sampled():
@@ -85,7 +85,7 @@ class ScaledGemm:
         if self.context.assembly.content_name(weight, plain, trusted=False) != record.plain_name:
             raise_audit(weight.name, "the packed weight's digest", "its checkpoint's")
 
-    def _build(self, key: LayerKey | None, made: dict[str, Made]) -> None:
+    def _build(self, key: LayerKey | None, made: dict[str, ScratchTensor]) -> None:
         assembly, weight = self.context.assembly, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         layer.materialise(made)

@@ -17,7 +17,7 @@ from tensor_dedup.patches.vllm import weight_iterators
 if TYPE_CHECKING:
     from tensor_dedup.loader.checkout import Checkout
     from tensor_dedup.loader.sources import SourceFile
-    from tensor_dedup.loader.stored import Opening
+    from tensor_dedup.loader.stored import OpenCheckpoint
     from tensor_dedup.types import TensorSpec
 
 Wanted = Callable[[str], bool]
@@ -25,7 +25,7 @@ Wanted = Callable[[str], bool]
 
 def tensors(
     checkout: Checkout,
-    opening: Callable[[], Opening],
+    opening: Callable[[], OpenCheckpoint],
     wanted: Wanted,
     *,
     subfolder: str | None,

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tensor_dedup.loader.generators import numbers_taken_back
+from tensor_dedup.loader.generators import rng_restored_on_failure
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
 
 
 @contextmanager
-def taken_back(vllm_config: VllmConfig) -> Iterator[None]:
+def restored_on_failure(vllm_config: VllmConfig) -> Iterator[None]:
     """When the block fails, let the next attempt find things as this one found them.
 
     vLLM enters each attention and MoE layer in the configuration when it is made, and refuses a
@@ -25,7 +25,7 @@ def taken_back(vllm_config: VllmConfig) -> Iterator[None]:
     experts = list(compilation.static_all_moe_layers)
     counted = [Counter(ops) for ops in _counted_ops(compilation)]
     try:
-        with numbers_taken_back():
+        with rng_restored_on_failure():
             yield
     except BaseException:
         compilation.static_forward_context.clear()

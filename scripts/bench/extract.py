@@ -25,7 +25,7 @@ from tensor_dedup.store.checkpoints.adapters import (
     SklearnAdapter,
     XGBoostAdapter,
 )
-from tensor_dedup.store.checkpoints.state import Piece, pieces
+from tensor_dedup.store.checkpoints.state import NamedValue, pieces
 
 PACKAGES = ("numpy", "scikit-learn", "xgboost-cpu", "xgboost", "xxhash")
 _TREES = (500, 1_000, 5_000)
@@ -86,7 +86,7 @@ def _xgboost(rounds: int) -> Iterator[tuple[str, ...]]:
         yield _row(f"XGBoost, {count:,} rounds", times, "save_raw")
 
 
-def _pieces(adapter: ModelAdapter, model: object) -> list[Piece]:
+def _pieces(adapter: ModelAdapter, model: object) -> list[NamedValue]:
     return pieces(adapter.extract(model))
 
 

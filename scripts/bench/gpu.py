@@ -36,10 +36,10 @@ from process_memory import drop_pages
 from stats import estimate, machine, verdict, write_section
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.opening import Extent
+from tensor_dedup.loader.cuda.opening import MappedExtent
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.types import ResidentKey
 
@@ -73,7 +73,7 @@ def handles(bench: Bench) -> list[str]:
             began = time.perf_counter()
             slabs = [backend.reserve(size * MIB) for _ in range(count)]
             made.append(time.perf_counter() - began)
-            extents = [Extent(slab.fileno, slab.nbytes, 0) for slab in slabs]
+            extents = [MappedExtent(slab.fileno, slab.nbytes, 0) for slab in slabs]
             began = time.perf_counter()
             mapping = gpu.map(extents, gpu.vmm(), slabs)
             mapped.append(time.perf_counter() - began)
@@ -149,7 +149,7 @@ def _ours(bench: Bench, file: Path, serving: Serving, uploader: Uploader) -> Non
                 write = uploader.writer(opened.fileno(), spec.start, spec.nbytes)
                 key = ResidentKey(spec.dtype, tuple(spec.shape), (spec.shape[1], 1), "")
                 recipe = f"{file} {spec.start}"
-                wanted.append(DeviceWanted(recipe, key, spec.nbytes, write))
+                wanted.append(DeviceRequest(recipe, key, spec.nbytes, write))
             kept += [views.tensor(each) for each in lender.put(wanted) if each is not None]
     assert len(kept) == len(header.tensors)
     bench.wait()
@@ -231,7 +231,7 @@ def _attached(bench: Bench, count: int) -> list[float]:
         gpu = lender.gpu
         for start in range(0, count, 16):
             wanted = [
-                DeviceWanted(key.digest, key, source.nbytes, copy_of(source, gpu))
+                DeviceRequest(key.digest, key, source.nbytes, copy_of(source, gpu))
                 for key in keys[start : start + 16]
             ]
             assert all(lender.put(wanted))
@@ -261,7 +261,7 @@ def forward(bench: Bench) -> list[str]:
         for n, each in enumerate(made):
             shape = tuple(each.shape)
             key = ResidentKey("BF16", shape, (shape[1], 1), blake3(b"f%d" % n).hexdigest())
-            wanted.append(DeviceWanted(key.digest, key, each.nbytes, copy_of(each, lender.gpu)))
+            wanted.append(DeviceRequest(key.digest, key, each.nbytes, copy_of(each, lender.gpu)))
         shared = [views.tensor(each) for each in lender.put(wanted) if each is not None]
         x = torch.randn(16, made[0].shape[1], device=bench.place).to(torch.bfloat16)
 

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceLender
+from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -97,10 +97,10 @@ class Serving:
     gpu: Gpu
     clients: ExitStack
 
-    def lender(self) -> DeviceLender:
+    def lender(self) -> DeviceManagerResidents:
         """What a load has that connects anew."""
         client = connect(self.socket, keep_connected=False, device=self.gpu.device.uuid)
-        return DeviceLender(self.clients.enter_context(client), self.gpu, "bench")
+        return DeviceManagerResidents(self.clients.enter_context(client), self.gpu, "bench")
 
     def forget(self) -> None:
         """Unmap what nobody uses, and have the manager drop it."""

@@ -24,10 +24,10 @@ from tensor_dedup.loader.hints import HintIndex
 from tensor_dedup.loader.sources import SourceFile
 from tensor_dedup.loader.stored import FromDisk
 from tensor_dedup.patches.vllm import weight_iterators
-from tensor_dedup.patches.vllm.run import Run
+from tensor_dedup.patches.vllm.run import LoadRun
 
 MOST_US = 50.0
-Work = Callable[[Run, Any, Any, Path], float]
+Work = Callable[[LoadRun, Any, Any, Path], float]
 Opened = Callable[[list[str], Callable[[str], bool]], Iterator[tuple[str, torch.Tensor]]]
 
 
@@ -82,14 +82,16 @@ def seconds(path: Path, work: Work) -> float:
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
         opening = FromDisk(HintIndex(), "blake3", trust=True)
-        run = stack.enter_context(Run(TensorDedupConfig(), model_config.dtype, opening, "bench"))
+        run = stack.enter_context(
+            LoadRun(TensorDedupConfig(), model_config.dtype, opening, "bench")
+        )
         stack.enter_context(set_default_torch_dtype(model_config.dtype))
         model = loader.create_model(vllm_config=config, model_config=model_config)
         load_weights = functools.partial(loader.load_weights, model, model_config)
         return work(run, model, load_weights, path)
 
 
-def over_empty(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+def over_empty(run: LoadRun, model: Any, load_weights: Callable[[], None], path: Path) -> float:
     """vLLM's own code, parameters and sources without data, and nobody watching."""
     run.defer(model)
     specs = read_header(path / WEIGHTS).tensors
@@ -104,7 +106,7 @@ def over_empty(run: Run, model: Any, load_weights: Callable[[], None], path: Pat
     return time.thread_time() - began
 
 
-def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+def _recorded(run: LoadRun, model: Any, load_weights: Callable[[], None], path: Path) -> float:
     """The same, recorded; the file is open already."""
     run.defer(model)
     file = SourceFile(path / WEIGHTS, None, "blake3")
@@ -121,7 +123,7 @@ def _recorded(run: Run, model: Any, load_weights: Callable[[], None], path: Path
     return taken
 
 
-def whole(run: Run, model: Any, load_weights: Callable[[], None], path: Path) -> float:
+def whole(run: LoadRun, model: Any, load_weights: Callable[[], None], path: Path) -> float:
     """All that a load does before it shares."""
     began = time.thread_time()
     with WITHOUT_FULL_COLLECTIONS:  # as a load is

@@ -19,7 +19,7 @@ import torch
 import torch.utils.dlpack
 
 from tensor_dedup.store import Store
-from tensor_dedup.store.memory import Pool, allocate
+from tensor_dedup.store.memory import BufferPool, allocate
 from tensor_dedup.store.tensors import load_tensors
 
 Tensors = Mapping[str, torch.Tensor]
@@ -90,7 +90,7 @@ class OursAgain(Ours):
 
     def __init__(self, work: Path, source: Path) -> None:
         super().__init__(work, source)
-        self.options = {"pool": Pool(1 << 40)}  # type: ignore[misc]
+        self.options = {"pool": BufferPool(1 << 40)}  # type: ignore[misc]
 
 
 class OursUnverified(OursAgain):

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.devices import CudaDevice, Device
+from tensor_dedup.store.checkpoints.devices import CudaDevice, SnapshotDevice
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
 from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.pinning import Context, Pinning
-from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
+from tensor_dedup.store.checkpoints.pinning import Context, StepCapture
+from tensor_dedup.store.checkpoints.saving import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.staging import HostPool
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _HELPERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ExtractedStep:
     """A step as an adapter took it apart: its values may be the memory of the model."""
 
     notes: Notes
@@ -69,9 +69,9 @@ class PendingSave:
 
     def __init__(
         self,
-        taken: Taken,
-        pinning: Pinning,
-        commit: Callable[[Snapshot], Saved],
+        taken: ExtractedStep,
+        pinning: StepCapture,
+        commit: Callable[[StepSnapshot], Saved],
         previous: "PendingSave | None",
         root: Path,
     ) -> None:
@@ -216,7 +216,7 @@ class Saves:
 
     def __init__(
         self,
-        commit: Callable[[Snapshot], Saved],
+        commit: Callable[[StepSnapshot], Saved],
         saver: Saver,
         pool: HostPool,
         *,
@@ -226,7 +226,7 @@ class Saves:
         self._commit, self._saver = commit, saver
         self._pool, self._in_flight = pool, in_flight
         self._helpers = min(_HELPERS, threads) - 1
-        self._devices: list[Device] = [CudaDevice()]
+        self._devices: list[SnapshotDevice] = [CudaDevice()]
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._moving: set[str] = set()
         self._pending: list[PendingSave] = []
@@ -247,14 +247,14 @@ class Saves:
         self._pool.reset()
         self._saver.reset()
 
-    def start(self, take: Callable[[], Taken], *, lazy: bool | None) -> PendingSave:
+    def start(self, take: Callable[[], ExtractedStep], *, lazy: bool | None) -> PendingSave:
         """Save what `take` gives. Raises what an earlier save failed with, and saves nothing."""
         with self._turn, _Standby() as thread:
             self._wait_until_fewer_than(self._in_flight, PendingSave.hurry)
             began = time.perf_counter()
             taken = take()
             context = Context(self._pool, self._devices, self._moving, self._saver.large())
-            pinning = Pinning(taken.values, context)
+            pinning = StepCapture(taken.values, context)
             pending = PendingSave(taken, pinning, self._commit, self._last(), self._saver.root)
             pending.times.metadata = time.perf_counter() - began
             eager = not (bool(self._hooked) if lazy is None else lazy)
@@ -269,7 +269,7 @@ class Saves:
             pending.hold()
         return pending
 
-    def _help(self, pinning: Pinning) -> None:
+    def _help(self, pinning: StepCapture) -> None:
         if pinning.large_bytes >= _HELPED_BYTES:
             for _ in range(self._helpers):
                 threading.Thread(target=pinning.work, name="tensor-dedup-pin").start()

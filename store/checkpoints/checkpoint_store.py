@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
-from tensor_dedup.store.checkpoints.background import Hook, PendingSave, Saves, Taken, told
+from tensor_dedup.store.checkpoints.background import ExtractedStep, Hook, PendingSave, Saves, told
 from tensor_dedup.store.checkpoints.errors import (
     BadLimitError,
     NotATrainingError,
@@ -20,7 +20,7 @@ from tensor_dedup.store.checkpoints.haste import Compress
 from tensor_dedup.store.checkpoints.loading import load_values
 from tensor_dedup.store.checkpoints.naming import check_run, step_name
 from tensor_dedup.store.checkpoints.notes import Notes, checked
-from tensor_dedup.store.checkpoints.order import Steps
+from tensor_dedup.store.checkpoints.order import StepOrder
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
     check_not_pinned,
@@ -31,7 +31,7 @@ from tensor_dedup.store.checkpoints.runs import (
     stats,
     step_numbers,
 )
-from tensor_dedup.store.checkpoints.saving import Saved, Saver, Snapshot
+from tensor_dedup.store.checkpoints.saving import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.staging import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan
@@ -108,7 +108,7 @@ class CheckpointStore:
         self._adapter = adapter
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._config, self._weights = self._small(config), weights
-        self._steps = Steps(self.store.objects, self.run_id)
+        self._steps = StepOrder(self.store.objects, self.run_id)
         self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
         pool = HostPool(default_bytes() if pool_bytes is None else pool_bytes)
         threads = self.store.worker_count
@@ -220,10 +220,10 @@ class CheckpointStore:
         metrics: Mapping[str, Any] | None = None,
         *,
         files: "Mapping[str, str | bytes] | None" = None,
-    ) -> Snapshot:
+    ) -> StepSnapshot:
         """A step as `commit` takes it. It may use the model's own memory; nothing is written."""
         taken = self._taken(model, step, metrics, files)
-        return Snapshot(taken.notes, pieces(taken.values), taken.files)
+        return StepSnapshot(taken.notes, pieces(taken.values), taken.files)
 
     def _taken(
         self,
@@ -231,16 +231,16 @@ class CheckpointStore:
         step: int,
         metrics: Mapping[str, Any] | None,
         files: "Mapping[str, str | bytes] | None",
-    ) -> Taken:
+    ) -> ExtractedStep:
         step_name(self.run_id, step)
         adapter = self._adapter or adapter_for(model)
         # An adapter of tensorcas' own interface has no name, and needs none: it is given to `load`.
         name = getattr(adapter, "name", type(adapter).__name__)
         notes = Notes(self.run_id, step, name, checked(metrics), self._weights)
         small = {**self._config, **self._small(files)}
-        return Taken(notes, adapter.extract(model), small)
+        return ExtractedStep(notes, adapter.extract(model), small)
 
-    def commit(self, snapshot: Snapshot) -> Saved:
+    def commit(self, snapshot: StepSnapshot) -> Saved:
         """Store a snapshot, then let go of the steps that no rule keeps. Any thread. As `save`."""
         step = snapshot.notes.step
         self._check_not_pinned(step)  # before the work; it is looked at again after it

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.store.checkpoints.anchors import AnchorMemory, KeptAnchor
-from tensor_dedup.store.checkpoints.haste import Haste, worth_waiting_for
-from tensor_dedup.store.checkpoints.small import Small
+from tensor_dedup.store.checkpoints.haste import Backpressure, worth_waiting_for
+from tensor_dedup.store.checkpoints.small import SmallTensorPolicy
 from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, changed
-from tensor_dedup.store.codecs.choosing import WORTH, Choice, Sample, choose
+from tensor_dedup.store.codecs.choosing import WORTH, CodecChoice, Sample, choose
 from tensor_dedup.store.codecs.records import entry, head_bytes
 from tensor_dedup.store.compressing import ENCODE_FROM, element_width
 from tensor_dedup.store.encoding import Anchor, Plan, encoded
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
 from tensor_dedup.store.hashing import Hasher
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading import StoredPieces
 from tensor_dedup.store.tables import DIGEST_BYTES, ENCODED, Record
@@ -39,7 +39,7 @@ class _Decision:
     It holds for `left` more saves, of `holds`, as long as there is an anchor or none, as there was.
     """
 
-    choice: Choice | None
+    choice: CodecChoice | None
     left: int
     holds: int
     anchored: bool
@@ -52,9 +52,9 @@ class Deltas:
     """The decisions of one handle. One save at a time."""
 
     def __init__(self) -> None:
-        self.small = Small()
+        self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
-        self.haste = Haste()
+        self.haste = Backpressure()
         self._decisions: dict[str, _Decision] = {}
 
     def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
@@ -101,7 +101,7 @@ class Deltas:
                 made.left = -1
 
 
-def _quick(choice: Choice) -> bool:
+def _quick(choice: CodecChoice) -> bool:
     return worth_waiting_for(choice.codec.name)
 
 
@@ -191,7 +191,7 @@ class Encoding:
     def __init__(
         self,
         objects: Objects,
-        index: Index,
+        index: StoreIndex,
         deltas: Deltas,
         before: Callable[[], Mapping[str, bytes]],
     ) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Copies(Protocol):
+class DeviceSnapshot(Protocol):
     """The copies of one save from one device."""
 
     def copy(self, tensor: "torch.Tensor", into: memoryview) -> "torch.Tensor":
@@ -26,14 +26,14 @@ class Copies(Protocol):
         ...
 
 
-class Device(Protocol):
+class SnapshotDevice(Protocol):
     """Where some tensors are, and a way to copy them to the host."""
 
     def takes(self, tensor: "torch.Tensor") -> bool:
         """Whether it is there."""
         ...
 
-    def begin(self, tensor: "torch.Tensor") -> Copies:
+    def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
         """Copies of this tensor and others beside it, as they are after what was asked so far."""
         ...
 
@@ -48,7 +48,7 @@ class CudaDevice:
         # docstring inherited
         return tensor.is_cuda
 
-    def begin(self, tensor: "torch.Tensor") -> "Copies":
+    def begin(self, tensor: "torch.Tensor") -> "DeviceSnapshot":
         # docstring inherited
         import torch
 

@@ -34,7 +34,7 @@ def worth_waiting_for(codec: str) -> bool:
     return codec.startswith(_QUICK)
 
 
-class Haste:
+class Backpressure:
     """What one handle knows of its saves: were they waited for? One save at a time."""
 
     def __init__(self) -> None:

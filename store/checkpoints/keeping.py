@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from tensor_dedup import sqlite
 from tensor_dedup.store.hashing import Hasher
-from tensor_dedup.store.index import Index, open_index
+from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.translating import translated
+from tensor_dedup.store.translating import os_errors
 
 # What a child inherited: closing it would end what the parent is doing, so it stays as it is.
 _INHERITED: list["_Kept"] = []
@@ -24,7 +24,7 @@ _INHERITED: list["_Kept"] = []
 @dataclass(frozen=True, slots=True)
 class _Kept:
     owner: int
-    index: Index
+    index: StoreIndex
     hasher: Hasher
     undo: ExitStack
 
@@ -35,19 +35,19 @@ class _Kept:
             _INHERITED.append(self)
 
 
-class Keeper:
+class RunCache:
     """Sessions of one handle, one at a time; close() lets go of what is kept."""
 
     def __init__(self, objects: Objects, workers: int) -> None:
         self._objects, self._workers = objects, workers
-        self._finalizer: weakref.finalize[[], Keeper] | None = None
+        self._finalizer: weakref.finalize[[], RunCache] | None = None
         self._kept: _Kept | None = None
 
     @contextmanager
-    def session(self) -> Iterator[tuple[Index, Hasher]]:
+    def session(self) -> Iterator[tuple[StoreIndex, Hasher]]:
         """Nothing is swept meanwhile. What the disk says is a StoreError."""
         objects = self._objects
-        with translated(objects.layout.root), session(objects.files, objects.layout):
+        with os_errors(objects.layout.root), session(objects.files, objects.layout):
             kept = self._usable()
             try:
                 yield kept.index, kept.hasher

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES, Piece, value
-from tensor_dedup.store.filling import Filler, plan
-from tensor_dedup.store.memory import Pool
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, value
+from tensor_dedup.store.filling import BulkReader, plan
+from tensor_dedup.store.memory import BufferPool
 from tensor_dedup.store.reading import StoredCheckpoint, StoredTensor
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _read(
             yield digest, memoryview(checkpoint.read_piece(digest, 0, nbytes, nbytes))
         return
     waiting = dict(sizes)
-    with Filler(checkpoint, threads, Pool(0), verify=True, mapped=False) as filler:
+    with BulkReader(checkpoint, threads, BufferPool(0), verify=True, mapped=False) as filler:
         for filled in filler.fill(plan(checkpoint, sizes, _REGION), _AHEAD):
             for record in filled.span.records:
                 start = record.offset - filled.span.start
@@ -59,5 +59,5 @@ def _read(
 
 def _value(tensor: StoredTensor, view: memoryview) -> "Value":
     if tensor.dtype in NUMPY_CODES:
-        return value(Piece(tensor.name, tensor.dtype, tensor.shape, view))
-    return Piece(tensor.name, tensor.dtype, tensor.shape, bytearray(view))
+        return value(NamedValue(tensor.name, tensor.dtype, tensor.shape, view))
+    return NamedValue(tensor.name, tensor.dtype, tensor.shape, bytearray(view))

@@ -26,7 +26,7 @@ _TIER_BITS = 5
 _SMALLEST_BITS = 12
 
 
-class Known(NamedTuple):
+class StoredPiece(NamedTuple):
     """Bytes that are in the store."""
 
     digest: bytes
@@ -40,7 +40,7 @@ class Known(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rows:
+class PieceTable:
     """The rows of pieces, in order, by column: of thousands in every step none is an object that
     the garbage collector has to look at.
     """
@@ -56,14 +56,14 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return zip(self.hashes, self.names, self.dtypes, self.shapes, strict=True)
 
-    def pages(self) -> "list[Rows]":
+    def pages(self) -> "list[PieceTable]":
         """As many at a time as a page has."""
         starts = range(0, len(self), PAGE_ENTRIES)
         return [self._part(slice(at, at + PAGE_ENTRIES)) for at in starts]
 
-    def _part(self, where: slice) -> "Rows":
+    def _part(self, where: slice) -> "PieceTable":
         columns = self.names[where], self.dtypes[where], self.shapes[where]
-        return Rows(self.hashes[where], *columns)
+        return PieceTable(self.hashes[where], *columns)
 
 
 class PageState:
@@ -74,13 +74,15 @@ class PageState:
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
 
-    def __init__(self, rows: Rows, held: Mapping[bytes, Known], name: str, file_bytes: int) -> None:
+    def __init__(
+        self, rows: PieceTable, held: Mapping[bytes, StoredPiece], name: str, file_bytes: int
+    ) -> None:
         self.rows = rows
         self.name, self.file_bytes = name, file_bytes
         self.nbytes = sum(held[key].nbytes for key in rows.hashes)
         self.take(held)
 
-    def take(self, held: Mapping[bytes, Known]) -> None:
+    def take(self, held: Mapping[bytes, StoredPiece]) -> None:
         """Its pieces, wherever they are by now."""
         self.held = {key: held[key] for key in self.rows.hashes}
         self.weights: Counter[Places] = Counter()
@@ -92,7 +94,7 @@ class PageState:
 
 
 @dataclass(slots=True)
-class Last:
+class LastStep:
     """The step that was saved last, and the files of the containers that hold it."""
 
     pages: list[PageState] = field(default_factory=list)
@@ -102,9 +104,9 @@ class Last:
         """The page of this number; None: there was none."""
         return self.pages[number] if number < len(self.pages) else None
 
-    def known(self, alive: set[ContainerId]) -> dict[bytes, Known]:
+    def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
         """What can be read from these containers alone, by fast hash."""
-        found: dict[bytes, Known] = {}
+        found: dict[bytes, StoredPiece] = {}
         for page in self.pages:
             found |= page.held
         if len(alive) == len(self.containers):

@@ -10,12 +10,12 @@ from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStep
 from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.runs import manifest_of, step_numbers
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
-from tensor_dedup.store.files import Status
+from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.names import file_of
 from tensor_dedup.store.objects import Objects
 
 
-class Steps:
+class StepOrder:
     """What one handle knows of the steps of its run. Any thread, in a session.
 
     What was imported may be called as a step is: only its manifest tells, and is read once.
@@ -23,7 +23,7 @@ class Steps:
 
     def __init__(self, objects: Objects, run: str) -> None:
         self._objects, self._run = objects, run
-        self._known: dict[int, tuple[Status, bool]] = {}
+        self._known: dict[int, tuple[FileStatus, bool]] = {}
 
     def saved(self, *, readable: bool = False) -> dict[int, int]:
         """Each step in order, and when it was saved, in ns since 1970.
@@ -38,7 +38,7 @@ class Steps:
                 found[step] = status.mtime_ns
         return found
 
-    def _is_step(self, step: int, status: Status, *, unreadable: bool) -> bool:
+    def _is_step(self, step: int, status: FileStatus, *, unreadable: bool) -> bool:
         known = self._known.get(step)
         if known is not None and known[0] == status:
             return known[1]

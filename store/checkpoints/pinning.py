@@ -20,13 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from tensor_dedup.store.checkpoints.devices import Copies, Device
+from tensor_dedup.store.checkpoints.devices import DeviceSnapshot, SnapshotDevice
 from tensor_dedup.store.checkpoints.fast import fast
-from tensor_dedup.store.checkpoints.memory import Known
+from tensor_dedup.store.checkpoints.memory import StoredPiece
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.saving import Snapshot
+from tensor_dedup.store.checkpoints.saving import StepSnapshot
 from tensor_dedup.store.checkpoints.staging import HostPool
-from tensor_dedup.store.checkpoints.state import Piece, is_array, is_tensor, pieces, tensor_fault
+from tensor_dedup.store.checkpoints.state import (
+    NamedValue,
+    is_array,
+    is_tensor,
+    pieces,
+    tensor_fault,
+)
 from tensor_dedup.store.checkpoints.writing import changed
 from tensor_dedup.store.containers import PACK_BELOW
 
@@ -44,9 +50,9 @@ class Context:
     """
 
     pool: HostPool
-    devices: Sequence[Device]
+    devices: Sequence[SnapshotDevice]
     moving: set[str]
-    known: Mapping[bytes, Known]
+    known: Mapping[bytes, StoredPiece]
 
 
 @dataclass(slots=True)
@@ -74,7 +80,7 @@ class _Copy:
     places: list[int]
 
 
-class Pinning:
+class StepCapture:
     """One step while it is pinned down. Made in the thread that trains; all else in any thread.
 
     StateError, when it is made: something has no form in a checkpoint.
@@ -83,9 +89,9 @@ class Pinning:
     def __init__(self, values: "Mapping[str, Value]", context: Context) -> None:
         self._context = context
         self._hashes: dict[str, bytes] = {}
-        self._same: dict[str, Known] = {}
+        self._same: dict[str, StoredPiece] = {}
         self._copied: list[_Copy] = []
-        self._streams: dict[Any, Copies] = {}
+        self._streams: dict[Any, DeviceSnapshot] = {}
         self._written: list[tuple[str, Callable[[], bool]]] = []  # of what is on devices
         self._held = False
         self._lock = threading.Lock()
@@ -106,10 +112,10 @@ class Pinning:
         if not large:
             self._settled.set()
 
-    def _taken(self, values: "Mapping[str, Value]") -> list[Piece]:
+    def _taken(self, values: "Mapping[str, Value]") -> list[NamedValue]:
         staged = self._staged(values)
         rest = iter(pieces({name: held for name, held in values.items() if name not in staged}))
-        found: list[Piece] = []
+        found: list[NamedValue] = []
         for place, (name, value) in enumerate(values.items()):
             if name not in staged:
                 found.append(next(rest))
@@ -135,7 +141,7 @@ class Pinning:
         begun += [(name, self._stage(value)) for name, value in found if name not in first]
         return {name: copied for name, copied in begun if copied is not None}
 
-    def _device(self, value: Any) -> Device | None:
+    def _device(self, value: Any) -> SnapshotDevice | None:
         """Where a tensor that has bytes is, if it is on a device."""
         if not is_tensor(value):
             return None
@@ -163,7 +169,7 @@ class Pinning:
             if type(view.obj) is bytes or place in staged:
                 continue
             if view.nbytes < PACK_BELOW:
-                self._pieces[place] = Piece(piece.name, piece.dtype, piece.shape, bytes(view))
+                self._pieces[place] = NamedValue(piece.name, piece.dtype, piece.shape, bytes(view))
             elif not _was_copied(value):
                 view = view.cast("B")
                 new = _Large(piece.name, view, _writes_of(value), [])
@@ -258,7 +264,7 @@ class Pinning:
                 self._error = changed(written[0])
             self._held = True
 
-    def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> Snapshot:
+    def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
         """The step, once, when all is copied. ChangedModelError: something was changed before."""
         self._settled.wait()
         for copies in self._streams.values():
@@ -268,7 +274,7 @@ class Pinning:
             raise self._error
         for copy in self._copied:
             self._look_at(copy)
-        return Snapshot(notes, self._pieces, files, self._hashes, self._same)
+        return StepSnapshot(notes, self._pieces, files, self._hashes, self._same)
 
     def _look_at(self, copy: _Copy) -> None:
         """Hash a copy; one that the store has after all is not written."""

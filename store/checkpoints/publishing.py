@@ -19,20 +19,20 @@ _SLOW_S = 1e-3
 _T = TypeVar("_T")
 
 
-class Settled:
+class SyncedFolders:
     """The folders whose own names are known to be durable, as this handle saw them."""
 
     def __init__(self) -> None:
         self.folders: set[Path] = set()
 
 
-class Batch:
+class PublishBatch:
     """Files that are to appear together, or not at all as far as anybody refers to them.
 
     Use it as a context manager: what was not published is removed.
     """
 
-    def __init__(self, objects: Objects, hasher: Hasher, settled: Settled) -> None:
+    def __init__(self, objects: Objects, hasher: Hasher, settled: SyncedFolders) -> None:
         self._objects, self._hasher, self._settled = objects, hasher, settled
         self._waiting: list[tuple[Handle, Path | None]] = []
         self._there: list[Path] = []

@@ -26,31 +26,38 @@ from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.fast import fast_all
 from tensor_dedup.store.checkpoints.haste import Compress, known
-from tensor_dedup.store.checkpoints.keeping import Keeper
-from tensor_dedup.store.checkpoints.memory import Known, Last, PageState, Row, Rows, crowded
+from tensor_dedup.store.checkpoints.keeping import RunCache
+from tensor_dedup.store.checkpoints.memory import (
+    LastStep,
+    PageState,
+    PieceTable,
+    Row,
+    StoredPiece,
+    crowded,
+)
 from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.publishing import Batch, Settled
+from tensor_dedup.store.checkpoints.publishing import PublishBatch, SyncedFolders
 from tensor_dedup.store.checkpoints.runs import check_not_pinned, latest_digests
-from tensor_dedup.store.checkpoints.state import Piece
-from tensor_dedup.store.checkpoints.storing import Stocker
+from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.checkpoints.storing import PieceWriter
 from tensor_dedup.store.checkpoints.writing import Want, Wanted
 from tensor_dedup.store.containers import PACK_BELOW
 from tensor_dedup.store.errors import LostHitError, NameTakenError
 from tensor_dedup.store.generated import RESERVED
 from tensor_dedup.store.hashing import Hasher
-from tensor_dedup.store.index import Index
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.manifests import PAGE_ENTRIES, FileEntry, Manifest
 from tensor_dedup.store.names import check_path, file_of
 from tensor_dedup.store.objects import ContainerId, Objects, ref_text
-from tensor_dedup.store.translating import translated
+from tensor_dedup.store.translating import os_errors
 
-_EMPTY = Known(bytes.fromhex(digest(b"")), 0, ())
+_EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StepSnapshot:
     """A step as it is to be committed: its notes, its tensors, and small files by their paths.
 
     `hashes` are the fast hashes of pieces of which they are known already, by name. Those in `same`
@@ -59,10 +66,10 @@ class Snapshot:
     """
 
     notes: Notes
-    pieces: Sequence[Piece]
+    pieces: Sequence[NamedValue]
     files: Mapping[str, bytes]
     hashes: Mapping[str, bytes] = field(default_factory=dict)
-    same: Mapping[str, Known] = field(default_factory=dict)
+    same: Mapping[str, StoredPiece] = field(default_factory=dict)
     new: bool = False
     awaited: Callable[[], bool] | None = None
 
@@ -112,9 +119,9 @@ class Saver:
     def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
         self._objects = objects
         self._compress = known(compress)
-        self._keeper = Keeper(objects, workers)
+        self._keeper = RunCache(objects, workers)
         self._lock = threading.Lock()
-        self._settled = Settled()
+        self._settled = SyncedFolders()
         self.reset()
 
     @property
@@ -126,25 +133,25 @@ class Saver:
         """As new, in a forked child: what held any lock is not there any more."""
         self._lock = threading.Lock()
         self._deltas = Deltas() if self._compress is not None else None
-        self._last = self._shown = Last()
+        self._last = self._shown = LastStep()
 
     def close(self) -> None:
         """Let go of what is kept, and forget the last step: the next save asks the store."""
         with self._lock:
-            self._last = self._shown = Last()
+            self._last = self._shown = LastStep()
             self._keeper.close()
 
-    def large(self) -> dict[bytes, Known]:
+    def large(self) -> dict[bytes, StoredPiece]:
         """What lies outside packs of the step that was committed last, by fast hash.
 
         It waits for no commit that is under way, and a sweep may come before the next.
         """
         last = self._shown
-        with translated(self._objects.layout.root):
+        with os_errors(self._objects.layout.root):
             known = last.known(_alive(self._objects, last))
         return {key: each for key, each in known.items() if each.nbytes >= PACK_BELOW}
 
-    def commit(self, snapshot: Snapshot) -> Saved:
+    def commit(self, snapshot: StepSnapshot) -> Saved:
         """Store a step under its name, in place of one that has it. All or nothing.
 
         NoSpaceError, StoreIOError and all else that StoreError is: what was saved before is as it
@@ -155,18 +162,20 @@ class Saver:
         began = time.monotonic()
         snapshot.check()
         with self._lock:
-            last, self._last = self._last, Last()  # an error leaves none: the next save asks
+            last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._keeper.session() as (index, hasher):
                 encoding = self._encoding(index, last, snapshot)
-                batch = Batch(self._objects, hasher, self._settled)
-                stocker = Stocker(self._objects, index, hasher, batch, encoding)
+                batch = PublishBatch(self._objects, hasher, self._settled)
+                stocker = PieceWriter(self._objects, index, hasher, batch, encoding)
                 work = _Commit(self._objects, hasher, stocker, batch, last, snapshot)
                 with work:
                     manifest = work.run()
             self._last = self._shown = work.next
         return work.result(manifest, time.monotonic() - began)
 
-    def _encoding(self, index: Index, last: Last, snapshot: Snapshot) -> Encoding | None:
+    def _encoding(
+        self, index: StoreIndex, last: LastStep, snapshot: StepSnapshot
+    ) -> Encoding | None:
         if self._deltas is None:
             return None
         self._deltas.haste.begin(snapshot.awaited if self._compress == "auto" else None)
@@ -185,10 +194,10 @@ class _Commit:
         self,
         objects: Objects,
         hasher: Hasher,
-        stocker: Stocker,
-        batch: Batch,
-        last: Last,
-        snapshot: Snapshot,
+        stocker: PieceWriter,
+        batch: PublishBatch,
+        last: LastStep,
+        snapshot: StepSnapshot,
     ) -> None:
         self._objects, self._hasher = objects, hasher
         self._stocker, self._batch = stocker, batch
@@ -196,7 +205,7 @@ class _Commit:
         self._undo = ExitStack()
         self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
         self._bookkeeping = 0
-        self.next = Last()
+        self.next = LastStep()
 
     def __enter__(self) -> Self:
         self._undo.enter_context(self._batch)
@@ -218,12 +227,14 @@ class _Commit:
         ]
         return self._publish()
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> PieceTable:
         # Here all tensors are read: nothing else is done for each of them when none has changed.
         taken, whole = self._snapshot.pieces, [None] * len(self._snapshot.files)
         names = [*whole, *(piece.name for piece in taken)]
         dtypes = [*whole, *(piece.dtype for piece in taken)]
-        return Rows(self._hashes(names), names, dtypes, [*whole, *(each.shape for each in taken)])
+        return PieceTable(
+            self._hashes(names), names, dtypes, [*whole, *(each.shape for each in taken)]
+        )
 
     def _hashes(self, names: Sequence[str | None]) -> list[bytes]:
         known = self._snapshot.hashes
@@ -234,7 +245,7 @@ class _Commit:
         found = iter(fast_all(self._hasher, [data for data, key in pairs if key is None]))
         return [key or next(found) for key in there]
 
-    def _kept(self, number: int, part: Rows, alive: set[ContainerId]) -> PageState | None:
+    def _kept(self, number: int, part: PieceTable, alive: set[ContainerId]) -> PageState | None:
         """The page of the last step, when this one has the same and all of it is there."""
         page = self._last.page(number)
         if page is None or page.rows != part or not page.containers <= alive:
@@ -244,10 +255,10 @@ class _Commit:
 
     def _known(
         self,
-        parts: Sequence[Rows],
+        parts: Sequence[PieceTable],
         kept: Sequence[PageState | None],
         alive: set[ContainerId],
-    ) -> dict[bytes, Known]:
+    ) -> dict[bytes, StoredPiece]:
         """Where the pieces of the pages that are not kept are; what is nowhere is written.
 
         Containers that have become too many are put together, those of kept pages too.
@@ -255,7 +266,7 @@ class _Commit:
         changed = [number for number, page in enumerate(kept) if page is None]
         known = self._last.known(alive) if changed else {}
         wanted: dict[bytes, Want] = {}
-        elsewhere: dict[bytes, Known] = {}
+        elsewhere: dict[bytes, StoredPiece] = {}
         places = []
         for number in changed:
             for at, row in enumerate(parts[number], number * PAGE_ENTRIES):
@@ -283,7 +294,7 @@ class _Commit:
         wanted: dict[bytes, Want],
         row: Row,
         view: memoryview,
-        known: dict[bytes, Known],
+        known: dict[bytes, StoredPiece],
     ) -> None:
         if view.nbytes:
             wanted[row[0]] = (row[1] or _FILE, row[2], view.cast("B"))
@@ -293,8 +304,8 @@ class _Commit:
     def _lying_in(
         self,
         packs: set[ContainerId],
-        parts: Sequence[Rows],
-        known: Mapping[bytes, Known],
+        parts: Sequence[PieceTable],
+        known: Mapping[bytes, StoredPiece],
         pages: Sequence[PageState],
     ) -> Wanted:
         """The small pieces of this step that are read from some of these containers."""
@@ -309,7 +320,7 @@ class _Commit:
             if row[1] not in self._snapshot.same
         }
 
-    def _page(self, part: Rows, known: Mapping[bytes, Known]) -> PageState:
+    def _page(self, part: PieceTable, known: Mapping[bytes, StoredPiece]) -> PageState:
         name, blob = manifests.encode_page(
             [manifests.Piece(known[row[0]].digest, known[row[0]].nbytes, *row[1:]) for row in part]
         )
@@ -381,7 +392,7 @@ class _Commit:
         )
 
 
-def _alive(objects: Objects, last: Last) -> set[ContainerId]:
+def _alive(objects: Objects, last: LastStep) -> set[ContainerId]:
     """The containers of a step that are still what they were."""
     files, bad = objects.files, set(objects.bad_containers())
     return {

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tensor_dedup.store.checkpoints.writing import Fresh
-from tensor_dedup.store.codecs.choosing import Choice
+from tensor_dedup.store.codecs.choosing import CodecChoice
 from tensor_dedup.store.codecs.registry import CODECS
 from tensor_dedup.store.compressing import element_width
 from tensor_dedup.store.containers import PACK_BELOW
@@ -23,18 +23,18 @@ _LEFT_ALONE = 256
 
 
 @dataclass(slots=True)
-class _Luck:
+class HitRate:
     """How encoding went for tensors of one type and size."""
 
     misses: int = 0
     skip: int = 0
 
 
-class Small:
+class SmallTensorPolicy:
     """What one handle knows of small tensors. One save at a time."""
 
     def __init__(self) -> None:
-        self._luck: dict[tuple[str | None, int], _Luck] = {}
+        self._luck: dict[tuple[str | None, int], HitRate] = {}
 
     def plans(self, fresh: Iterable[Fresh]) -> Iterator[tuple[Fresh, Plan]]:
         """How to encode those that are worth trying."""
@@ -49,7 +49,7 @@ class Small:
                 continue
             tried += 1
             codec = CODECS[f"planes{element_width(piece.dtype)}"]
-            yield piece, Plan(Choice(codec, "matches", 1.0), None)
+            yield piece, Plan(CodecChoice(codec, "matches", 1.0), None)
 
     def stored(self, piece: Fresh, nbytes: int | None) -> None:
         """What came of it: how many bytes; None: it was in vain."""
@@ -58,5 +58,5 @@ class Small:
         if luck.misses >= _MISSES:
             luck.misses, luck.skip = _MISSES - 1, _LEFT_ALONE
 
-    def _of(self, piece: Fresh) -> _Luck:
-        return self._luck.setdefault((piece.dtype, piece.view.nbytes.bit_length()), _Luck())
+    def _of(self, piece: Fresh) -> HitRate:
+        return self._luck.setdefault((piece.dtype, piece.view.nbytes.bit_length()), HitRate())

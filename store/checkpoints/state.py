@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    Value: TypeAlias = "np.ndarray[Any, Any]" | "torch.Tensor" | "Piece"
+    Value: TypeAlias = "np.ndarray[Any, Any]" | "torch.Tensor" | "NamedValue"
 else:
     Value = Any
 
@@ -46,7 +46,7 @@ NUMPY_CODES: Final[Mapping[str, str]] = {
 _NAMES: Final = {code: name for name, code in NUMPY_CODES.items()}
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class NamedValue(msgspec.Struct, frozen=True, gc=False):
     """One named value of a checkpoint.
 
     `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`; `data` its elements in
@@ -68,7 +68,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         return memoryview(self.data).nbytes
 
 
-def pieces(tensors: "Mapping[str, Value]") -> list[Piece]:
+def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
     """The values as pieces, in order, each named by its key.
 
     Contiguous little-endian arrays and tensors on the CPU are not copied; what is on a device, has
@@ -77,12 +77,12 @@ def pieces(tensors: "Mapping[str, Value]") -> list[Piece]:
     unknown subclasses. Any thread, while nobody writes to the values.
     """
     return [
-        held if type(held) is Piece and held.name == name else _piece(name, held)
+        held if type(held) is NamedValue and held.name == name else _piece(name, held)
         for name, held in tensors.items()
     ]
 
 
-def value(piece: Piece) -> "np.ndarray[Any, Any] | Piece":
+def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
     """A writable array of its own; the piece itself where numpy has no such dtype.
 
     DamagedStateError when the bytes are not as many as the shape needs.
@@ -117,8 +117,8 @@ def is_array(held: object) -> bool:
     return numpy is not None and isinstance(held, numpy.ndarray)
 
 
-def _piece(name: str, held: object) -> Piece:
-    if isinstance(held, Piece):
+def _piece(name: str, held: object) -> NamedValue:
+    if isinstance(held, NamedValue):
         return held if held.name == name else replace(held, name=name)
     if is_tensor(held):
         return _of_tensor(name, held)
@@ -128,7 +128,7 @@ def _piece(name: str, held: object) -> Piece:
     raise UnsupportedArrayError.at(name, f"a {kind} is no array, tensor or Piece", type=kind)
 
 
-def _of_array(name: str, array: Any) -> Piece:
+def _of_array(name: str, array: Any) -> NamedValue:
     import numpy as np
 
     if isinstance(array, np.ma.MaskedArray):
@@ -141,10 +141,10 @@ def _of_array(name: str, array: Any) -> Piece:
         raise UnsupportedArrayError.at(name, f"an array of dtype {array.dtype}", dtype=dtype.str)
     # ascontiguousarray would make one dimension of none: the shape is kept beside it.
     flat = np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8)
-    return Piece(name, known, tuple(array.shape), flat.data)
+    return NamedValue(name, known, tuple(array.shape), flat.data)
 
 
-def _of_tensor(name: str, tensor: Any) -> Piece:
+def _of_tensor(name: str, tensor: Any) -> NamedValue:
     known = dtype_names().get(tensor.dtype)
     if fault := tensor_fault(tensor):
         raise UnsupportedArrayError.at(name, fault)
@@ -152,11 +152,11 @@ def _of_tensor(name: str, tensor: Any) -> Piece:
         raise UnsupportedArrayError.at(name, f"a tensor of dtype {tensor.dtype}")
     shape = tuple(tensor.shape)
     if not tensor.numel():
-        return Piece(name, known, shape, memoryview(b""))
+        return NamedValue(name, known, shape, memoryview(b""))
     import torch
 
     flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().view(-1)
-    return Piece(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
+    return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
 
 
 @cache

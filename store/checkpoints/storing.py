@@ -5,27 +5,27 @@ from contextlib import ExitStack
 from typing import Self, TypeAlias
 
 from tensor_dedup.store.checkpoints.deltas import DeltaWriter, Encoding
-from tensor_dedup.store.checkpoints.memory import Known, Places
-from tensor_dedup.store.checkpoints.publishing import Batch
+from tensor_dedup.store.checkpoints.memory import Places, StoredPiece
+from tensor_dedup.store.checkpoints.publishing import PublishBatch
 from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, Wanted, hash_all
-from tensor_dedup.store.containers import Sealed, kind_for
+from tensor_dedup.store.containers import SealedContainer, kind_for
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.hashing import Hasher
-from tensor_dedup.store.index import Index, Place
+from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 
-_Held: TypeAlias = Mapping[bytes, Sequence[Place]]
+_Held: TypeAlias = Mapping[bytes, Sequence[PieceLocation]]
 
 
-class Stocker:
+class PieceWriter:
     """Stores pieces for one commit, in a session. Leaving it removes what was not published."""
 
     def __init__(
         self,
         objects: Objects,
-        index: Index,
+        index: StoreIndex,
         hasher: Hasher,
-        batch: Batch,
+        batch: PublishBatch,
         encoding: Encoding | None,
     ) -> None:
         self._objects, self._index = objects, index
@@ -33,7 +33,7 @@ class Stocker:
         self._undo = ExitStack()
         self._writers = {kind: MemoryWriter(objects, hasher, kind) for kind in ("slab", "pack")}
         self._encoder = DeltaWriter(objects, hasher)
-        self.sealed: list[Sealed] = []
+        self.sealed: list[SealedContainer] = []
         self.pieces = self.nbytes = self.stored_bytes = 0
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class Stocker:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def store(self, wanted: Wanted, again: Wanted) -> dict[bytes, Known]:
+    def store(self, wanted: Wanted, again: Wanted) -> dict[bytes, StoredPiece]:
         """Where all these are, by fast hash; `again` are written wherever they are already."""
         hashed = {piece.hashed.digest: piece for piece in hash_all(self._hasher, wanted)}
         places = self._look_up(hashed)
@@ -59,11 +59,11 @@ class Stocker:
         places |= self._places()
         hashed |= {piece.hashed.digest: piece for piece in moved}
         return {
-            piece.fast: Known(digest, piece.view.nbytes, places[digest])
+            piece.fast: StoredPiece(digest, piece.view.nbytes, places[digest])
             for digest, piece in hashed.items()
         }
 
-    def find(self, elsewhere: Mapping[bytes, Known]) -> dict[bytes, Known]:
+    def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
         """Where pieces are whose bytes are not here. LostHitError: they are nowhere any more."""
         places = self._look_up({known.digest for known in elsewhere.values()})
         gone = [key for key, known in elsewhere.items() if known.digest not in places]
@@ -107,7 +107,7 @@ class Stocker:
         under = self._index.find({record.base for _, record in records if record.base})
         found = {}
         for container, record in records:
-            place = Place(container, record.offset, record.nbytes, record.base)
+            place = PieceLocation(container, record.offset, record.nbytes, record.base)
             places = found[record.digest] = _nearest([place], under)
             if not places:
                 what = f"what {record.digest.hex()} is stored against was removed meanwhile"
@@ -126,7 +126,7 @@ def _containers(held: _Held) -> set[ContainerId]:
     return {place.container for places in held.values() for place in places}
 
 
-def _nearest(places: Sequence[Place], under: _Held) -> Places:
+def _nearest(places: Sequence[PieceLocation], under: _Held) -> Places:
     """The containers that a piece is read from: one that needs no other, where there is one.
 
     None where what it is stored against is nowhere.

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.checkpoints.errors import ChangedModelError
 from tensor_dedup.store.checkpoints.fast import fast_all, fast_stream
-from tensor_dedup.store.containers import ContainerWriter, Sealed, record_of
+from tensor_dedup.store.containers import ContainerWriter, SealedContainer, record_of
 from tensor_dedup.store.hashing import Hashed, Hasher
 
 # Small pieces are put together until there is this much: one system call for many of them.
@@ -121,7 +121,7 @@ class MemoryWriter(ContainerWriter):
             files.begin_writing(handle, self._begun, end - self._begun)
             self._begun = end
 
-    def seal(self) -> Sealed | None:
+    def seal(self) -> SealedContainer | None:
         # docstring inherited
         self._flush()
         return super().seal()

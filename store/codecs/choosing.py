@@ -22,7 +22,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CodecChoice:
     """A codec and what it made of the samples, as a share of their size."""
 
     codec: Codec
@@ -38,12 +38,12 @@ def places(nbytes: int, width: int) -> list[tuple[int, int]]:
     return [(start, start + size) for start in starts]
 
 
-def choose(samples: Sequence[Sample], width: int) -> Choice | None:
+def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
     """The best codec for elements of `width` bytes; None when none saves enough."""
     total = sum(sample.data.nbytes for sample in samples)
     against = all(sample.base is not None for sample in samples)
     found = [
-        Choice(codec, effort, _size(codec, effort, samples) / total)
+        CodecChoice(codec, effort, _size(codec, effort, samples) / total)
         for codec, effort in _candidates(width, against)
     ]
     best = min(found, key=_cost)
@@ -58,7 +58,7 @@ def distance(sample: Sample) -> float:
     return differing.bit_count() / (8 * sample.data.nbytes)
 
 
-def _cost(choice: Choice) -> float:
+def _cost(choice: CodecChoice) -> float:
     """Looking for what repeats must be worth its time, and slower decoding."""
     return choice.share * (_MATCHES_COST if choice.effort == "matches" else 1)
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec, Effort
-from tensor_dedup.store.errors import BadEncodingError
+from tensor_dedup.store.errors import CorruptFrameError
 
 _EFFORTS: tuple[Effort, ...] = ("entropy", "matches")
 # How much more than its answer decoding may take, whatever it is given.
@@ -95,7 +95,7 @@ class CodecTests(ABC):
                 wrong[dice.randrange(len(wrong))] = dice.randrange(256)
             try:
                 assert len(self._decoded(bytes(wrong), base)) == len(data)
-            except BadEncodingError as error:
+            except CorruptFrameError as error:
                 assert self.make().name in str(error)  # noqa: PT017 (either is right)
 
     def test_no_blob_takes_more_memory_than_its_answer(self) -> None:
@@ -117,7 +117,7 @@ class CodecTests(ABC):
     def _refused(self, blob: bytes, base: bytes) -> bool:
         try:
             self._decoded(blob, base)
-        except BadEncodingError:
+        except CorruptFrameError:
             return True
         return False
 

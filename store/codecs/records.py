@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from tensor_dedup.store.codecs.interface import CHUNK_BYTES
-from tensor_dedup.store.errors import BadEncodingError
+from tensor_dedup.store.errors import CorruptFrameError
 
 _ENTRY = struct.Struct("<I12s")
 _CHECK_BYTES = 12
@@ -42,13 +42,13 @@ def entry(chunk: bytes) -> bytes:
 
 
 def chunks(head: bytes, stored: int) -> list[Chunk]:
-    """Where the chunks of a record are. BadEncodingError: they are not `stored` bytes together."""
+    """Where the chunks of a record are. CorruptFrameError: they are not `stored` bytes together."""
     found, at = [], len(head)
     for size, check in _ENTRY.iter_unpack(head):
         found.append(Chunk(at, size, check))
         at += size
     if at != stored:
-        raise BadEncodingError.at("head of a record", f"{at} bytes of chunks, {stored} expected")
+        raise CorruptFrameError.at("head of a record", f"{at} bytes of chunks, {stored} expected")
     return found
 
 

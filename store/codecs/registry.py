@@ -7,13 +7,13 @@ from tensor_dedup.store.codecs.interface import Codec
 from tensor_dedup.store.codecs.names import FAMILIES
 from tensor_dedup.store.codecs.planes import Planes
 from tensor_dedup.store.codecs.sparse import Sparse
-from tensor_dedup.store.codecs.steps import Steps
+from tensor_dedup.store.codecs.steps import ByteDelta
 
 _MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
     "planes": lambda name, width: Planes(name, width, "nothing"),
     "xor": lambda name, width: Planes(name, width, "xor"),
     "diff": lambda name, width: Planes(name, width, "difference"),
-    "step": Steps,
+    "step": ByteDelta,
     "sparse": Sparse,
 }
 CODECS: Mapping[str, Codec] = MappingProxyType(

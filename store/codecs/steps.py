@@ -18,7 +18,7 @@ _BLOCK = 256 << 10  # elements: what two passes find in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class ByteDelta:
     """`step`, followed by the width."""
 
     name: str

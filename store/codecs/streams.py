@@ -16,7 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from tensor_dedup.store.codecs.interface import Effort
-from tensor_dedup.store.errors import BadEncodingError
+from tensor_dedup.store.errors import CorruptFrameError
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -68,7 +68,7 @@ def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
 
 
 class Reader:
-    """Takes streams apart again. BadEncodingError for anything that is not what is expected."""
+    """Takes streams apart again. CorruptFrameError for anything that is not what is expected."""
 
     def __init__(self, blob: memoryview, codec: str) -> None:
         self._blob = blob
@@ -94,9 +94,9 @@ class Reader:
         if self._at != len(self._blob):
             raise self.bad(f"{len(self._blob) - self._at} bytes behind its end")
 
-    def bad(self, what: str) -> BadEncodingError:
+    def bad(self, what: str) -> CorruptFrameError:
         """The error about this data."""
-        return BadEncodingError.at(f"codec {self._codec}", what, codec=self._codec)
+        return CorruptFrameError.at(f"codec {self._codec}", what, codec=self._codec)
 
     def _head(self) -> tuple[int, int, int]:
         start = self._at + _HEAD.size

@@ -30,7 +30,7 @@ from tensor_dedup.store.interchange.storages import TORCH_DTYPES
 from tensor_dedup.store.interchange.stored_artifact import StoredArtifact
 from tensor_dedup.store.memory import allocate_all
 from tensor_dedup.store.reading import StoredCheckpoint
-from tensor_dedup.store.translating import translated
+from tensor_dedup.store.translating import os_errors
 
 _Folder: TypeAlias = ArtifactFolder | StoredArtifact
 
@@ -67,10 +67,10 @@ def load_dict(
 @contextmanager
 def _opened(path: str | PathLike[str] | StoredCheckpoint, files: Files) -> Iterator[_Folder]:
     if isinstance(path, StoredCheckpoint):
-        with translated(Path(path.name)), StoredArtifact(path) as stored:
+        with os_errors(Path(path.name)), StoredArtifact(path) as stored:
             yield stored
     else:
-        with translated(Path(path)), ArtifactFolder(files, Path(path)) as folder:
+        with os_errors(Path(path)), ArtifactFolder(files, Path(path)) as folder:
             yield folder
 
 

@@ -27,10 +27,10 @@ from tensor_dedup.formats.tensor_index import (
 )
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.interchange.folder import new_folder, write_file
-from tensor_dedup.store.interchange.storages import Held, copy_into, hold
+from tensor_dedup.store.interchange.storages import HeldStorages, copy_into, hold
 from tensor_dedup.store.interchange.streaming import DataFiles, Stream, StreamingConfig
 from tensor_dedup.store.memory import allocate
-from tensor_dedup.store.translating import translated
+from tensor_dedup.store.translating import os_errors
 
 MAX_FILE_BYTES: Final = 10_000_000_000
 _VIEW_STEP = 8 << 20
@@ -63,7 +63,7 @@ def save_dict(
     entries = held.graph.index_entries()
     _check(held.graph, entries, fields, views or {})
     target, door = Path(path).absolute(), files or RealFiles()
-    with translated(target), new_folder(door, target) as folder:
+    with os_errors(target), new_folder(door, target) as folder:
         data = DataFiles(door, folder, max_file_bytes)
         hashes = _Hashes(max((e.offset + e.size for e in entries), default=0))
         _write_data(held, Stream(data, hashes.update, config, hashes.total))
@@ -125,7 +125,7 @@ def _check(
         )
 
 
-def _write_data(held: Held, stream: Stream) -> None:
+def _write_data(held: HeldStorages, stream: Stream) -> None:
     try:
         for storage_id in held.graph.offsets():
             _copy(held.storages[storage_id], stream)
@@ -144,7 +144,7 @@ def _copy(storage: torch.Tensor, stream: Stream) -> None:
     stream.pad(-done % ALIGNMENT)
 
 
-def _verify_view(held: Held, view: str, names: Collection[str]) -> bytes:
+def _verify_view(held: HeldStorages, view: str, names: Collection[str]) -> bytes:
     """The verification file of a view: its storages laid out as if they were all there is."""
     graph = held.graph.select(list(names))
     offsets = graph.offsets()

@@ -18,7 +18,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldStorages:
     """A state dict's graph, and the storages it speaks of, as flat bytes where they are."""
 
     graph: StorageGraph
@@ -33,7 +33,7 @@ def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
     return hold(state_dict).graph
 
 
-def hold(state_dict: Mapping[str, torch.Tensor]) -> Held:
+def hold(state_dict: Mapping[str, torch.Tensor]) -> HeldStorages:
     """The graph, with the storages. Lazily conjugated or negated tensors are made real.
 
     Storages are told apart by where their memory begins: two that begin at one place are one, at
@@ -53,7 +53,7 @@ def hold(state_dict: Mapping[str, torch.Tensor]) -> Held:
     aliases = (_alias(name, tensor, ids[_key(tensor)]) for name, tensor in plain.items())
     graph, renamed = StorageGraph(tuple(entries), tuple(aliases)).normal()
     storages = {renamed[ids[key]]: s for key, s in largest.items() if ids[key] in renamed}
-    return Held(graph, storages)
+    return HeldStorages(graph, storages)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

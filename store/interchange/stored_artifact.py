@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from tensor_dedup.errors import CheckpointNotFoundError
-from tensor_dedup.formats.artifact import Descriptor
+from tensor_dedup.formats.artifact import ArtifactDescriptor
 from tensor_dedup.formats.data_files import INDEX_NAME, data_files
 from tensor_dedup.formats.tensor_index import check_data, parse_index
 from tensor_dedup.store.manifests import Piece
@@ -19,7 +19,7 @@ class StoredArtifact:
     """
 
     verified = True
-    descriptor: Descriptor | None = None
+    descriptor: ArtifactDescriptor | None = None
 
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
         """CheckpointNotFoundError: it was not such a folder. FormatError."""

@@ -19,7 +19,7 @@ import managers
 from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
-from tensor_dedup.store.layout import Layout
+from tensor_dedup.store.layout import StoreLayout
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -200,13 +200,13 @@ def test_an_interrupted_verb_ends_with_130_and_leaves_nothing(
     if verb[0] == "import":
         verb = [*verb, "--name", "again"]
     command = [str(COMMAND), *verb, "--store", str(shell.store)]
-    with Layout(shell.store).lock.open("rb") as sweep:
+    with StoreLayout(shell.store).lock.open("rb") as sweep:
         fcntl.flock(sweep, fcntl.LOCK_EX)  # as a gc that takes its time
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=shell.root
         )
         with process:
-            managers.until(lambda: has_open(process.pid, Layout(shell.store).lock))
+            managers.until(lambda: has_open(process.pid, StoreLayout(shell.store).lock))
             process.send_signal(signal.SIGINT)
             shown, errors = process.communicate(timeout=managers.PATIENCE_S)
     assert (process.returncode, shown, errors) == (130, "", "interrupted\n")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensor_dedup.formats.naming import Choice, choose, is_index
+from tensor_dedup.formats.naming import WeightFiles, choose, is_index
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = "model.safetensors.index.json"
@@ -66,12 +66,12 @@ def test_files(names: list[str], chosen: list[str]) -> None:
     ],
 )
 def test_an_index_comes_before_all_files(names: list[str], indexes: list[str]) -> None:
-    assert choose(names) == Choice(indexes=tuple(indexes))
+    assert choose(names) == WeightFiles(indexes=tuple(indexes))
 
 
 def test_a_plain_file_comes_before_the_index_of_a_variant() -> None:
     names = ["model.safetensors", "model.safetensors.index.fp16.json"]
-    assert choose(names) == Choice(files=("model.safetensors",))
+    assert choose(names) == WeightFiles(files=("model.safetensors",))
 
 
 @pytest.mark.parametrize(

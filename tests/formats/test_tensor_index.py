@@ -39,7 +39,7 @@ def row(**changes: object) -> list[object]:
 LIARS: list[tuple[str, bytes, type[FormatError]]] = [
     ("nothing", b"", json_lies.BadJsonError),
     ("a list", b"[]", json_lies.NotAnObjectError),
-    ("not UTF-8", b'{"\xff":1}', json_lies.BadEncodingError),
+    ("not UTF-8", b'{"\xff":1}', json_lies.JsonEncodingError),
     ("a name twice", b'{"a":1,"a":1}', json_lies.DuplicateKeyError),
     ("NaN", b'{"a":[NaN]}', json_lies.JsonConstantError),
     ("deep lists", b'{"a":' + b"[" * 100_000, json_lies.JsonNestingError),

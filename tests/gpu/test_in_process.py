@@ -14,8 +14,8 @@ from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import tensor_at
-from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
-from tensor_dedup.loader.generators import numbers_taken_back
+from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
+from tensor_dedup.loader.generators import rng_restored_on_failure
 from tensor_dedup.loader.residents import shares_memory
 
 pytestmark = pytest.mark.gpu
@@ -150,7 +150,7 @@ def test_memory_that_torch_keeps_for_later_makes_room() -> None:
     torch.empty(free - (512 << 20), dtype=torch.uint8, device=PLACE)
     assert torch.cuda.mem_get_info()[0] < 1 << 30, "torch keeps it"
     mine = torch.ones(1 << 28)  # 1 GiB
-    wanted = DeviceWanted("", gpu_world.key_of(mine), mine.nbytes, copy_of(mine, shared.gpu))
+    wanted = DeviceRequest("", gpu_world.key_of(mine), mine.nbytes, copy_of(mine, shared.gpu))
     seen = Views(KIND).tensor(LocalDevice(shared.gpu).put([wanted])[0])
     assert bool((seen == 1).all())
     del seen
@@ -162,7 +162,7 @@ def test_memory_that_torch_keeps_for_later_makes_room() -> None:
 def test_a_load_that_begins_again_has_drawn_no_numbers() -> None:
     torch.rand(1, device=PLACE)
     before = torch.cuda.get_rng_state()
-    with suppress(ZeroDivisionError), numbers_taken_back():
+    with suppress(ZeroDivisionError), rng_restored_on_failure():
         torch.rand(3, device=PLACE)
         assert not torch.equal(torch.cuda.get_rng_state(), before)
         raise ZeroDivisionError

@@ -9,7 +9,7 @@ import torch
 
 from kernel import forked
 from tensor_dedup import libc
-from tensor_dedup.loader.address_space import AddressSpace, Mapped, _Kernel
+from tensor_dedup.loader.address_space import FileMapping, ProcessMappings, _Kernel
 from tensor_dedup.loader.residents import pack
 
 NBYTES = 3 * mmap.PAGESIZE
@@ -47,7 +47,7 @@ def test_what_memory_is(tmp_path: Path) -> None:
     common = of_file(tmp_path / "c", mmap.MAP_SHARED)
     seen = of_file(tmp_path / "d", mmap.MAP_SHARED, os.O_RDONLY)
     [resident] = pack([(torch.ones(100), "digest")])
-    memory = AddressSpace()
+    memory = ProcessMappings()
     for tensor in (torch.zeros(10), torch.zeros(0), torch.zeros(3, device="meta"), resident.map()):
         assert memory.file(tensor) is None
         assert not memory.is_common(tensor)
@@ -55,7 +55,7 @@ def test_what_memory_is(tmp_path: Path) -> None:
     assert memory.is_common(common)
     status = (tmp_path / "a").stat()
     found = memory.file(private[5000:])
-    assert found == Mapped(
+    assert found == FileMapping(
         private.data_ptr(),
         private.data_ptr() + NBYTES,
         0,
@@ -77,7 +77,7 @@ def test_the_second_page_of_a_file_begins_there(tmp_path: Path) -> None:
         tensor = over(
             mmap.mmap(file.fileno(), mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, offset=mmap.PAGESIZE)
         )
-    found = AddressSpace().file(tensor)
+    found = ProcessMappings().file(tensor)
     assert found is not None
     assert found.offset == mmap.PAGESIZE
 
@@ -86,10 +86,10 @@ def test_where_proc_cannot_be_read_nothing_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = of_file(tmp_path / "a", mmap.MAP_PRIVATE)
-    assert AddressSpace().file(tensor) is not None
+    assert ProcessMappings().file(tensor) is not None
     monkeypatch.setattr(libc, "MAPS", tmp_path / "maps")
-    assert AddressSpace().file(tensor) is None
-    assert not AddressSpace().is_common(tensor)
+    assert ProcessMappings().file(tensor) is None
+    assert not ProcessMappings().is_common(tensor)
 
 
 def test_a_forked_child_asks_for_itself(tmp_path: Path) -> None:
@@ -97,14 +97,14 @@ def test_a_forked_child_asks_for_itself(tmp_path: Path) -> None:
 
     def child() -> bool:
         tensor = of_file(path, mmap.MAP_PRIVATE)
-        return AddressSpace().file(tensor) is not None
+        return ProcessMappings().file(tensor) is not None
 
     assert forked(child)
 
 
 def test_no_descriptor_stays(tmp_path: Path) -> None:
     tensor = of_file(tmp_path / "a", mmap.MAP_PRIVATE)
-    AddressSpace().file(tensor)
+    ProcessMappings().file(tensor)
     assert not [link for link in Path("/proc/self/fd").iterdir() if _leads_to_maps(link)]
 
 

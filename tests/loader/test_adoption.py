@@ -15,15 +15,15 @@ import kernel
 from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.address_space import AddressSpace
-from tensor_dedup.loader.adoption import Adoption
+from tensor_dedup.loader.address_space import ProcessMappings
+from tensor_dedup.loader.adoption import ModuleDedup
 from tensor_dedup.loader.assembly import SHARED_STORAGE
-from tensor_dedup.loader.lender import Wanted
-from tensor_dedup.loader.making import Terms
+from tensor_dedup.loader.lender import ResidentRequest
+from tensor_dedup.loader.making import DedupContext
 from tensor_dedup.loader.memory import SlabWriter
-from tensor_dedup.loader.origins import Origins
+from tensor_dedup.loader.origins import MappedFiles
 from tensor_dedup.loader.residents import Resident
-from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.supply import HostProvider
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
@@ -135,11 +135,13 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
         return found
 
     monkeypatch.setattr("tensor_dedup.loader.pouring.submit", submit)
-    terms = Terms(TensorDedupConfig(hash_algorithm="xxhash64"), Supply(as_aligned=True))
+    terms = DedupContext(
+        TensorDedupConfig(hash_algorithm="xxhash64"), HostProvider(as_aligned=True)
+    )
     one = model_of(p=torch.full((LARGE,), 1.0), q=torch.full((LARGE,), 2.0))
-    Adoption(one, terms).settle()
+    ModuleDedup(one, terms).settle()
     two = model_of(x=torch.full((LARGE,), 2.0), y=torch.full((LARGE,), 1.0))
-    found = Adoption(two, terms)
+    found = ModuleDedup(two, terms)
     found.note("y")
     found.note("x")
     found.settle()
@@ -195,15 +197,17 @@ def test_a_mapping_that_is_seen_otherwise_is_another_tensor(change: object) -> N
 
 
 @dataclass(slots=True)
-class Meddling(Supply):
+class Meddling(HostProvider):
     """Somebody writes to a file after it was hashed and before it is copied."""
 
     path: Path = Path()
 
-    def make(self, wanted: Sequence[Wanted], check: Any = None) -> list[tuple[Resident, bool]]:
+    def make(
+        self, wanted: Sequence[ResidentRequest], check: Any = None
+    ) -> list[tuple[Resident, bool]]:
         with self.path.open("r+b") as file:
             file.write(as_file(2.0))
-        return Supply.make(self, wanted, check)
+        return HostProvider.make(self, wanted, check)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +227,11 @@ def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
     model = mapped(path)
     if twins:
         model.register_parameter("twin", mapped(path).weight)
-    origins = Origins("blake3", trust=True)
+    origins = MappedFiles("blake3", trust=True)
     supply = Meddling(as_aligned=True, path=path)
-    terms = Terms(TensorDedupConfig(), supply, origins if hints else None)
+    terms = DedupContext(TensorDedupConfig(), supply, origins if hints else None)
     with pytest.raises(ChangedFileError, match="changed while it was being loaded"):
-        Adoption(model, terms).settle()
+        ModuleDedup(model, terms).settle()
     origins.close()
     assert not any(str(path) in each for each in kernel.descriptors())
     other = model_of(weight=torch.ones(COUNT))
@@ -254,8 +258,10 @@ def test_what_is_hashed_is_what_was_copied(
 
     monkeypatch.setattr(SlabWriter, step, meddle)
     model, other = mapped(path, count), model_of(weight=torch.ones(count))
-    origins = Origins("blake3", trust=True) if read else None
-    Adoption(model, Terms(TensorDedupConfig(), Supply(as_aligned=True), origins)).settle()
+    origins = MappedFiles("blake3", trust=True) if read else None
+    ModuleDedup(
+        model, DedupContext(TensorDedupConfig(), HostProvider(as_aligned=True), origins)
+    ).settle()
     assert mapped(path, count).weight[0] == 2
     if origins is not None:
         origins.close()
@@ -269,14 +275,14 @@ def test_what_is_hashed_is_what_was_copied(
 def test_a_range_that_was_written_in_memory_is_not_the_files(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(as_file(1.0))
-    origins = Origins("blake3", trust=True)
+    origins = MappedFiles("blake3", trust=True)
     model = mapped(path)
-    place = origins.place(model.weight, AddressSpace())
+    place = origins.place(model.weight, ProcessMappings())
     assert place is not None
     assert (place.start, place.nbytes) == (0, 4 * COUNT)
     with torch.no_grad():
         model.weight[5] = 3.0
-    assert origins.place(model.weight, AddressSpace()) is None
+    assert origins.place(model.weight, ProcessMappings()) is None
     origins.close()
 
 
@@ -287,8 +293,8 @@ def test_a_path_that_leads_to_another_file_by_now_says_nothing(tmp_path: Path, n
     model = mapped(path)
     path.unlink()
     (tmp_path / name).write_bytes(as_file(2.0))
-    origins = Origins("blake3", trust=True)
-    memory = AddressSpace()
+    origins = MappedFiles("blake3", trust=True)
+    memory = ProcessMappings()
     assert memory.file(model.weight) is not None
     assert origins.place(model.weight, memory) is None
     origins.close()

@@ -14,20 +14,20 @@ import kernel
 from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.adoption import Adoption
+from tensor_dedup.loader.adoption import ModuleDedup
 from tensor_dedup.loader.assembly import SHARED_STORAGE
-from tensor_dedup.loader.making import Terms
+from tensor_dedup.loader.making import DedupContext
 from tensor_dedup.loader.memory import OutOfMemoryError, SlabWriter
-from tensor_dedup.loader.origins import Origins, Place
-from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.origins import FileRange, MappedFiles
+from tensor_dedup.loader.supply import HostProvider
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
-def being_read(path: Path, count: int = LARGE) -> tuple[Any, Adoption, Origins]:
+def being_read(path: Path, count: int = LARGE) -> tuple[Any, ModuleDedup, MappedFiles]:
     """A model whose one parameter, of a file, is being read."""
     path.write_bytes(as_file(1.0, count))
-    model, origins = mapped(path, count), Origins("blake3", trust=True)
+    model, origins = mapped(path, count), MappedFiles("blake3", trust=True)
     where = model.weight.data_ptr()
     found = adoption(model, origins)
     found.note("weight")
@@ -35,7 +35,7 @@ def being_read(path: Path, count: int = LARGE) -> tuple[Any, Adoption, Origins]:
     return model, found, origins
 
 
-def is_shared_in_the_end(model: Any, found: Adoption, origins: Origins) -> None:
+def is_shared_in_the_end(model: Any, found: ModuleDedup, origins: MappedFiles) -> None:
     found.settle()
     origins.close()
     assert found.ledger.skipped == {}
@@ -100,14 +100,14 @@ def test_files_are_closed_when_nobody_reads_them_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, go_on = threading.Event(), threading.Event()
-    read = Place.read
+    read = FileRange.read
 
-    def slowly(self: Place, into: memoryview, offset: int) -> None:
+    def slowly(self: FileRange, into: memoryview, offset: int) -> None:
         reading.set()
         assert go_on.wait(60)
         read(self, into, offset)
 
-    monkeypatch.setattr(Place, "read", slowly)
+    monkeypatch.setattr(FileRange, "read", slowly)
     model, found, origins = being_read(tmp_path / "weights")
     assert reading.wait(60)
     ended = threading.Thread(target=found.abandon)
@@ -126,13 +126,13 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "weights"
-    read = Place.read
+    read = FileRange.read
 
-    def cut(self: Place, into: memoryview, offset: int) -> None:
+    def cut(self: FileRange, into: memoryview, offset: int) -> None:
         os.truncate(path, 100)
         read(self, into, offset)
 
-    monkeypatch.setattr(Place, "read", cut)
+    monkeypatch.setattr(FileRange, "read", cut)
     _, found, origins = being_read(path)
     with pytest.raises(ChangedFileError, match="became shorter while it was being loaded"):
         found.settle()
@@ -147,10 +147,10 @@ def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> 
     path.write_bytes(as_file(1.0, count))
     first, second = mapped(path, count), mapped(path, count)
     second.register_parameter("more", nn.Parameter(torch.full((count,), 3.0)))
-    origins = Origins("blake3", trust=True)
-    terms = Terms(TensorDedupConfig(), Supply(as_aligned=True), origins)
+    origins = MappedFiles("blake3", trust=True)
+    terms = DedupContext(TensorDedupConfig(), HostProvider(as_aligned=True), origins)
     for model in (first, second):
-        Adoption(model, terms).settle()
+        ModuleDedup(model, terms).settle()
     origins.close()
     assert shares_memory(first.weight, second.weight)
     slabs = {id(each.slab): each.slab for each in terms.own}
@@ -192,15 +192,15 @@ def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
             raise OutOfMemoryError("no memory")
         put(self, data, offset)
 
-    def load(*, write: bool) -> tuple[Any, Origins]:
+    def load(*, write: bool) -> tuple[Any, MappedFiles]:
         storage: Any = torch.UntypedStorage.from_file(
             str(path), shared=False, nbytes=numbers.nbytes
         )
         whole = torch.empty(0).set_(storage)
         model = model_of(small=whole[:COUNT], large=whole[COUNT:])
         config = TensorDedupConfig(hash_algorithm=algorithm)
-        origins = Origins(algorithm, trust=True)
-        found = Adoption(model, Terms(config, Supply(as_aligned=True), origins))
+        origins = MappedFiles(algorithm, trust=True)
+        found = ModuleDedup(model, DedupContext(config, HostProvider(as_aligned=True), origins))
         with monkeypatch.context() as patched:
             if short and write:
                 patched.setattr(SlabWriter, "put", refused)
@@ -232,13 +232,13 @@ def test_a_child_that_is_forked_while_it_is_read_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    read = Place.read
+    read = FileRange.read
 
-    def slowly(self: Place, into: memoryview, offset: int) -> None:
+    def slowly(self: FileRange, into: memoryview, offset: int) -> None:
         assert go_on.wait(60)
         read(self, into, offset)
 
-    monkeypatch.setattr(Place, "read", slowly)
+    monkeypatch.setattr(FileRange, "read", slowly)
     model, found, origins = being_read(tmp_path / "weights")
 
     def child() -> bool:

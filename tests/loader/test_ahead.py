@@ -9,7 +9,7 @@ import torch
 
 from deferring import Deferred, deferred, module, raw, save
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.ahead import Ahead
+from tensor_dedup.loader.ahead import Prefetcher
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.virtual import as_view
 
@@ -31,8 +31,8 @@ def run(tmp_path: Path) -> Iterator[Deferred]:
         yield run
 
 
-def ahead_of(run: Deferred, *names: str) -> Ahead:
-    made = Ahead(run.reader, Scratch(), run.evaluator)
+def ahead_of(run: Deferred, *names: str) -> Prefetcher:
+    made = Prefetcher(run.reader, Scratch(), run.evaluator)
     made.plan([run.parameters[name] for name in names])
     return made
 

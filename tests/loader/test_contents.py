@@ -6,8 +6,8 @@ import weakref
 import torch
 
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.loader.assembly import Assembly
-from tensor_dedup.loader.contents import Found, residents_for, slabs
+from tensor_dedup.loader.assembly import LoadSession
+from tensor_dedup.loader.contents import Found, share_by_content, slabs
 from tensor_dedup.loader.evaluate import Evaluator
 from tensor_dedup.loader.residents import Resident
 from tensor_dedup.loader.scratch import Scratch
@@ -16,9 +16,9 @@ from tensor_dedup.loader.sources import SourceReader
 SHAPE = torch.tensor([4096, 4096])  # as a quantised layer has it beside its weight
 
 
-def assembly() -> Assembly:
+def assembly() -> LoadSession:
     reader, scratch = SourceReader("blake3"), Scratch()
-    return Assembly(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
+    return LoadSession(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
 
 
 def layer(*tensors: torch.Tensor) -> dict[int, Found]:
@@ -26,7 +26,7 @@ def layer(*tensors: torch.Tensor) -> dict[int, Found]:
     found: dict[int, Found] = {}
     for group in slabs([tensor.nbytes for tensor in tensors]):
         named = [(f"layer.{number}", tensors[number]) for number in group]
-        found.update(zip(group, residents_for(assembly(), named), strict=True))
+        found.update(zip(group, share_by_content(assembly(), named), strict=True))
     return found
 
 

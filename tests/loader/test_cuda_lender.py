@@ -28,10 +28,10 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.borrowing import Borrowing
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceLender
+from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.cuda.wanted import DeviceWanted, bytes_on_host, copy_of
+from tensor_dedup.loader.cuda.wanted import DeviceRequest, bytes_on_host, copy_of
 from tensor_dedup.loader.residents import resident_key, shares_memory
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.cuda.driver import Access
@@ -98,12 +98,12 @@ def test_a_digest_may_become_known_while_writing(load: Callable[[], Load]) -> No
         copy(address)
         return right.digest
 
-    unknown = DeviceWanted("recipe", replace(right, digest=""), tensor.nbytes, write)
+    unknown = DeviceRequest("recipe", replace(right, digest=""), tensor.nbytes, write)
     [resident] = mine.lender.put([unknown])
     assert resident is not None
     assert resident.key == right
     assert torch.equal(load().find(tensor), tensor)
-    liar = DeviceWanted("other", replace(right, digest="0" * 64), tensor.nbytes, write)
+    liar = DeviceRequest("other", replace(right, digest="0" * 64), tensor.nbytes, write)
     with pytest.raises(RefusedError) as caught:
         mine.lender.put([liar])
     assert caught.value.code == "mismatch"
@@ -189,7 +189,7 @@ def test_another_gpus_manager_is_refused(manager: gpus.GpuManager) -> None:
         connect(beside, keep_connected=False, device=other.device.uuid)
     client = connect(manager.socket.with_name("m.sock"), device=fake_uuid(0), keep_connected=False)
     with client, pytest.raises(UnsupportedError, match="device="):
-        DeviceLender(client, other, "base")
+        DeviceManagerResidents(client, other, "base")
     with pytest.raises(ManagerGoneError, match="not of the machine"):
         connect(manager.socket, keep_connected=False)
 
@@ -200,7 +200,7 @@ def test_visible_devices_may_differ(manager: gpus.GpuManager, load: Callable[[],
     mine.fake._visible = (5, 0)
     gpu = Gpu(mine.fake, fake_uuid(0))
     assert gpu.device.ordinal == 1
-    found = DeviceLender(mine.client, gpu, "base").by_content(key_of(weights(1)))
+    found = DeviceManagerResidents(mine.client, gpu, "base").by_content(key_of(weights(1)))
     assert found is not None
     assert torch.equal(mine.views.tensor(found), weights(1))
     gc.collect()

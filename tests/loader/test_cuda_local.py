@@ -16,7 +16,7 @@ from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
 from tensor_dedup.loader.residents import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
@@ -38,8 +38,8 @@ class Process:
         self.fake.room += kept << 40
         return kept
 
-    def wanted(self, tensor: torch.Tensor) -> DeviceWanted:
-        return DeviceWanted("", key_of(tensor), tensor.nbytes, copy_of(tensor, self.gpu))
+    def wanted(self, tensor: torch.Tensor) -> DeviceRequest:
+        return DeviceRequest("", key_of(tensor), tensor.nbytes, copy_of(tensor, self.gpu))
 
     def model(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         views = Views(CPU)

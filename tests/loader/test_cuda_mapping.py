@@ -11,7 +11,7 @@ import pytest
 import gpus
 from gpu_bench import UNIT, Bench, checked
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.opening import Extent, opener_for
+from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.memory_manager.cuda.driver import Access, Result, current
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError
@@ -38,7 +38,7 @@ def test_a_writer_leaves_nothing_mapped_and_has_waited_for_its_kernels(bench: Be
         assert bench.fake.access(address) == Access.READ_WRITE
         bench.fake.begin(7)
 
-    bench.gpu.fill(Extent(slab.fileno, slab.nbytes, 1), bench.opener, write)
+    bench.gpu.fill(MappedExtent(slab.fileno, slab.nbytes, 1), bench.opener, write)
     assert bench.fake.left() == {}
     with pytest.raises(KeyError):
         bench.fake.end(7)  # it has ended
@@ -51,7 +51,7 @@ def test_a_writer_that_fails_leaves_nothing_mapped(bench: Bench) -> None:
         raise UnsupportedError("no such kernel")
 
     with pytest.raises(UnsupportedError):
-        bench.gpu.fill(Extent(slab.fileno, slab.nbytes, 1), bench.opener, write)
+        bench.gpu.fill(MappedExtent(slab.fileno, slab.nbytes, 1), bench.opener, write)
     assert bench.fake.left() == {}
 
 

@@ -8,7 +8,7 @@ import pytest
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.opening import Extent
+from tensor_dedup.loader.cuda.opening import MappedExtent
 from tensor_dedup.loader.cuda.tensors import CPU, held
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
@@ -26,7 +26,7 @@ def test_bytes_arrive_and_their_digest_is_known(tmp_path: Path, nbytes: int) -> 
     file.write_bytes(b"header" + data + b"more")
     gpu = Gpu(FakeDriver(), "0")
     slab = VmmBackend(FakeDriver(), "0").reserve(6 * LEAF_BYTES)
-    extent = Extent(slab.fileno, slab.nbytes, 1)
+    extent = MappedExtent(slab.fileno, slab.nbytes, 1)
     found: list[str] = []
     with file.open("rb") as opened, Uploader(0, CPU, LEAF_BYTES, 2) as uploader:
         write = uploader.writer(opened.fileno(), len(b"header"), nbytes)
@@ -48,5 +48,5 @@ def test_a_file_that_is_too_short_is_said(tmp_path: Path) -> None:
     with file.open("rb") as opened, Uploader(0, CPU) as uploader:
         write = uploader.writer(opened.fileno(), 50, 51)
         with pytest.raises(ChangedFileError, match="byte 100"):
-            gpu.fill(Extent(slab.fileno, slab.nbytes, 1), gpu.vmm(), write)
+            gpu.fill(MappedExtent(slab.fileno, slab.nbytes, 1), gpu.vmm(), write)
     assert driver.left() == {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensor_dedup.loader.device_copies import COPIES
-from tensor_dedup.loader.known import Known, cast_key, is_of_bytes
+from tensor_dedup.loader.known import ReplicaKey, cast_key, is_of_bytes
 from tensor_dedup.loader.residents import resident_key
 from tensor_dedup.types import ResidentKey
 
@@ -23,7 +23,7 @@ def on_meta(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_it_is_found_while_somebody_holds_it() -> None:
     tensor = on_meta()
-    known = Known(key(), 3)
+    known = ReplicaKey(key(), 3)
     assert COPIES.publish(known, tensor)
     found = COPIES.lookup(known, META)
     assert found is not None
@@ -32,8 +32,8 @@ def test_it_is_found_while_somebody_holds_it() -> None:
     entry = COPIES.known(tensor)
     assert entry is not None
     assert entry.known == known
-    assert COPIES.lookup(Known(key(), 0), META) is None
-    assert COPIES.lookup(Known(key(digest="other"), 3), META) is None
+    assert COPIES.lookup(ReplicaKey(key(), 0), META) is None
+    assert COPIES.lookup(ReplicaKey(key(digest="other"), 3), META) is None
     del tensor, found
     gc.collect()
     assert COPIES.lookup(known, META) is None
@@ -41,7 +41,7 @@ def test_it_is_found_while_somebody_holds_it() -> None:
 
 def test_what_is_not_all_of_its_memory_is_not_entered() -> None:
     whole = torch.empty(8, 8, device="meta")
-    known = Known(key(), 0)
+    known = ReplicaKey(key(), 0)
     assert not COPIES.publish(known, whole[:4])
     assert not COPIES.publish(known, on_meta().t())
     assert not COPIES.publish(known, on_meta(torch.float16))
@@ -50,7 +50,7 @@ def test_what_is_not_all_of_its_memory_is_not_entered() -> None:
 
 def test_a_view_of_it_is_held_and_not_known() -> None:
     tensor = on_meta()
-    assert COPIES.publish(Known(key(digest="view"), 0), tensor)
+    assert COPIES.publish(ReplicaKey(key(digest="view"), 0), tensor)
     for view in (tensor[1:], tensor.t(), tensor.view(torch.int32)):
         assert COPIES.known(view) is None
         assert COPIES.holds(view)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tensor_dedup.loader import generators
-from tensor_dedup.loader.generators import numbers_taken_back
+from tensor_dedup.loader.generators import rng_restored_on_failure
 
 
 class Gpus:
@@ -46,7 +46,7 @@ def test_what_failed_has_drawn_nothing(gpus: Gpus) -> None:
     expected = gpus.draw(), torch.rand(3)
     gpus.set_rng_state_all(states[0])
     torch.set_rng_state(states[1])
-    with pytest.raises(ZeroDivisionError), numbers_taken_back():
+    with pytest.raises(ZeroDivisionError), rng_restored_on_failure():
         fails(gpus)
     assert gpus.draw() == expected[0]
     assert torch.equal(torch.rand(3), expected[1])
@@ -54,7 +54,7 @@ def test_what_failed_has_drawn_nothing(gpus: Gpus) -> None:
 
 def test_what_succeeds_has_drawn_what_it_drew(gpus: Gpus) -> None:
     before = gpus.get_rng_state_all()
-    with numbers_taken_back():
+    with rng_restored_on_failure():
         gpus.draw()
     assert not any(map(torch.equal, gpus.get_rng_state_all(), before))
 
@@ -65,5 +65,5 @@ def test_a_gpu_that_is_not_in_use_is_not_begun_for_it(
     monkeypatch.setattr(gpus, "is_initialized", lambda: False)
     monkeypatch.setattr(gpus, "get_rng_state_all", lambda: pytest.fail("it was asked"))
     assert generators.accelerator() is None
-    with numbers_taken_back():
+    with rng_restored_on_failure():
         pass

@@ -13,7 +13,7 @@ from tensor_dedup.loader.hints import QUIET_NS, FileIdentity, HintIndex
 from tensor_dedup.loader.keeping import keep
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.store import Store
-from tensor_dedup.store.files import Status
+from tensor_dedup.store.files import FileStatus
 
 FILE = "model.safetensors"
 A, B = stores.noise(1, 90_000), stores.noise(2, 50)
@@ -22,7 +22,7 @@ A, B = stores.noise(1, 90_000), stores.noise(2, 50)
 class Later(StoreHints):
     """As if every import began 2 s after the file's last change."""
 
-    def imported(self, fd: int, before: Status, began_ns: int, digests: object) -> None:
+    def imported(self, fd: int, before: FileStatus, began_ns: int, digests: object) -> None:
         quiet = max(before.mtime_ns, before.ctime_ns) + QUIET_NS
         super().imported(fd, before, max(began_ns, quiet), digests)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import torch
 
 import managers
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.lender import Lender, LentResident, Wanted
+from tensor_dedup.loader.lender import LentResident, ManagerResidents, ResidentRequest
 from tensor_dedup.loader.memory import SlabUsageError
 from tensor_dedup.loader.residents import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import connect
@@ -33,7 +33,7 @@ def manager(folder: Path) -> Iterator[managers.Manager]:
         yield running
 
 
-Lend = Callable[[], Lender]
+Lend = Callable[[], ManagerResidents]
 
 
 @pytest.fixture
@@ -41,16 +41,16 @@ def lender(manager: managers.Manager) -> Iterator[Lend]:
     """Makes what a load has of the manager; each has a connection of its own, as a process has."""
     with ExitStack() as stack:
 
-        def make() -> Lender:
+        def make() -> ManagerResidents:
             client = stack.enter_context(connect(manager.socket, keep_connected=False))
-            return Lender(client, "a checkpoint")
+            return ManagerResidents(client, "a checkpoint")
 
         yield make
 
 
-def wanted(number: int, nbytes: int = 5000) -> Wanted:
+def wanted(number: int, nbytes: int = 5000) -> ResidentRequest:
     tensor = torch.full((nbytes,), number, dtype=torch.uint8)
-    return Wanted(f"recipe {number}", tensor, digest(tensor_bytes(tensor)))
+    return ResidentRequest(f"recipe {number}", tensor, digest(tensor_bytes(tensor)))
 
 
 def test_what_one_load_puts_another_borrows(lender: Lend) -> None:

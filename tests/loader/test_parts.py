@@ -7,7 +7,7 @@ import torch
 
 from deferring import Load, deferred, module, save
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.parts import content_name, parts_of
+from tensor_dedup.loader.parts import composite_digest, parts_of
 from tensor_dedup.loader.residents import tensor_bytes
 
 Q, K = torch.arange(24.0).reshape(4, 6), torch.arange(100.0, 112.0).reshape(2, 6)
@@ -29,8 +29,8 @@ def names(path: Path, load: Load, **shape: Any) -> tuple[str, str, int]:
             hashed.append(data.nbytes)
             return digest(data)
 
-        trusted = content_name(view, made, counting)
-        assert content_name(view, made, digest, trusted=False) == trusted
+        trusted = composite_digest(view, made, counting)
+        assert composite_digest(view, made, digest, trusted=False) == trusted
         return trusted, digest(made), sum(hashed)
 
 

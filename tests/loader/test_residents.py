@@ -24,7 +24,7 @@ from tensor_dedup.loader.residents import (
     SlabBuilder,
     Write,
     pack,
-    pour,
+    read_into_slab,
     resident_key,
     sharable,
     shares_memory,
@@ -81,7 +81,7 @@ def test_what_is_poured_in_by_several_threads_is_one_resident(before: tuple[int,
             list(pool.map(lambda at: write(data[at : at + 50_000], at), pieces))
         return "digest"
 
-    resident = pour(resident_key(tensor, ""), tensor.nbytes, source)
+    resident = read_into_slab(resident_key(tensor, ""), tensor.nbytes, source)
     assert resident.key == resident_key(tensor, "digest")
     assert torch.equal(resident.map(), tensor)
     assert shares_memory(resident.map(), resident.map())
@@ -93,7 +93,7 @@ def test_what_cannot_be_poured_leaves_nothing(before: tuple[int, int]) -> None:
         raise OSError("the file is gone")
 
     with pytest.raises(OSError, match="the file is gone"):
-        pour(resident_key(torch.zeros(100), ""), 400, source)
+        read_into_slab(resident_key(torch.zeros(100), ""), 400, source)
     gc.collect()
     assert slabs() == before
 

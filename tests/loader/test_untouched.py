@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import deferring
-from tensor_dedup.loader.untouched import Untouched, surely_unwritten
+from tensor_dedup.loader.untouched import UninitialisedStorages, surely_unwritten
 
 
 def _fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,14 +41,14 @@ def _fill_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 )
 def test_a_tensor_is_untouched_until_it_is_written(make: object, untouched: bool) -> None:
     assert callable(make)
-    watch = Untouched()
+    watch = UninitialisedStorages()
     with watch.watching():
         tensor = make()
     assert watch.holds(tensor) is untouched
 
 
 def test_a_write_to_a_part_is_a_write() -> None:
-    watch = Untouched()
+    watch = UninitialisedStorages()
     with watch.watching():
         tensor = torch.empty(4, 4)
         tensor[:2, 1].zero_()
@@ -57,7 +57,7 @@ def test_a_write_to_a_part_is_a_write() -> None:
 
 def test_only_what_is_made_under_watch_counts_and_no_memory_is_held() -> None:
     before = torch.empty(3)
-    watch = Untouched()
+    watch = UninitialisedStorages()
     with watch.watching():
         tensor = torch.empty(3)
         number = tensor.untyped_storage()._cdata

@@ -28,6 +28,7 @@ from tensor_dedup.memory_manager.errors import (
 )
 from tensor_dedup.memory_manager.limits import MAX_MESSAGE
 from tensor_dedup.memory_manager.messages import (
+    DigestSpan,
     FoundDigests,
     Hello,
     LookupDigests,
@@ -35,7 +36,6 @@ from tensor_dedup.memory_manager.messages import (
     Refused,
     Reply,
     Request,
-    Span,
     Status,
     Stop,
     Welcome,
@@ -190,7 +190,7 @@ def test_only_sealed_memory_is_taken_back(
         "writable file": file,
     }[what]
     size = 8192 if what == "short" else 4096
-    reply = raw.say(Offer(size, [Span(0, 4096, digest(bytes(4096)))]), fd)
+    reply = raw.say(Offer(size, [DigestSpan(0, 4096, digest(bytes(4096)))]), fd)
     assert isinstance(reply, Refused)
     assert reply.code == "not_sealed"
     for each in (reader, writer, file, plain):
@@ -203,7 +203,7 @@ def test_what_is_offered_must_be_what_it_is_called(raw: Raw, manager: managers.M
     backend = MemfdBackend()
     slab = backend.reserve(4096)
     backend.seal(slab)
-    reply = raw.say(Offer(4096, [Span(0, 4096, "a" * 64)]), slab.fileno)
+    reply = raw.say(Offer(4096, [DigestSpan(0, 4096, "a" * 64)]), slab.fileno)
     backend.close()
     assert isinstance(reply, Refused)
     assert reply.code == "mismatch"

@@ -11,27 +11,27 @@ from hypothesis.stateful import (
 from core_played import PlayedCore
 from tensor_dedup.memory_manager.core.effects import (
     Adopt,
-    Allocate,
+    AllocateSlab,
     SealAndHash,
 )
 from tensor_dedup.memory_manager.layout import PAGE
 from tensor_dedup.memory_manager.messages import (
     Abandon,
+    DigestSpan,
     Evict,
     Hello,
     Lookup,
     LookupDigests,
     Offer,
-    Piece,
     Pin,
     Progress,
     Publish,
+    PutPiece,
     Release,
     Request,
     Reserve,
     Rows,
     Seal,
-    Span,
     Status,
     Wait,
 )
@@ -101,7 +101,7 @@ class Machine(PlayedCore):
         if put is None or put.connection != client:
             return
         requests: list[Request] = [
-            AllocateRequest(put.number, [Piece(pages * PAGE, digest)]),
+            AllocateRequest(put.number, [PutPiece(pages * PAGE, digest)]),
             Seal(put.number),
             LookupDigests([digest], "base"),
             Publish(put.number, key, b"record", [digest]),
@@ -125,7 +125,7 @@ class Machine(PlayedCore):
     def finish_all(self) -> None:
         while self.jobs:
             match self.jobs.pop():
-                case Allocate(slab, _):
+                case AllocateSlab(slab, _):
                     self.memory.add(slab)
                     self.do(self.core.allocated(self.now, slab))
                 case SealAndHash(slab, pieces) | Adopt(slab, _, pieces):
@@ -137,7 +137,7 @@ class Machine(PlayedCore):
     def allocate(self, slot: int, pages: int, count: int, data: st.DataObject) -> None:
         client = self.client(slot)
         announced = data.draw(st.sampled_from(["", "1" * 64]))
-        pieces = [Piece(pages * PAGE // count, announced)] * count
+        pieces = [PutPiece(pages * PAGE // count, announced)] * count
         self.ask(client, AllocateRequest(self.any_put(client, data), pieces))
 
     @rule(slot=SLOTS, data=st.data())
@@ -179,7 +179,7 @@ class Machine(PlayedCore):
     @rule(slot=SLOTS, spans=st.lists(DIGESTS, min_size=1, max_size=3), pages=st.integers(1, 6))
     def offer(self, slot: int, spans: list[str], pages: int) -> None:
         client = self.client(slot)
-        pieces = [Span(64 * index, 64, digest) for index, digest in enumerate(spans)]
+        pieces = [DigestSpan(64 * index, 64, digest) for index, digest in enumerate(spans)]
         self.ask(client, Offer(pages * PAGE, pieces))
 
     @rule(slot=SLOTS, name=st.one_of(NAMES, DIGESTS), pinned=st.booleans())
@@ -247,9 +247,9 @@ class Machine(PlayedCore):
             self.jobs.remove(job)
             self.finish(job, data)
 
-    def finish(self, job: Allocate | SealAndHash | Adopt, data: st.DataObject) -> None:
+    def finish(self, job: AllocateSlab | SealAndHash | Adopt, data: st.DataObject) -> None:
         match job:
-            case Allocate(slab, _):
+            case AllocateSlab(slab, _):
                 failure: Any = data.draw(st.sampled_from([None, None, ("no_memory", "none")]))
                 if failure is None:
                     self.memory.add(slab)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tensor_dedup.memory_manager.cuda.driver import Access, Device, Result, current
+from tensor_dedup.memory_manager.cuda.driver import Access, GpuInfo, Result, current
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.errors import DeviceError, NoDriverError, NoMemoryError
 
@@ -132,7 +132,7 @@ def test_a_driver_that_has_no_device_says_so(bindings: Bindings) -> None:
 
 def test_devices_have_the_uuids_that_nvidia_smi_shows(driver: NvidiaDriver) -> None:
     [device] = driver.devices()
-    assert device == Device(0, "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", 80 << 30, True)
+    assert device == GpuInfo(0, "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", 80 << 30, True)
 
 
 def test_a_device_without_descriptors_is_known(driver: NvidiaDriver, bindings: Bindings) -> None:

@@ -1,13 +1,15 @@
 """What is charged, what is evicted, and in which order."""
 
-from tensor_dedup.memory_manager.core.ledger import Ledger, Resident, Slab
-from tensor_dedup.memory_manager.core.records import LayerRecord, Records
+from tensor_dedup.memory_manager.core.ledger import Ledger, ResidentEntry, SlabState
+from tensor_dedup.memory_manager.core.records import KeyRecord, Records
 from tensor_dedup.memory_manager.layout import PAGE, offsets_of
 
 SIZE = 10
 
 
-def filled(ledger: Ledger, name: str, now: float, checkpoint: str = "") -> tuple[Slab, Resident]:
+def filled(
+    ledger: Ledger, name: str, now: float, checkpoint: str = ""
+) -> tuple[SlabState, ResidentEntry]:
     """A slab with one tensor that nobody uses."""
     slab = ledger.add(SIZE, now)
     assert slab is not None
@@ -94,7 +96,7 @@ def test_a_slab_goes_when_the_backend_has_let_go_of_it() -> None:
 
 def test_records_are_bounded_and_the_oldest_goes_first() -> None:
     records = Records(max_bytes=2000)
-    record = LayerRecord(bytes(300), ())
+    record = KeyRecord(bytes(300), ())
     for key in "ab":
         assert records.put(key, record)
     assert not records.put("a", record)

@@ -30,10 +30,10 @@ from tensor_dedup.loader import generators
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.hashing import HASHING
-from tensor_dedup.loader.cuda.lender import DeviceLender
+from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
 from tensor_dedup.loader.memory import OutOfMemoryError
 from tensor_dedup.loader.trace import UntraceableError
 from tensor_dedup.memory_manager.client import connect
@@ -41,7 +41,7 @@ from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
-from tensor_dedup.patches.vllm.run import Run
+from tensor_dedup.patches.vllm.run import LoadRun
 
 pytestmark = pytest.mark.vllm
 _PLACE = torch.device("cpu")
@@ -185,11 +185,11 @@ def test_a_load_that_falls_back_leaves_random_numbers_as_plain_loading_does(
     monkeypatch.setattr(generators, "accelerator", lambda: gpu)
     begun = gpu.get_rng_state_all()
 
-    def finish(self: Run) -> None:
+    def finish(self: LoadRun) -> None:
         torch.rand(3, generator=gpu.one)  # as a constructor may
         raise UntraceableError("it does not want to")
 
-    monkeypatch.setattr(Run, "finish", finish)
+    monkeypatch.setattr(LoadRun, "finish", finish)
     with on(driver):
         llm = engines.sharing(llama.base)
         assert ("<model>", "it does not want to") in engines.last_report().skipped
@@ -276,10 +276,10 @@ def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
         own = engines.last_report().total_bytes
         assert external_bytes(llm) == own
         client = connect(socket, keep_connected=False, device=gpu.gpu.device.uuid)
-        lender = DeviceLender(client, gpu.gpu, checkpoint_name(str(llama.base)))
+        lender = DeviceManagerResidents(client, gpu.gpu, checkpoint_name(str(llama.base)))
         other = weights(7, 4 * own)
         key = key_of(other)
-        wanted = DeviceWanted("other", key, other.nbytes, copy_of(other, gpu.gpu))
+        wanted = DeviceRequest("other", key, other.nbytes, copy_of(other, gpu.gpu))
         held = lender.put([wanted])
         assert manager.overview().checkpoints[0].nbytes == own + other.nbytes
         assert external_bytes(llm) == own
@@ -291,10 +291,10 @@ def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
 
 def test_what_engines_write_to_stays_private(driver: gpus.Full) -> None:
     from tensor_dedup.loader.cuda.borrowing import Borrowing
-    from tensor_dedup.loader.cuda.supply import GpuSupply
+    from tensor_dedup.loader.cuda.supply import GpuProvider
 
     with on(driver) as gpu:
-        supply = GpuSupply(gpu, Borrowing())
+        supply = GpuProvider(gpu, Borrowing())
         for name in ("layers.0.attn._k_scale", "layers.0.attn.v_scale", "moe.expert_map"):
             assert supply.reason(name)
         assert supply.reason("layers.0.attn.qkv_proj.weight_scale") is None

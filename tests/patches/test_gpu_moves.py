@@ -260,11 +260,11 @@ def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_share
 
 
 def constructed() -> str:
-    from tensor_dedup.loader.untouched import Untouched
+    from tensor_dedup.loader.untouched import UninitialisedStorages
     from tensor_dedup.patches.vllm.construction import _on_host
 
     install()
-    untouched, place = Untouched(), torch.device(PLACE)
+    untouched, place = UninitialisedStorages(), torch.device(PLACE)
     with place, untouched.watching():
         empty, written = torch.empty(4), torch.empty(4)
         written[1:3].fill_(3)

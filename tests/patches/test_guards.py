@@ -17,7 +17,7 @@ import torch
 import fresh
 import tiny_pipelines
 from tensor_dedup import enable, sweep, unshare, verify
-from tensor_dedup.loader.guarding import READ_ONLY_VARIABLE, is_guarded
+from tensor_dedup.loader.guarding import READ_ONLY_VARIABLE, needs_private_copy
 from tensor_dedup.patches.signatures import usable
 from tensor_dedup.patches.writers import AVERAGES, INVERSION, LOAD_STATE, PLANNED
 from tiny_pipelines import equal, image, load, parameters, shared
@@ -135,7 +135,7 @@ def each_writer(root: str) -> tuple[dict[str, Found], dict[str, bool]]:
         for name, write in WRITERS.items():
             writer = with_room(root)
             both = shared(reader, writer) == parameters(reader).keys()
-            guarded = all(is_guarded(p) for p in parameters(writer).values())
+            guarded = all(needs_private_copy(p) for p in parameters(writer).values())
             write(writer)
             theirs, mine = bases(writer), parameters(reader)
             found[name] = {
@@ -174,13 +174,13 @@ def test_every_writer_is_given_memory_of_its_own(folder: Path) -> None:
 
 _MISSED = """
 import sys, torch, tensor_dedup
-from tensor_dedup.loader.guarding import is_guarded
+from tensor_dedup.loader.guarding import needs_private_copy
 first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
 second.load_state_dict(first.state_dict())
 for each in (first, second):
     tensor_dedup.sweep(each)
 both = tensor_dedup.shares_memory(first.weight, second.weight)
-print(both, is_guarded(second.weight), flush=True)
+print(both, needs_private_copy(second.weight), flush=True)
 second.weight.data += 1
 print("written", flush=True)
 """

@@ -27,7 +27,7 @@ import plain
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.loader.assembly import Assembly
+from tensor_dedup.loader.assembly import LoadSession
 from tensor_dedup.loader.deferred import DeferredParameter
 from tensor_dedup.loader.environment import EXEMPT, PREFIXES, environment
 from tensor_dedup.loader.evaluate import Evaluator
@@ -35,7 +35,7 @@ from tensor_dedup.loader.records import RECORD, LayerRecord
 from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader
-from tensor_dedup.loader.virtual import Kind, View, VirtualStorage
+from tensor_dedup.loader.virtual import ExpressionKind, View, VirtualStorage
 from tensor_dedup.patches.vllm.context import LayerContext
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Inputs:
         """Digest and preimage."""
         reader, scratch = SourceReader(self.algorithm), Scratch()
         config = TensorDedupConfig.from_any({"hash_algorithm": self.algorithm})
-        assembly = Assembly(config, reader, scratch, Evaluator(reader, scratch))
+        assembly = LoadSession(config, reader, scratch, Evaluator(reader, scratch))
         parameter = self.parameter(torch.empty(self.shape, dtype=self.dtype), requires_grad=False)
         each = DeferredParameter(self.name, parameter, self._view())
         layer = self.layer(
@@ -179,7 +179,7 @@ class Inputs:
         size = 64
         initial = torch.full((size,), self.content, dtype=torch.uint8)
         storage = VirtualStorage(
-            Kind.PARAMETER,
+            ExpressionKind.PARAMETER,
             size,
             torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage(),
             initial=initial,

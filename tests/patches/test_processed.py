@@ -16,16 +16,16 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader import contents
-from tensor_dedup.loader.assembly import Assembly
+from tensor_dedup.loader.assembly import LoadSession
 from tensor_dedup.loader.deferred import DeferredParameter
 from tensor_dedup.loader.evaluate import Evaluator
-from tensor_dedup.loader.made import Made
+from tensor_dedup.loader.made import ScratchTensor
 from tensor_dedup.loader.records import LayerRecord
 from tensor_dedup.loader.residents import pack
 from tensor_dedup.loader.scratch import Scratch
 from tensor_dedup.loader.sources import SourceReader
-from tensor_dedup.loader.supply import Supply
-from tensor_dedup.loader.virtual import Kind, View, VirtualStorage
+from tensor_dedup.loader.supply import HostProvider
+from tensor_dedup.loader.virtual import ExpressionKind, View, VirtualStorage
 from tensor_dedup.loader.whereabouts import is_mapped
 from tensor_dedup.patches.vllm.context import LayerContext
 from tensor_dedup.patches.vllm.processed import ProcessedLayer
@@ -38,15 +38,17 @@ SIZE = 1 << 20
 @pytest.fixture
 def context(monkeypatch: pytest.MonkeyPatch) -> LayerContext:
     """A load in which everything may be shared."""
-    monkeypatch.setattr(Assembly, "reason", lambda *_: None)
+    monkeypatch.setattr(LoadSession, "reason", lambda *_: None)
     reader, scratch = SourceReader("blake3"), Scratch()
-    assembly = Assembly(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
+    assembly = LoadSession(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
     return LayerContext(assembly, {}, packed=True, model_dtype=torch.bfloat16)
 
 
 def deferred(parameter: nn.Parameter, name: str) -> DeferredParameter:
     meta = torch.empty(SIZE, dtype=torch.uint8, device="meta").untyped_storage()
-    view = View(VirtualStorage(Kind.PARAMETER, SIZE, meta), 0, parameter.dtype, (SIZE,), (1,), 0)
+    view = View(
+        VirtualStorage(ExpressionKind.PARAMETER, SIZE, meta), 0, parameter.dtype, (SIZE,), (1,), 0
+    )
     return DeferredParameter(f"layer.{name}", parameter, view)
 
 
@@ -60,20 +62,20 @@ def test_a_large_layer_is_never_there_twice(
         meta = torch.empty(SIZE, dtype=torch.uint8, device="meta")
         layer.register_parameter(name, nn.Parameter(meta, False))
         block = scratch.take(SIZE).fill_(number)
-        made[name] = Made(block, block)
+        made[name] = ScratchTensor(block, block)
     each = {name: deferred(parameter, name) for name, parameter in layer.named_parameters()}
     processed = ProcessedLayer(context, layer, each)
     processed.materialise(made)
     assert made == {}
     assert scratch._lent == 0
     waiting: list[int] = []
-    make = Supply.make
+    make = HostProvider.make
 
-    def making(self: Supply, *args: Any) -> Any:
+    def making(self: HostProvider, *args: Any) -> Any:
         waiting.append(sum(not is_mapped(parameter) for parameter in layer.parameters()))
         return make(self, *args)
 
-    with mock.patch.object(Supply, "make", making):
+    with mock.patch.object(HostProvider, "make", making):
         processed.share()
     assert waiting == [2, 1]
     assert [int(p[0]) for p in layer.parameters() if is_mapped(p)] == [0, 1]

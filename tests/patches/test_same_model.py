@@ -113,7 +113,7 @@ def test_large_tensors_of_a_qwen2_of_half_a_billion(
     path = folder / models.BASE
     engines.leave_alone(path / checkpoints.WEIGHTS)
     monkeypatch.setattr(assembly, "POUR_BYTES", 64 << 20)
-    with patch.object(assembly, "pour", wraps=residents.pour) as pour:
+    with patch.object(assembly, "read_into_slab", wraps=residents.read_into_slab) as pour:
         second = _load_twice(path, min_tensor_bytes=_SMALLEST)
     assert pour.call_count == 1  # the embedding, for the first
     report = second.report

@@ -5,14 +5,14 @@ import struct
 
 import pytest
 
-from tensor_dedup.store.codecs.choosing import Choice, Sample, choose, distance, places
+from tensor_dedup.store.codecs.choosing import CodecChoice, Sample, choose, distance, places
 from tensor_dedup.store.codecs.contract import CodecTests
 from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec, Effort
 from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.codecs.registry import CODECS
 from tensor_dedup.store.encoding import Plan, encoded
-from tensor_dedup.store.errors import BadEncodingError
+from tensor_dedup.store.errors import CorruptFrameError
 
 
 class TestCodecs(CodecTests):
@@ -108,7 +108,7 @@ def test_a_head_leads_to_its_chunks() -> None:
 def test_a_head_of_other_sizes_is_refused() -> None:
     head = entry(b"first")
     for stored in (len(head) + 4, len(head) + 6, 0):
-        with pytest.raises(BadEncodingError, match="chunks"):
+        with pytest.raises(CorruptFrameError, match="chunks"):
             chunks(head, stored)
 
 
@@ -128,5 +128,5 @@ class _Wrong:
 def test_what_does_not_come_back_is_not_stored_encoded() -> None:
     data = memoryview(bytes(range(200)) * 50)
     for codec in (CODECS["planes4"], _Wrong()):
-        blob = encoded(data, 0, Plan(Choice(codec, "entropy", 0.5), None))
+        blob = encoded(data, 0, Plan(CodecChoice(codec, "entropy", 0.5), None))
         assert (blob is not None) == (codec is CODECS["planes4"])

@@ -16,7 +16,7 @@ from tensor_dedup.store.errors import (
     UnfitForCollectionError,
 )
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.layout import Layout
+from tensor_dedup.store.layout import StoreLayout
 from tensor_dedup.store.objects import Objects
 
 Flips = Callable[[Path], tuple[Path, int]]
@@ -56,7 +56,7 @@ def page(root: Path) -> Path:
 
 
 def padding(root: Path) -> tuple[Path, int]:
-    objects = Objects(RealFiles(), Layout(root))
+    objects = Objects(RealFiles(), StoreLayout(root))
     gaps = [
         (objects.layout.container(container.name, container.kind), start)
         for container in objects.containers()

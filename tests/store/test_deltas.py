@@ -33,7 +33,7 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.layout import Layout
+from tensor_dedup.store.layout import StoreLayout
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.tables import Record, Table
 
@@ -256,7 +256,7 @@ def expected(store: Store, base: Path, tune: Path) -> dict[str, Content]:
 
 def delta(store: Store) -> tuple[Path, Table]:
     (path,) = store.path.glob("containers/*/*.delta")
-    objects = Objects(RealFiles(), Layout(store.path))
+    objects = Objects(RealFiles(), StoreLayout(store.path))
     (table,) = [objects.table(c) for c in objects.containers() if c.kind == "delta"]
     return path, table
 
@@ -350,7 +350,7 @@ def test_a_lost_anchor_comes_back_from_the_trash(
     store.gc(24)
     (path,) = store.path.glob("containers/*/*.raw.table")
     # As if gc had been wrong about it.
-    objects = Objects(RealFiles(), Layout(store.path))
+    objects = Objects(RealFiles(), StoreLayout(store.path))
     for file in (path, path.with_suffix("")):
         objects.set_aside(file, objects.layout.trash)
     with store.checkpoint("tune") as checkpoint, pytest.raises(MissingObjectError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from stores import KIB, content, open_store, safetensors, weights, write
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.store.compressing import Encoder
-from tensor_dedup.store.containers import New
+from tensor_dedup.store.containers import NewPiece
 from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.sources import read_source
 
@@ -30,7 +30,7 @@ def test_nothing_is_stored_against_itself(tmp_path: Path) -> None:
             assert plan is not None
             assert plan.anchor is not None
             hashed = Hashed(bytes.fromhex(digest(data)), b"".join(leaf_digests(data)))
-            new = New(part.start, part.nbytes, hashed.digest)
+            new = NewPiece(part.start, part.nbytes, hashed.digest)
             assert not encoder.write(handle, new, hashed, plan)
             store._files.close(handle)
             assert encoder.writer.seal() is None

@@ -16,7 +16,7 @@ from tensor_dedup.store.errors import (
     DamagedFileError,
     UnfitForCollectionError,
 )
-from tensor_dedup.store.external import EXTERNAL, Origin
+from tensor_dedup.store.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.hub import cache_path, snapshots
 
@@ -161,7 +161,7 @@ def test_bytes_that_changed_behind_the_file_systems_back_are_not_returned(
     store.import_(model, external=True)
     change(model / FILE, "written")
     # As after a write through a mapping: nothing says that it is another file.
-    monkeypatch.setattr(Origin, "is_still", lambda *_: True)
+    monkeypatch.setattr(ExternalFile, "is_still", lambda *_: True)
     with store.checkpoint("model") as checkpoint, pytest.raises(CorruptTensorError, match=FILE):
         checkpoint.read("b")
     assert [fault.kind for fault in store.verify(full=True).faults] == ["lost"]

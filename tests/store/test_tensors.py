@@ -19,7 +19,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
 from tensor_dedup.store.filling import BLOCK_BYTES, plan
-from tensor_dedup.store.memory import HUGE_PAGE, Pool, allocate, allocate_all
+from tensor_dedup.store.memory import HUGE_PAGE, BufferPool, allocate, allocate_all
 from tensor_dedup.store.tensors import TORCH_DTYPES, iter_tensors, load_tensors
 
 LEAF = 2 * MIB
@@ -118,7 +118,7 @@ WAYS: list[dict[str, Any]] = [
     {"verify": False},
     {"mapped": True},
     {"mapped": True, "verify": False},
-    {"pool": Pool(1 << 30)},
+    {"pool": BufferPool(1 << 30)},
 ]
 
 
@@ -169,13 +169,13 @@ def test_one_by_one_they_take_few_buffers(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "m.safetensors").write_bytes(safetensors(tensors))
     store = Store.open(tmp_path / "store")
     store.import_(tmp_path / "m.safetensors")
-    pools: list[Pool] = []
+    pools: list[BufferPool] = []
 
-    def pool(keep_bytes: int) -> Pool:
-        pools.append(Pool(keep_bytes))
+    def pool(keep_bytes: int) -> BufferPool:
+        pools.append(BufferPool(keep_bytes))
         return pools[-1]
 
-    monkeypatch.setattr("tensor_dedup.store.tensors.Pool", pool)
+    monkeypatch.setattr("tensor_dedup.store.tensors.BufferPool", pool)
     with store.checkpoint("m") as checkpoint:
         for name, tensor in iter_tensors(checkpoint, buffer_bytes=2 * MIB, ahead=2):
             assert raw(tensor) == tensors[name][2]
@@ -274,7 +274,7 @@ def test_what_was_loaded_outlives_its_checkpoint(own: tuple[Store, Path, Path]) 
 
 
 def test_memory_is_used_again(own: tuple[Store, Path, Path]) -> None:
-    pool = Pool(1 << 30)
+    pool = BufferPool(1 << 30)
 
     def load(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
         return load_tensors(checkpoint, pool=pool)
@@ -293,7 +293,7 @@ def test_memory_is_used_again(own: tuple[Store, Path, Path]) -> None:
 
 
 def test_a_pool_keeps_no_more_than_it_may() -> None:
-    pool = Pool(3 * PAGE)
+    pool = BufferPool(3 * PAGE)
     regions = [pool.take(2 * PAGE) for _ in range(3)]
     del regions
     gc.collect()

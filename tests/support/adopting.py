@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from tensor_dedup import TensorDedupConfig
-from tensor_dedup.loader.adoption import Adoption
-from tensor_dedup.loader.making import Terms
-from tensor_dedup.loader.origins import Origins
-from tensor_dedup.loader.supply import Supply
+from tensor_dedup.loader.adoption import ModuleDedup
+from tensor_dedup.loader.making import DedupContext
+from tensor_dedup.loader.origins import MappedFiles
+from tensor_dedup.loader.supply import HostProvider
 
 # Elements of four bytes: a tensor of the first number is read as soon as it is heard of, one of the
 # second is hashed by the thread that loads.
@@ -18,11 +18,13 @@ LARGE = 4 << 20
 COUNT = 16 << 10
 
 
-def adoption(model: nn.Module, origins: Origins | None = None) -> Adoption:
-    return Adoption(model, Terms(TensorDedupConfig(), Supply(as_aligned=True), origins))
+def adoption(model: nn.Module, origins: MappedFiles | None = None) -> ModuleDedup:
+    return ModuleDedup(
+        model, DedupContext(TensorDedupConfig(), HostProvider(as_aligned=True), origins)
+    )
 
 
-def shared(model: nn.Module) -> Adoption:
+def shared(model: nn.Module) -> ModuleDedup:
     found = adoption(model)
     found.settle()
     return found

@@ -15,15 +15,15 @@ from hypothesis.stateful import (
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
     Adopt,
-    Allocate,
+    AllocateSlab,
     Close,
     Effect,
     Forget,
-    Free,
+    FreeSlab,
     SealAndHash,
     Send,
 )
-from tensor_dedup.memory_manager.core.world import World
+from tensor_dedup.memory_manager.core.world import ManagerState
 from tensor_dedup.memory_manager.layout import PAGE
 from tensor_dedup.memory_manager.messages import (
     WITHOUT_REPLY,
@@ -50,7 +50,7 @@ class PlayedCore(RuleBasedStateMachine):
         self.now = 0.0
         self.slots: dict[int, int] = {}
         self.numbers = itertools.count(1)
-        self.jobs: list[Allocate | SealAndHash | Adopt] = []
+        self.jobs: list[AllocateSlab | SealAndHash | Adopt] = []
         self.memory: set[int] = set()  # slabs whose descriptor the manager has
         self.process: dict[int, int] = {}  # open connections
         self.watched: set[int] = set()
@@ -64,7 +64,7 @@ class PlayedCore(RuleBasedStateMachine):
         self.core = Core(replace(self.settings, mappings_hold=hold))
 
     @property
-    def world(self) -> World:
+    def world(self) -> ManagerState:
         return self.core.world
 
     def do(self, effects: list[Effect]) -> None:
@@ -76,9 +76,9 @@ class PlayedCore(RuleBasedStateMachine):
                     self.learn(connection, reply, slabs)
                 case Close(connection, _):
                     self.hung_up(connection)
-                case Allocate() | SealAndHash() | Adopt():
+                case AllocateSlab() | SealAndHash() | Adopt():
                     self.jobs.append(effect)
-                case Free(slab):
+                case FreeSlab(slab):
                     assert slab not in {job.slab for job in self.jobs}
                     self.memory.discard(slab)
                 case Forget(process):

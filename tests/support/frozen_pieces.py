@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter
-from tensor_dedup.store.checkpoints.state import Piece, pieces, value
+from tensor_dedup.store.checkpoints.state import NamedValue, pieces, value
 
-Stored = dict[str, Piece]
+Stored = dict[str, NamedValue]
 
 
 def stored(adapter: ModelAdapter, model: object) -> Stored:
@@ -14,12 +14,12 @@ def stored(adapter: ModelAdapter, model: object) -> Stored:
     found = pieces(adapter.extract(model))
     assert len({piece.name for piece in found}) == len(found)
     return {
-        piece.name: Piece(piece.name, piece.dtype, piece.shape, bytes(piece.data))
+        piece.name: NamedValue(piece.name, piece.dtype, piece.shape, bytes(piece.data))
         for piece in found
     }
 
 
-def loaded(adapter: ModelAdapter, held: Mapping[str, Piece], original: object = None) -> Any:
+def loaded(adapter: ModelAdapter, held: Mapping[str, NamedValue], original: object = None) -> Any:
     """The model that is put together of stored pieces."""
     return adapter.reconstruct({name: value(piece) for name, piece in held.items()}, original)
 

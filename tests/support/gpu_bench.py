@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 import gpus
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
-from tensor_dedup.loader.cuda.opening import Extent, opener_for
+from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.cuda.residents import DeviceSlab
 from tensor_dedup.loader.cuda.tensors import held
-from tensor_dedup.memory_manager.backends.vmm import DeviceSlab as ManagerSlab
+from tensor_dedup.memory_manager.backends.vmm import VmmAllocation as ManagerSlab
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
@@ -39,13 +39,13 @@ class Bench:
 
     def fill(self, slab: ManagerSlab, data: bytes) -> None:
         self.gpu.fill(
-            Extent(slab.fileno, slab.nbytes, 0),
+            MappedExtent(slab.fileno, slab.nbytes, 0),
             self.opener,
             lambda address: gpus.put(self.fake, address, data),
         )
 
     def mapping(self, *slabs: ManagerSlab) -> DeviceMapping:
-        extents = [Extent(each.fileno, each.nbytes, n) for n, each in enumerate(slabs, 1)]
+        extents = [MappedExtent(each.fileno, each.nbytes, n) for n, each in enumerate(slabs, 1)]
         return self.gpu.map(extents, self.opener, slabs)
 
     def shared(self, slab: ManagerSlab) -> DeviceSlab:

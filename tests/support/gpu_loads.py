@@ -11,10 +11,10 @@ import gpus
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceLender
+from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
 from tensor_dedup.loader.residents import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
@@ -34,14 +34,14 @@ class Load:
         self.gpu = Gpu(cast("Driver", self.driver), fake_uuid(0))
         beside = socket.with_name("m.sock")
         self.client: Client = connect(beside, keep_connected=False, device=self.gpu.device.uuid)
-        self.lender = DeviceLender(self.client, self.gpu, "base")
+        self.lender = DeviceManagerResidents(self.client, self.gpu, "base")
         self.views = Views(CPU)
 
     def put(self, *tensors: torch.Tensor) -> list[DeviceResident | None]:
         return self.lender.put([self.wanted(each) for each in tensors])
 
-    def wanted(self, tensor: torch.Tensor) -> DeviceWanted:
-        return DeviceWanted(
+    def wanted(self, tensor: torch.Tensor) -> DeviceRequest:
+        return DeviceRequest(
             f"recipe {key_of(tensor)}", key_of(tensor), tensor.nbytes, copy_of(tensor, self.gpu)
         )
 

@@ -19,10 +19,10 @@ import gpus
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceLender
+from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
-from tensor_dedup.loader.cuda.wanted import DeviceWanted, copy_of
+from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
 from tensor_dedup.loader.residents import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -111,12 +111,12 @@ class Load:
     def __init__(self, socket: str) -> None:
         self.gpu = Gpu(new_driver(), "0")
         self.client = connect(socket, keep_connected=False, device=self.gpu.device.uuid)
-        self.lender = DeviceLender(self.client, self.gpu, "test")
+        self.lender = DeviceManagerResidents(self.client, self.gpu, "test")
         self.views = Views(KIND)
 
     def put(self, *tensors: torch.Tensor) -> None:
         wanted = [
-            DeviceWanted(key_of(t).digest, key_of(t), t.nbytes, copy_of(t, self.gpu))
+            DeviceRequest(key_of(t).digest, key_of(t), t.nbytes, copy_of(t, self.gpu))
             for t in tensors
         ]
         assert all(self.lender.put(wanted))

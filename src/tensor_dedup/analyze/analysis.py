@@ -13,7 +13,7 @@ from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.reading import Digests, Progress, read_digests
 from tensor_dedup.analyze.stored import StrPath, is_stored, measure_stored, open_store
-from tensor_dedup.analyze.tensors import Measured, Tensor
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
@@ -178,7 +178,9 @@ def _measure(
             small.append(name)
             continue
         digest = digests.by_file[file.path][spec.start, spec.nbytes]
-        tensors.append(Tensor(name, Fingerprint(spec.shape, spec.dtype, digest), spec.nbytes))
+        tensors.append(
+            AnalyzedTensor(name, Fingerprint(spec.shape, spec.dtype, digest), spec.nbytes)
+        )
     return Measured(path, tensors, small)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.tensors import Measured, Residents, Tensor
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured, Residents
 from tensor_dedup.types import Fingerprint
 
 # Module name in the checkpoint -> the fused module that takes it.
@@ -49,7 +49,7 @@ class Final:
 
     name: str
     suffix: str
-    parts: tuple[Tensor, ...]
+    parts: tuple[AnalyzedTensor, ...]
     complete: bool = True
 
     @property
@@ -101,7 +101,7 @@ class Fused:
 
 def fuse(checkpoint: Measured) -> list[Final]:
     """The final tensors of one checkpoint."""
-    members: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    members: defaultdict[tuple[str, str], list[AnalyzedTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors:
         members[_target(tensor.name)].append(tensor)
     small = {_target(name) for name in checkpoint.small}

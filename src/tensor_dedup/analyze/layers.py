@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.tensors import Measured, Tensor
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)$")
 
@@ -39,7 +39,7 @@ def split(name: str) -> tuple[str, str]:
 
 def shared_layers(checkpoints: Sequence[Measured]) -> list[SharedLayer]:
     """Layers that at least two checkpoints hold equally, largest first."""
-    found: defaultdict[str, list[tuple[int, str, list[Tensor]]]] = defaultdict(list)
+    found: defaultdict[str, list[tuple[int, str, list[AnalyzedTensor]]]] = defaultdict(list)
     for number, checkpoint in enumerate(checkpoints):
         for layer, tensors in _layers(checkpoint).items():
             found[_digest(tensors)].append((number, layer, tensors))
@@ -56,14 +56,14 @@ def shared_layers(checkpoints: Sequence[Measured]) -> list[SharedLayer]:
     return sorted(shared, key=lambda layer: (-layer.nbytes, natural(layer.places[0][1])))
 
 
-def _layers(checkpoint: Measured) -> dict[str, list[Tensor]]:
-    layers: defaultdict[str, list[Tensor]] = defaultdict(list)
+def _layers(checkpoint: Measured) -> dict[str, list[AnalyzedTensor]]:
+    layers: defaultdict[str, list[AnalyzedTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors:
         layers[split(tensor.name)[0]].append(tensor)
     return layers
 
 
-def _digest(tensors: Sequence[Tensor]) -> str:
+def _digest(tensors: Sequence[AnalyzedTensor]) -> str:
     known = hashlib.blake2b(digest_size=32)
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         same = tensor.fingerprint

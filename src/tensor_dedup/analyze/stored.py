@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tensor_dedup.analyze.tensors import Measured, Tensor
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.store import Store
 from tensor_dedup.types import Fingerprint
@@ -30,7 +30,7 @@ def measure_stored(path: StrPath, store: Store, min_tensor_bytes: int) -> Measur
                 small.append(tensor.name)
                 continue
             found = Fingerprint(tensor.shape, tensor.dtype, tensor.digest)
-            tensors.append(Tensor(tensor.name, found, tensor.nbytes))
+            tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes))
     return Measured(os.fspath(path), tensors, small)
 
 

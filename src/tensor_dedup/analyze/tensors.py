@@ -11,7 +11,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class AnalyzedTensor:
     """One named tensor of a checkpoint; `nbytes` is its size in the file."""
 
     name: str
@@ -24,7 +24,7 @@ class Measured:
     """One checkpoint as it was given: `tensors` are those large enough to count, `small` others."""
 
     path: str
-    tensors: Sequence[Tensor]
+    tensors: Sequence[AnalyzedTensor]
     small: Sequence[str] = ()
 
     @property

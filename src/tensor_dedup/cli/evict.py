@@ -2,7 +2,7 @@
 
 import click
 
-from tensor_dedup.cli.held import look_up, name_of, nothing_of
+from tensor_dedup.cli.held import look_up, name_of, not_held_error
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import json_option, say
@@ -24,7 +24,7 @@ def command(ctx: click.Context, name: str, socket: str | None, as_json: bool) ->
     with Admin(socket) as admin:
         name = name_of(admin, name)
         if not look_up(admin, name).here:
-            raise nothing_of(admin, name)
+            raise not_held_error(admin, name)
         done = admin.evict(name)
     document = {"name": name, "tensors": done.count, "bytes": done.nbytes}
     nothing = f"nothing of {name} was dropped: it is in use, or pinned; see `tensor-dedup status`"

@@ -15,7 +15,7 @@ _SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldName:
     """What a name means to a manager: is anything of it in memory, and is it pinned?"""
 
     here: bool
@@ -29,17 +29,17 @@ def name_of(admin: Admin, given: str) -> str:
     return name if held.here or held.pinned else checkpoint_name(given)
 
 
-def look_up(admin: Admin, name: str) -> Held:
+def look_up(admin: Admin, name: str) -> HeldName:
     """What the manager has of a checkpoint's name or of a digest."""
     pinned = name in admin.totals().pins
     if _DIGEST.fullmatch(name):
         here = any(row.digest == name for row in admin.overview().residents)
     else:
         here = name in _names(admin)
-    return Held(here, pinned)
+    return HeldName(here, pinned)
 
 
-def nothing_of(admin: Admin, name: str, advice: str = "") -> WrongUse:
+def not_held_error(admin: Admin, name: str, advice: str = "") -> WrongUse:
     """Nothing of that name is here: what is, the nearest names first."""
     offer = _offer(admin, name)
     more = f"{' ' if offer.endswith('?') else '; '}{advice}" if advice else ""

@@ -10,7 +10,7 @@ from tensor_dedup.loader.hinting import StoreHints
 from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import ImportResult, Store
 from tensor_dedup.store.errors import NameTakenError
-from tensor_dedup.store.hub import Snapshot, cache_path, snapshots
+from tensor_dedup.store.hub import HubSnapshot, cache_path, snapshots
 
 
 def import_cache(store: str | None, replace: bool, as_json: bool) -> None:
@@ -42,7 +42,7 @@ class _Work:
         self.left_out: dict[str, str] = {}
         self.failed: dict[str, str] = {}
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: HubSnapshot) -> None:
         """Index one; what is no checkpoint of ours, or there already, is left out."""
         try:
             with ByteBar(snapshot.name) as progress:

@@ -2,7 +2,7 @@
 
 import click
 
-from tensor_dedup.cli.held import look_up, name_of, nothing_of
+from tensor_dedup.cli.held import look_up, name_of, not_held_error
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import json_option, say
@@ -23,7 +23,7 @@ def command(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
     with Admin(socket) as admin:
         name = name_of(admin, name)
         if not ahead and not look_up(admin, name).here:
-            raise nothing_of(admin, name, "`pin --ahead` keeps what will come under that name")
+            raise not_held_error(admin, name, "`pin --ahead` keeps what will come under that name")
         done = admin.pin(name)
     document = {"name": name, "pinned": True, "tensors": done.count, "bytes": done.nbytes}
     so_far = f"{counted(done.count, 'tensor')}, {human(done.nbytes)} so far"

@@ -24,7 +24,7 @@ circle{{fill:#1f6fb2}}.axis{{stroke:#999}}</style></head>
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class PlotSeries:
     """Values at steps; what is no finite number is left out."""
 
     title: str
@@ -38,7 +38,7 @@ class Series:
         return [(step, value) for step, value in both if math.isfinite(value)]
 
 
-def plot_to(path: Path, title: str, series: Sequence[Series]) -> None:
+def plot_to(path: Path, title: str, series: Sequence[PlotSeries]) -> None:
     """Write a file. WrongUse: its name ends in neither; UnsupportedError: no matplotlib."""
     if path.suffix == ".html":
         charts = "\n".join(_chart(each) for each in series)
@@ -49,7 +49,7 @@ def plot_to(path: Path, title: str, series: Sequence[Series]) -> None:
         raise WrongUse(f"{path} ends neither in .html nor in .png; name a file that does")
 
 
-def _png(path: Path, title: str, series: Sequence[Series]) -> None:
+def _png(path: Path, title: str, series: Sequence[PlotSeries]) -> None:
     try:
         importlib.import_module("matplotlib").use("Agg")
     except ImportError as error:
@@ -69,7 +69,7 @@ def _png(path: Path, title: str, series: Sequence[Series]) -> None:
     pyplot.close(figure)
 
 
-def _chart(series: Series) -> str:
+def _chart(series: PlotSeries) -> str:
     points = series.points
     if not points:
         return f"<h2>{html.escape(series.title)}</h2><p>no values</p>"

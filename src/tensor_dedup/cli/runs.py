@@ -12,7 +12,7 @@ from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.gc import space_after
 from tensor_dedup.cli.groups import Verbs
 from tensor_dedup.cli.names import Dotted, cell, console, counted, listing
-from tensor_dedup.cli.plotting import Series, plot_to
+from tensor_dedup.cli.plotting import PlotSeries, plot_to
 from tensor_dedup.cli.store_verbs import (
     ask,
     empty,
@@ -282,16 +282,18 @@ def plot(run: str, output: Path | None, store: str | None, as_json: bool) -> Non
     say(document, as_json, f"{target}: {counted(len(steps), 'step')} of {run}")
 
 
-def series_of(found: list[Growth], steps: list[Step]) -> list[Series]:
+def series_of(found: list[Growth], steps: list[Step]) -> list[PlotSeries]:
     """What is drawn."""
     at = [each.step for each in found]
     drawn = [
-        Series("bytes a step adds to the disk", at, [float(each.stored_bytes) for each in found]),
-        Series("bytes of a step", at, [float(each.nbytes) for each in found]),
-        Series("dedup ratio", at, [each.dedup_ratio for each in found]),
+        PlotSeries(
+            "bytes a step adds to the disk", at, [float(each.stored_bytes) for each in found]
+        ),
+        PlotSeries("bytes of a step", at, [float(each.nbytes) for each in found]),
+        PlotSeries("dedup ratio", at, [each.dedup_ratio for each in found]),
     ]
     for name in sorted({name for step in steps for name in step.metrics}):
         having = [step for step in steps if name in step.metrics]
         values = [step.metrics[name] for step in having]
-        drawn.append(Series(name, [step.step for step in having], values))
+        drawn.append(PlotSeries(name, [step.step for step in having], values))
     return drawn

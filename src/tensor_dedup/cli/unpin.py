@@ -2,7 +2,7 @@
 
 import click
 
-from tensor_dedup.cli.held import look_up, name_of, nothing_of
+from tensor_dedup.cli.held import look_up, name_of, not_held_error
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import json_option, say
@@ -23,7 +23,7 @@ def command(name: str, socket: str | None, as_json: bool) -> None:
         name = name_of(admin, name)
         held = look_up(admin, name)
         if not held.here and not held.pinned:
-            raise nothing_of(admin, name)
+            raise not_held_error(admin, name)
         done = admin.pin(name, pinned=False)
     document = {"name": name, "pinned": False, "tensors": done.count, "bytes": done.nbytes}
     was = "is not pinned any more" if held.pinned else "was not pinned"

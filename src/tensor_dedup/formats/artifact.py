@@ -81,7 +81,7 @@ class TreeHash:
 
 
 @dataclass(frozen=True, slots=True)
-class Descriptor:
+class ArtifactDescriptor:
     """`artifact_descriptor.json`, checked."""
 
     artifact_id: str
@@ -106,7 +106,7 @@ def describe(index_name: str, data_name: str, total_size: int) -> dict[str, Any]
     }
 
 
-def parse_descriptor(blob: bytes, path: str) -> Descriptor:
+def parse_descriptor(blob: bytes, path: str) -> ArtifactDescriptor:
     """The descriptor in a file. JsonTextError, DescriptorError."""
     found = decode_object(blob, path)
     for key in ("artifact_id", "index_multihash", "data_multihash", "schema_version", "encoding"):
@@ -121,7 +121,7 @@ def parse_descriptor(blob: bytes, path: str) -> Descriptor:
     if type(total) is not int or not 0 <= total < _U64:
         raise DescriptorError.at(path, "its total_size is no size")
     leaf = _leaf_bytes(found.get("hash_params"), path)
-    return Descriptor(
+    return ArtifactDescriptor(
         found["artifact_id"], *names, found["schema_version"], found["encoding"], total, leaf
     )
 
@@ -135,7 +135,7 @@ def _leaf_bytes(parameters: object, path: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class ArtifactVerification:
     """A verification file, checked."""
 
     byte_space_id: str
@@ -159,7 +159,9 @@ class Verification:
         return json.dumps(fields, indent=2).encode()
 
 
-def parse_verification(blob: bytes, path: str, byte_space_id: str = CANONICAL) -> Verification:
+def parse_verification(
+    blob: bytes, path: str, byte_space_id: str = CANONICAL
+) -> ArtifactVerification:
     """The verification file of one byte space. JsonTextError, VerificationFileError.
 
     A file of another byte space is refused; one without an id is about all bytes.
@@ -171,7 +173,7 @@ def parse_verification(blob: bytes, path: str, byte_space_id: str = CANONICAL) -
     size, full = (_numbers([found.get(key)], 1, path)[0] for key in ("artifact_size", "full_hash"))
     lists = (("segment_hashes", _SEGMENTS), ("sample_values", _SAMPLES), ("key_values", 3))
     numbers = [_numbers(found.get(key), count, path) for key, count in lists]
-    return Verification(byte_space_id, size, full, *numbers)
+    return ArtifactVerification(byte_space_id, size, full, *numbers)
 
 
 def _numbers(value: object, count: int, path: str) -> tuple[int, ...]:
@@ -233,13 +235,13 @@ class Verifier:
             if start < stop:
                 value += data[start:stop]
 
-    def result(self) -> Verification:
+    def result(self) -> ArtifactVerification:
         """What the file says, when all bytes came."""
 
         def values(places: Sequence[int]) -> tuple[int, ...]:
             return tuple(int.from_bytes(self._values[place], "little") for place in places)
 
-        return Verification(
+        return ArtifactVerification(
             self._space,
             self._total,
             self._full,

@@ -31,7 +31,7 @@ from tensor_dedup.formats.naming import (
     GGUF,
     PYTORCH,
     SAFETENSORS,
-    Choice,
+    WeightFiles,
     called_weights,
     choose,
     is_index,
@@ -150,15 +150,15 @@ def _open_folder(
     return files
 
 
-def _choose(names: list[str], whatever: bool) -> Choice:
+def _choose(names: list[str], whatever: bool) -> WeightFiles:
     found = choose(names, SAFETENSORS)
-    if found == Choice():
+    if found == WeightFiles():
         found = choose(called_weights(names), PYTORCH)
-    if found == Choice():
+    if found == WeightFiles():
         found = data_files(names)
-    if found == Choice() and whatever:
+    if found == WeightFiles() and whatever:
         found = choose(perhaps_weights(names), PYTORCH)
-    if found == Choice() and whatever:
+    if found == WeightFiles() and whatever:
         found = choose(names, GGUF)
     return found
 

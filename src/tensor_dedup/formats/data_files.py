@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.formats.files import OpenFile, opened
-from tensor_dedup.formats.naming import Choice
+from tensor_dedup.formats.naming import WeightFiles
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
 from tensor_dedup.formats.tensor_index import (
     DTYPES,
@@ -41,15 +41,15 @@ class DataFileHeader:
     tensors: tuple[TensorSpec, ...]
 
 
-def data_files(names: Iterable[str]) -> Choice:
+def data_files(names: Iterable[str]) -> WeightFiles:
     """The data files among the files of a folder that has an index; nothing where it has none."""
     known = set(names)
     numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
     if INDEX_NAME not in known or not numbers:
-        return Choice()
+        return WeightFiles()
     gaps = (number for number in range(numbers[-1]) if number not in numbers)
     missing = next((f"tensor.data_{number}" for number in gaps), None)
-    return Choice(files=tuple(f"tensor.data_{number}" for number in numbers), missing=missing)
+    return WeightFiles(files=tuple(f"tensor.data_{number}" for number in numbers), missing=missing)
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:

@@ -2,7 +2,7 @@
 
 FormatError
   - NotAFileError         a directory, a pipe or a device, not a regular file
-  - JsonTextError         the JSON of a header or an index: BadEncodingError, BadJsonError,
+  - JsonTextError         the JSON of a header or an index: JsonEncodingError, BadJsonError,
                           JsonConstantError, JsonNumberError, JsonNestingError, JsonBombError,
                           NotAnObjectError, DuplicateKeyError
   - SafetensorsError
@@ -59,7 +59,7 @@ class JsonTextError(LocatedError):
     """The JSON of a header or an index is broken, or a trap."""
 
 
-class BadEncodingError(JsonTextError):
+class JsonEncodingError(JsonTextError):
     """The text is not UTF-8, or holds an escaped half of a surrogate pair."""
 
 

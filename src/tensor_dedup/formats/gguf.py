@@ -24,7 +24,7 @@ from tensor_dedup.formats import gguf_errors as lies
 from tensor_dedup.formats.errors import shorten
 from tensor_dedup.formats.files import opened
 from tensor_dedup.formats.gguf_cursor import Cursor, Fetch
-from tensor_dedup.formats.gguf_types import DTYPES, REMOVED, Layout
+from tensor_dedup.formats.gguf_types import DTYPES, REMOVED, BlockLayout
 from tensor_dedup.types import TensorSpec
 
 MAGIC = b"GGUF"
@@ -227,7 +227,7 @@ class _Entry:
     """A tensor as the header has it: its offset is that from the start of the data."""
 
     name: str
-    layout: Layout
+    layout: BlockLayout
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -266,7 +266,7 @@ def _tensor(cursor: Cursor) -> _Entry:
     return _Entry(name, layout, tuple(reversed(sizes)), offset, nbytes)
 
 
-def _layout(cursor: Cursor, name: str, kind: int) -> Layout:
+def _layout(cursor: Cursor, name: str, kind: int) -> BlockLayout:
     if kind in DTYPES:
         return DTYPES[kind]
     what = (
@@ -277,7 +277,7 @@ def _layout(cursor: Cursor, name: str, kind: int) -> Layout:
     raise lies.GgufTensorTypeError.at(cursor.path, what, name, type=kind)
 
 
-def _nbytes(name: str, layout: Layout, sizes: tuple[int, ...], path: str) -> int:
+def _nbytes(name: str, layout: BlockLayout, sizes: tuple[int, ...], path: str) -> int:
     elements = 1
     for size in sizes:
         elements *= size

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BlockLayout:
     """`block_elements` neighbours are stored together in `block_bytes`."""
 
     dtype: str
@@ -50,10 +50,10 @@ _BLOCKS = {
     41: ("Q1_0", 128, 18),
 }
 
-DTYPES: Mapping[int, Layout] = MappingProxyType(
+DTYPES: Mapping[int, BlockLayout] = MappingProxyType(
     {
-        **{kind: Layout(name, 1, _PLAIN_BYTES[name]) for kind, name in _PLAIN.items()},
-        **{kind: Layout(f"gguf:{name}", *sizes) for kind, (name, *sizes) in _BLOCKS.items()},
+        **{kind: BlockLayout(name, 1, _PLAIN_BYTES[name]) for kind, name in _PLAIN.items()},
+        **{kind: BlockLayout(f"gguf:{name}", *sizes) for kind, (name, *sizes) in _BLOCKS.items()},
     }
 )
 # Numbers that were given once: nobody can say any more how large such a tensor is.

@@ -54,7 +54,7 @@ _FILES = {suffix: _files_of(suffix) for suffix in (SAFETENSORS, PYTORCH, GGUF)}
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WeightFiles:
     """The names to read: shards that `indexes` list, or else `files`.
 
     `missing` names the first shard that is not there, of a set that has no index.
@@ -83,7 +83,7 @@ def is_index(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
-def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> Choice:
+def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> WeightFiles:
     """One copy of the weights of one format among the files of a folder; others are ignored."""
     stems: dict[str, dict[str, _Copy]] = {}
     for name in sorted(names):
@@ -93,10 +93,10 @@ def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> Choice:
     copies = [variants[min(variants)] for _, variants in sorted(stems.items())]
     indexes = tuple(copy.index for copy in copies if copy.index is not None)
     if indexes:
-        return Choice(indexes=indexes)
+        return WeightFiles(indexes=indexes)
     chosen = [_files(copy) for copy in copies]
     files = tuple(name for names, _ in chosen for name in names)
-    return Choice(files=files, missing=next((gap for _, gap in chosen if gap), None))
+    return WeightFiles(files=files, missing=next((gap for _, gap in chosen if gap), None))
 
 
 def _is_second(stem: str) -> bool:

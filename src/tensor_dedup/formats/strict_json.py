@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from tensor_dedup.formats.errors import (
-    BadEncodingError,
     BadJsonError,
     DuplicateKeyError,
     JsonBombError,
     JsonConstantError,
+    JsonEncodingError,
     JsonNestingError,
     JsonNumberError,
     NotAnObjectError,
@@ -43,7 +43,7 @@ def decode_object(blob: bytes, path: str) -> dict[str, Any]:
     try:
         text = blob.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadEncodingError.at(
+        raise JsonEncodingError.at(
             path, f"the text is not UTF-8 at byte {error.start}", offset=error.start
         ) from error
     _check_structure(text, path)
@@ -66,7 +66,7 @@ def _check_structure(text: str, path: str) -> None:
 def _check_surrogates(text: str, path: str) -> None:
     # Python decodes half a surrogate pair to a string that is not Unicode; no other reader does.
     if r"\u" in text and any(match[1] for match in _ESCAPE.finditer(text)):
-        raise BadEncodingError.at(path, "the text escapes half a surrogate pair")
+        raise JsonEncodingError.at(path, "the text escapes half a surrogate pair")
 
 
 def _load(text: str, path: str) -> object:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.base import (
     ModelAdapter,
-    Series,
+    PieceSeries,
     StateProvider,
     full_name,
     providers,
@@ -31,8 +31,8 @@ __all__ = [
     "LightGBMAdapter",
     "ModelAdapter",
     "NumpyAdapter",
+    "PieceSeries",
     "PyTorchAdapter",
-    "Series",
     "SklearnAdapter",
     "StateProvider",
     "XGBoostAdapter",

@@ -76,7 +76,7 @@ class StateProvider:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class PieceSeries:
     """Many byte strings, in a state: each becomes a piece `NAME_000000`, `NAME_000001`, ….
 
     For what grows at its end, such as the trees of an ensemble: pieces that were there before stay
@@ -147,10 +147,10 @@ def register_package(package: str, provider: StateProvider) -> None:
 
 
 @dataclass(slots=True)
-class Place:
+class ValuePath:
     """Where in a model a value stands: as Python would write it, and as pieces are named."""
 
-    above: "Place | None" = None
+    above: "ValuePath | None" = None
     step: str = ""
     part: str = ""
     dotted: bool = False
@@ -171,22 +171,22 @@ class Place:
             place = place.above
         return "".join(reversed(steps)).removeprefix(".")
 
-    def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "Place":
+    def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "ValuePath":
         """The place of a mapping's value."""
         if flat:
-            return Place(self, "", "", dotted=True)
+            return ValuePath(self, "", "", dotted=True)
         if not isinstance(key, str):
-            return Place(self, f"[{key!r}]", str(key))
+            return ValuePath(self, f"[{key!r}]", str(key))
         plain = key.isidentifier() and (attribute or self.dotted or self.above is None)
-        return Place(self, f".{key}" if plain else f'["{key}"]', key)
+        return ValuePath(self, f".{key}" if plain else f'["{key}"]', key)
 
-    def item(self, number: int) -> "Place":
+    def item(self, number: int) -> "ValuePath":
         """The place of a sequence's item."""
-        return Place(self, f"[{number}]", str(number))
+        return ValuePath(self, f"[{number}]", str(number))
 
 
 @contextmanager
-def located(place: Place) -> Iterator[None]:
+def located(place: ValuePath) -> Iterator[None]:
     """Errors of those who do not know where they are, with the place."""
     try:
         yield
@@ -196,7 +196,7 @@ def located(place: Place) -> Iterator[None]:
         raise placed(error, place) from error
 
 
-def placed(error: StateError, place: Place) -> StateError:
+def placed(error: StateError, place: ValuePath) -> StateError:
     """The same error, with the place."""
     what = error.message.removeprefix("the model: ").removesuffix(f"; {error.advice}")
     facts = {key: held for key, held in error.facts.items() if key != "place"}

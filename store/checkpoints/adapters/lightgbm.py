@@ -13,7 +13,11 @@ from xxhash import xxh3_128_digest
 
 from tensor_dedup.store.checkpoints.adapters import appended
 from tensor_dedup.store.checkpoints.adapters.appended import GrowingAdapter
-from tensor_dedup.store.checkpoints.adapters.base import Series, StateProvider, register_provider
+from tensor_dedup.store.checkpoints.adapters.base import (
+    PieceSeries,
+    StateProvider,
+    register_provider,
+)
 from tensor_dedup.store.checkpoints.adapters.estimators import estimator_provider
 from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
@@ -95,7 +99,7 @@ def _longer(booster: Any, known: _Known) -> dict[str, Any] | None:
     trees = [_numbered(tree, at, before) for at, tree in enumerate(parts["trees"].items)]
     if parts["head"] != known.head or trees[:width] != known.trees[before:]:
         return None
-    return {**parts, "trees": Series("tree", [*known.trees[:before], *trees])}
+    return {**parts, "trees": PieceSeries("tree", [*known.trees[:before], *trees])}
 
 
 def _numbered(tree: bytes, at: int, before: int) -> bytes:
@@ -117,12 +121,12 @@ def _cut(text: bytes) -> dict[str, Any]:
     scores, parameters, last = rest.partition(_PARAMETERS)
     parts = {
         "head": head,
-        "trees": Series("tree", trees),
+        "trees": PieceSeries("tree", trees),
         "scores": scores,
-        "parameters": Series("parameters", [parameters + last]),
+        "parameters": PieceSeries("parameters", [parameters + last]),
     }
     if _joined(parts) != text:  # another version of LightGBM, which writes otherwise
-        none = {"trees": Series("tree", []), "parameters": Series("parameters", [])}
+        none = {"trees": PieceSeries("tree", []), "parameters": PieceSeries("parameters", [])}
         return {"head": text, "scores": b"", **none}
     return parts
 

@@ -13,15 +13,15 @@ import msgspec
 
 from tensor_dedup.store.checkpoints.adapters import arrays, nodes, plain
 from tensor_dedup.store.checkpoints.adapters.base import (
-    Place,
-    Series,
+    PieceSeries,
     StateProvider,
+    ValuePath,
     placed,
     providers,
 )
 from tensor_dedup.store.checkpoints.adapters.nodes import Node
 from tensor_dedup.store.checkpoints.state import (
-    Piece,
+    NamedValue,
     dtype_names,
     is_array,
     is_tensor,
@@ -50,7 +50,7 @@ def take_apart(model: object) -> "dict[str, Value]":
     """
     walk = _Walk()
     try:
-        root = walk.node(model, Place(), 0)
+        root = walk.node(model, ValuePath(), 0)
     except RecursionError as error:
         raise CyclicStateError.at("", "nested too deeply for this stack") from error
     structure = msgspec.msgpack.encode(nodes.Structure(nodes.FORMAT, root))
@@ -61,9 +61,9 @@ def take_apart(model: object) -> "dict[str, Value]":
     return walk.tensors
 
 
-def packed(name: str, data: "bytes | bytearray | memoryview") -> Piece:
+def packed(name: str, data: "bytes | bytearray | memoryview") -> NamedValue:
     """Bytes as a piece."""
-    return Piece(name, "U8", (len(data),), memoryview(data))
+    return NamedValue(name, "U8", (len(data),), memoryview(data))
 
 
 class _Walk:
@@ -78,7 +78,7 @@ class _Walk:
         self._kept: list[object] = []
         self._inline = False
 
-    def node(self, value: object, place: Place, depth: int) -> Node:
+    def node(self, value: object, place: ValuePath, depth: int) -> Node:
         """What stands for the value; None once its plain form was added to the values."""
         if plain.is_scalar(value) or (depth and plain.is_flat(value)):
             self.values.append(plain.encode(value, "", depth))
@@ -96,10 +96,10 @@ class _Walk:
                 raise
             raise placed(error, place) from error
 
-    def _other(self, value: object, place: Place, depth: int) -> Node:
-        if isinstance(value, Piece):
+    def _other(self, value: object, place: ValuePath, depth: int) -> Node:
+        if isinstance(value, NamedValue):
             return nodes.PieceLeaf(self._add(place, value))
-        if isinstance(value, Series):
+        if isinstance(value, PieceSeries):
             return self._series(value, place)
         if type(value) in plain.CONTAINERS and not hasattr(value, "_metadata"):
             return self._container(value, place, depth)
@@ -108,7 +108,7 @@ class _Walk:
         self.values.append(plain.scalar(value, str(place)))
         return None
 
-    def _container(self, value: Any, place: Place, depth: int) -> Node:
+    def _container(self, value: Any, place: ValuePath, depth: int) -> Node:
         tag, head = plain.CONTAINERS[type(value)], plain.header(value)
         inline, self._inline = self._inline, self._inline or _is_optimizer_state(value)
         first = len(self.values)
@@ -128,12 +128,12 @@ class _Walk:
         self.values[first:] = [plain.wrap(value, keys, self.values[first:])]
         return None
 
-    def _item(self, key: object, held: object, place: Place, depth: int) -> Node:
+    def _item(self, key: object, held: object, place: ValuePath, depth: int) -> Node:
         if self._inline and key == "params" and _are_numbers(held):
             return nodes.Fixed(plain.encode(held, "", depth + 1))
         return self.node(held, place.key(key), depth + 1)
 
-    def _object(self, value: object, provider: StateProvider, place: Place, depth: int) -> Node:
+    def _object(self, value: object, provider: StateProvider, place: ValuePath, depth: int) -> Node:
         if (known := self._numbers.get(id(value))) is not None:
             if id(value) in self._open:
                 raise CyclicStateError.at(str(place), "an object that is part of its own state")
@@ -147,7 +147,7 @@ class _Walk:
         self._open.discard(id(value))
         return nodes.ObjectNode(provider.name, number, node)
 
-    def _state(self, state: object, provider: StateProvider, place: Place, depth: int) -> Node:
+    def _state(self, state: object, provider: StateProvider, place: ValuePath, depth: int) -> Node:
         """The state of an object; that of most is a dict, whose keys are like attributes."""
         if type(state) is not dict:
             return self.node(state, place, depth)
@@ -161,7 +161,7 @@ class _Walk:
                 items.append(self.node(held, at, depth + 1))
         return nodes.Container(plain.DICT, None, keys, items)
 
-    def _tensor(self, tensor: Any, place: Place, depth: int) -> Node:
+    def _tensor(self, tensor: Any, place: ValuePath, depth: int) -> Node:
         if tensor.layout != sys.modules["torch"].strided and not tensor.is_meta:
             return self._sparse(tensor, place, depth)
         if fault := tensor_fault(tensor):
@@ -179,7 +179,7 @@ class _Walk:
         grad = tensor.requires_grad and tensor.is_leaf
         return nodes.TensorLeaf(name, same, order, grad, parameter)
 
-    def _sparse(self, tensor: Any, place: Place, depth: int) -> Node:
+    def _sparse(self, tensor: Any, place: ValuePath, depth: int) -> Node:
         provider = providers.named("torch.sparse")
         if provider is None or not str(tensor.layout).startswith("torch.sparse"):
             raise UnsupportedArrayError.at("", f"a tensor of layout {tensor.layout}")
@@ -191,7 +191,7 @@ class _Walk:
         self.values.append(bytes(raw(tensor)))
         return nodes.InlineTensor(dtype_names()[tensor.dtype])
 
-    def _array(self, array: Any, place: Place, depth: int) -> Node:
+    def _array(self, array: Any, place: ValuePath, depth: int) -> Node:
         if type(array).__name__ == "MaskedArray" and (masked := providers.named("numpy.masked")):
             return self._object(array, masked, place, depth)
         if array.dtype == object:
@@ -205,7 +205,7 @@ class _Walk:
         return nodes.ArrayLeaf(name, same, order, dtype)
 
     def _leaf(
-        self, place: Place, held: Any, memory: tuple[Any, ...], size: int, kept: object = None
+        self, place: ValuePath, held: Any, memory: tuple[Any, ...], size: int, kept: object = None
     ) -> tuple[str, str | None]:
         name = self._add(place, held)
         if not size:
@@ -214,19 +214,19 @@ class _Walk:
         first = self._memories.setdefault(memory, name)
         return name, None if first == name else first
 
-    def _series(self, series: Series, place: Place) -> Node:
+    def _series(self, series: PieceSeries, place: ValuePath) -> Node:
         base = self._free(place.key(series.name).name, nodes.series_names("", 1)[0])
         names = nodes.series_names(base, len(series.items))
         if not self.tensors.keys().isdisjoint(names):  # by a key that looks like one of its names
-            return self._series(Series(f"{series.name}~", series.items), place)
+            return self._series(PieceSeries(f"{series.name}~", series.items), place)
         sizes = list(map(len, series.items))
         shapes = {size: (size,) for size in set(sizes)}  # many are alike: not an object for each
-        made = map(Piece, names, repeat("U8"), map(shapes.__getitem__, sizes), series.items)
+        made = map(NamedValue, names, repeat("U8"), map(shapes.__getitem__, sizes), series.items)
         self.series.append(dict(zip(names, made, strict=True)))
         self.values.append(len(series.items))
         return nodes.SeriesLeaf(base)
 
-    def _add(self, place: Place, held: Any) -> str:
+    def _add(self, place: ValuePath, held: Any) -> str:
         name = self._free(place.name or _ALONE)
         self.tensors[name] = held
         return name
@@ -245,7 +245,7 @@ class _Walk:
         return tried
 
 
-def _keys(mapping: Mapping[object, object], place: Place, depth: int) -> list[plain.Wire]:
+def _keys(mapping: Mapping[object, object], place: ValuePath, depth: int) -> list[plain.Wire]:
     if all(type(key) is str and key.isascii() for key in mapping):
         return list(mapping)  # the most, and without a word on where they are
     return [plain.encode(key, f"{place}.keys()", depth) for key in mapping]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from tensor_dedup.store.checkpoints.adapters import arrays
-from tensor_dedup.store.checkpoints.adapters.base import Place
+from tensor_dedup.store.checkpoints.adapters.base import ValuePath
 from tensor_dedup.store.checkpoints.state import is_array, is_tensor, raw
 from tensor_dedup.store.checkpoints.state_errors import MismatchedOriginalError
 
@@ -16,7 +16,7 @@ from tensor_dedup.store.checkpoints.state_errors import MismatchedOriginalError
 class _Fill(NamedTuple):
     """A part that was filled, and how to make again what it was filled with."""
 
-    place: Place
+    place: ValuePath
     part: Any
     make: Callable[[], Any]
 
@@ -45,7 +45,7 @@ class Originals:
         self._used[id(container)] = container
         return container
 
-    def restored(self, part: object, place: Place) -> None:
+    def restored(self, part: object, place: ValuePath) -> None:
         """An object has been given its state. MismatchedOriginalError when it had another's."""
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`
@@ -54,7 +54,7 @@ class Originals:
             raise MismatchedOriginalError.at(str(place), what)
         self._used[id(part)] = part
 
-    def fill(self, part: Any, place: Place, make: Callable[[], Any]) -> bool:
+    def fill(self, part: Any, place: ValuePath, make: Callable[[], Any]) -> bool:
         """Put what `make` makes into a tensor or an array; False when it does not take it."""
         made = make()
         put = _fill_tensor if is_tensor(made) else _fill_array

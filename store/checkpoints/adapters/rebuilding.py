@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from tensor_dedup.store.checkpoints.adapters import arrays, nodes, plain
 from tensor_dedup.store.checkpoints.adapters.base import (
-    Place,
-    Series,
+    PieceSeries,
     StateProvider,
+    ValuePath,
     located,
     providers,
 )
 from tensor_dedup.store.checkpoints.adapters.originals import Originals
 from tensor_dedup.store.checkpoints.state import (
-    Piece,
+    NamedValue,
     dtype_names,
     is_array,
     is_tensor,
@@ -43,7 +43,7 @@ def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any
     """
     rebuild = _Rebuild(tensors)
     root = nodes.decode_structure(raw(rebuild.piece(nodes.STRUCTURE)))
-    result = rebuild.node(root, Place(), original)
+    result = rebuild.node(root, ValuePath(), original)
     rebuild.finish()
     return result
 
@@ -73,7 +73,7 @@ class _Rebuild:
             raise DamagedStateError.at(nodes.VALUES, f"more values than places, {self._count}")
         self._originals.check()
 
-    def node(self, node: nodes.Node, place: Place, original: object) -> Any:
+    def node(self, node: nodes.Node, place: ValuePath, original: object) -> Any:
         """What stands at one place."""
         match node:
             case None:
@@ -91,7 +91,7 @@ class _Rebuild:
             case _:
                 return self._rare(node, place, original)
 
-    def _rare(self, node: nodes.Node, place: Place, original: object) -> Any:
+    def _rare(self, node: nodes.Node, place: ValuePath, original: object) -> Any:
         match node:
             case nodes.SeriesLeaf():
                 return self._series(node)
@@ -112,7 +112,7 @@ class _Rebuild:
         except StopIteration as error:
             raise DamagedStateError.at(nodes.VALUES, "fewer values than places") from error
 
-    def _container(self, node: nodes.Container, place: Place, original: Any) -> Any:
+    def _container(self, node: nodes.Container, place: ValuePath, original: Any) -> Any:
         keys = [plain.decode(key) for key in node.keys]
         if len(keys) != (len(node.items) if node.kind in plain.MAPPINGS else 0):
             raise DamagedStateError.at(str(place), "keys and items differ in number")
@@ -127,7 +127,7 @@ class _Rebuild:
             self._originals.restored(original, place)
         return filled
 
-    def _object(self, node: nodes.ObjectNode, place: Place, original: Any) -> Any:
+    def _object(self, node: nodes.ObjectNode, place: ValuePath, original: Any) -> Any:
         provider = providers.named(node.provider)
         if provider is None:
             raise UnknownProviderError.at(
@@ -150,7 +150,7 @@ class _Rebuild:
         except KeyError as error:
             raise DamagedStateError.at(nodes.STRUCTURE, "a reference to nothing") from error
 
-    def _tensor(self, node: nodes.TensorLeaf, place: Place, original: Any) -> Any:
+    def _tensor(self, node: nodes.TensorLeaf, place: ValuePath, original: Any) -> Any:
         make = partial(self._made_tensor, node)
         if is_tensor(original) and self._originals.fill(original, place, make):
             kept = original
@@ -163,7 +163,7 @@ class _Rebuild:
     def _made_tensor(self, node: nodes.TensorLeaf) -> Any:
         return _parameter(node, _ordered_tensor(as_tensor(self.piece(node.name)), node.order))
 
-    def _array(self, node: nodes.ArrayLeaf, place: Place, original: Any) -> Any:
+    def _array(self, node: nodes.ArrayLeaf, place: ValuePath, original: Any) -> Any:
         make = partial(self._made_array, node)
         if is_array(original) and self._originals.fill(original, place, make):
             kept = original
@@ -196,15 +196,15 @@ class _Rebuild:
                 name, "the same as a piece that does not come before"
             ) from error
 
-    def _series(self, node: nodes.SeriesLeaf) -> Series:
+    def _series(self, node: nodes.SeriesLeaf) -> PieceSeries:
         count = self._wire()
         # The number of pieces bounds it, not what the checkpoint says.
         if type(count) is not int or not 0 <= count <= len(self._tensors):
             raise DamagedStateError.at(node.name, f"a series of {count!r} pieces")
         names = nodes.series_names(node.name, count)
-        return Series(node.name, [raw(self.piece(name)) for name in names])
+        return PieceSeries(node.name, [raw(self.piece(name)) for name in names])
 
-    def _object_array(self, node: nodes.ObjectArray, place: Place, original: Any) -> Any:
+    def _object_array(self, node: nodes.ObjectArray, place: ValuePath, original: Any) -> Any:
         import numpy as np
 
         shape = self._wire()
@@ -222,7 +222,7 @@ class _Rebuild:
         data = self._wire()
         if type(data) is not bytes:
             raise DamagedStateError.at(nodes.VALUES, "no bytes of a tensor")
-        return as_tensor(Piece(nodes.VALUES, node.dtype, (), data))
+        return as_tensor(NamedValue(nodes.VALUES, node.dtype, (), data))
 
 
 def as_tensor(held: "Value") -> Any:
@@ -251,17 +251,17 @@ def as_array(name: str, held: "Value") -> Any:
         array: Any = held
         return array if array.flags.writeable else array.copy()
     made = value(as_piece(name, held))
-    if isinstance(made, Piece):
+    if isinstance(made, NamedValue):
         raise DamagedStateError.at(name, f"numpy has no dtype for {made.dtype}")
     return made
 
 
-def as_piece(name: str, held: "Value") -> Piece:
+def as_piece(name: str, held: "Value") -> NamedValue:
     """The value as a piece."""
     return pieces({name: held})[0]
 
 
-def _restore(provider: StateProvider, state: Any, original: Any, place: Place) -> Any:
+def _restore(provider: StateProvider, state: Any, original: Any, place: ValuePath) -> Any:
     with located(place):
         try:
             return provider.restore(state, original)

@@ -18,7 +18,7 @@ import msgspec
 from tensor_dedup.store.checkpoints.adapters import plain
 from tensor_dedup.store.checkpoints.adapters.appended import read
 from tensor_dedup.store.checkpoints.adapters.arrays import blank_gaps
-from tensor_dedup.store.checkpoints.adapters.base import Series, full_name
+from tensor_dedup.store.checkpoints.adapters.base import PieceSeries, full_name
 from tensor_dedup.store.checkpoints.adapters.sklearn_checks import (
     PREDICTOR,
     check_links,
@@ -129,8 +129,8 @@ def trees_state(trees: Trees) -> Any:
         "common": {key: held for key, held in first.items() if key != _TREE},
         "arguments": (features, classes.tolist(), outputs),
         "dtype": dtype,
-        "trees": Series("tree", pieces),
-        "differences": Series("differences", _chunks(depths, differences)),
+        "trees": PieceSeries("tree", pieces),
+        "differences": PieceSeries("differences", _chunks(depths, differences)),
     }
 
 
@@ -255,7 +255,7 @@ def _chunks(*columns: Sequence[Any]) -> list[bytes]:
     ]
 
 
-def _unchunked(series: Series, count: int) -> list[Any]:
+def _unchunked(series: PieceSeries, count: int) -> list[Any]:
     try:
         parts = [msgspec.msgpack.decode(item, type=list[Any]) for item in series.items]
     except (msgspec.DecodeError, ValueError) as error:
@@ -333,8 +333,8 @@ def predictors_state(predictors: Predictors) -> dict[str, object]:
     return {
         "width": predictors.width,
         "dtype": trees[0].nodes.dtype,
-        "trees": Series("tree", parts),
-        "differences": Series("differences", _chunks(*sizes)),
+        "trees": PieceSeries("tree", parts),
+        "differences": PieceSeries("differences", _chunks(*sizes)),
     }
 
 
@@ -380,7 +380,7 @@ def growing_state(growing: Growing) -> dict[str, object]:
     step = _GROWING * array.itemsize
     data = array.view(np.uint8).data
     parts = [data[at : at + step] for at in range(0, array.nbytes, step)]
-    return {"dtype": array.dtype, "parts": Series("part", parts)}
+    return {"dtype": array.dtype, "parts": PieceSeries("part", parts)}
 
 
 def restore_growing(state: Any) -> Any:

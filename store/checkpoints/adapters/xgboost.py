@@ -16,7 +16,11 @@ from xxhash import xxh3_128_digest
 
 from tensor_dedup.store.checkpoints.adapters import appended, ubjson
 from tensor_dedup.store.checkpoints.adapters.appended import GrowingAdapter
-from tensor_dedup.store.checkpoints.adapters.base import Series, StateProvider, register_provider
+from tensor_dedup.store.checkpoints.adapters.base import (
+    PieceSeries,
+    StateProvider,
+    register_provider,
+)
 from tensor_dedup.store.checkpoints.adapters.estimators import estimator_provider
 from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
 from tensor_dedup.store.checkpoints.adapters.xgboost_slices import Parts, joined, parts_of
@@ -97,7 +101,7 @@ def _state(booster: Any) -> dict[str, object]:
     done = 0
     for name, bounds in _cuts(raw):
         plan += [raw[done : bounds[0]], [name, len(bounds) - 1]]
-        state[name] = Series(name, [raw[start:stop] for start, stop in pairwise(bounds)])
+        state[name] = PieceSeries(name, [raw[start:stop] for start, stop in pairwise(bounds)])
         done = bounds[-1]
     plan.append(raw[done:])
     return {**state, "plan": plan, "sum": xxh3_128_digest(raw)}

@@ -11,7 +11,7 @@ from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
 import fresh
 from frozen_pieces import loaded, stored, there_and_back
 from tensor_dedup.store.checkpoints.adapters import NumpyAdapter, SklearnAdapter
-from tensor_dedup.store.checkpoints.state import Piece
+from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
 
 NUMPY, SKLEARN = NumpyAdapter(), SklearnAdapter()
@@ -30,7 +30,7 @@ def lazily_imported() -> list[str]:
     for name in (b"_inductor", b"_export", b"onnx"):
         data = bytes([0x91, 0x92, 0, 0x92, 48, 0xA0 + len(name)]) + name
         with pytest.raises(DamagedStateError):
-            loaded(NUMPY, {**held, "#values": Piece("#values", "U8", (len(data),), data)})
+            loaded(NUMPY, {**held, "#values": NamedValue("#values", "U8", (len(data),), data)})
     return sorted(set(sys.modules) - with_torch)
 
 

@@ -9,7 +9,7 @@ import pytest
 from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import LightGBMAdapter, adapter_for, by_name
 from tensor_dedup.store.checkpoints.adapters.lightgbm import _cut, _joined
-from tensor_dedup.store.checkpoints.state import Piece
+from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
     MismatchedOriginalError,
@@ -143,7 +143,7 @@ def test_a_layout_nobody_knows_is_kept_whole(sizes: str) -> None:
 def test_a_tree_that_is_gone_or_broken_is_damage() -> None:
     held = stored(ADAPTER, train("binary", 3))
     broken = dict(held)
-    broken["tree_000001"] = Piece("tree_000001", "U8", (3,), b"\xff\xfe\x00")
+    broken["tree_000001"] = NamedValue("tree_000001", "U8", (3,), b"\xff\xfe\x00")
     del held["tree_000002"]
     for pieces in (held, broken):
         with pytest.raises(DamagedStateError):

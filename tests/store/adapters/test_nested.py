@@ -18,14 +18,14 @@ from frozen_pieces import loaded, stored, there_and_back
 from tensor_dedup.store.checkpoints.adapters import (
     NumpyAdapter,
     PyTorchAdapter,
-    Series,
+    PieceSeries,
     StateProvider,
     adapter_for,
     by_name,
     register_provider,
 )
 from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter, Providers
-from tensor_dedup.store.checkpoints.state import Piece
+from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.checkpoints.state_errors import (
     CyclicStateError,
     DamagedStateError,
@@ -143,19 +143,19 @@ def test_pieces_are_called_by_the_keys_that_lead_to_them() -> None:
 
 
 def test_a_series_has_names_that_nobody_else_has() -> None:
-    series = Series("tree", [b"a", b"b"])
+    series = PieceSeries("tree", [b"a", b"b"])
     state = {"tree_000001": np.ones(1), "all": series, "all.tree_000000": np.zeros(1)}
     held = stored(NUMPY, {**state, "tree~_000000": np.ones(1)})
     assert len(held) == 2 + 2 + 3
     back = loaded(NUMPY, held)
     assert [bytes(item) for item in back["all"].items] == [b"a", b"b"]
     assert back["all.tree_000000"] == 0
-    twice = there_and_back(NUMPY, [series, series, Series("x", [])])
+    twice = there_and_back(NUMPY, [series, series, PieceSeries("x", [])])
     assert [[bytes(item) for item in each.items] for each in twice] == [[b"a", b"b"]] * 2 + [[]]
 
 
 def test_what_grows_comes_last_and_the_longest_first() -> None:
-    short, long = Series("short", [b"a"] * 2), Series("long", [b"b"] * 4)
+    short, long = PieceSeries("short", [b"a"] * 2), PieceSeries("long", [b"b"] * 4)
     names = list(stored(NUMPY, {"a": short, "b": long, "c": np.ones(1)}))
     assert [name[:6] for name in names] == [
         "c",
@@ -172,7 +172,7 @@ def test_the_format_stays() -> None:
         "n": [1, -0.5, None, True, "é", b"\x00", (1, 2), {3}],
         "big": 1 << 70,
         "o": OrderedDict([(1, torch.ones(1))]),
-        "s": Series("t", [b"ab"]),
+        "s": PieceSeries("t", [b"ab"]),
         "d": defaultdict[Any, Any](int, {(1,): np.int8(-1)}),
         "c": 1j,
     }
@@ -410,7 +410,7 @@ def test_a_second_provider_of_a_name_or_type_is_refused() -> None:
 def test_a_provider_that_is_not_there_is_named() -> None:
     held = stored(NUMPY, {"x": {"s": Scaler(np.ones(2), "n")}})
     data = bytes(held["#structure"].data).replace(b"tests.scaler", b"tests.sc4ler")
-    held["#structure"] = Piece("#structure", "U8", (len(data),), data)
+    held["#structure"] = NamedValue("#structure", "U8", (len(data),), data)
     with pytest.raises(UnknownProviderError, match=r"""^x\["s"\]: no provider 'tests.sc4ler'"""):
         loaded(NUMPY, held)
 
@@ -450,7 +450,7 @@ WIRES: list[Any] = [
 def test_values_no_encoder_wrote_are_damage(values: Any) -> None:
     held = stored(NUMPY, [1])
     data = msgspec.msgpack.encode(values)
-    held["#values"] = Piece("#values", "U8", (len(data),), data)
+    held["#values"] = NamedValue("#values", "U8", (len(data),), data)
     with pytest.raises(DamagedStateError):
         loaded(NUMPY, held)
 
@@ -460,7 +460,7 @@ def test_damage_is_an_error_of_ours(noise: bytes, name: str, at: int) -> None:
     held = stored(NUMPY, {"w": np.ones(2), "o": [np.array(["a"]), Scaler(1, "n")], "t": (1, 2.5)})
     data = bytes(held[name].data)
     data = data[:at] + noise + data[at + len(noise) :]
-    held[name] = Piece(name, "U8", (len(data),), data)
+    held[name] = NamedValue(name, "U8", (len(data),), data)
     with suppress(DamagedStateError, UnknownProviderError):
         loaded(NUMPY, held)
 

@@ -44,7 +44,7 @@ from tensor_dedup.store.checkpoints.adapters import (
     sklearn_trees,
 )
 from tensor_dedup.store.checkpoints.adapters.sklearn import _class, _restore_function
-from tensor_dedup.store.checkpoints.state import Piece
+from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
     ForbiddenClassError,
@@ -405,7 +405,7 @@ def test_a_tree_that_leads_nowhere_is_damage(damage: str) -> None:
         data[16:24] = (77).to_bytes(8, "little")
     if damage == "short":
         del data[-3:]
-    held[name] = Piece(name, "U8", (len(data),), bytes(data))
+    held[name] = NamedValue(name, "U8", (len(data),), bytes(data))
     if damage == "gone":
         del held[name]
     with pytest.raises(DamagedStateError):
@@ -428,7 +428,7 @@ def test_damage_is_an_error_of_ours(name: str, at: int, noise: bytes) -> None:
     data = data[:at] + noise + data[at + max(1, len(noise)) :]
     # A version that differs is a warning of scikit-learn's.
     with suppress(StateError, InconsistentVersionWarning):
-        loaded(ADAPTER, {**DAMAGED, name: Piece(name, "U8", (len(data),), data)})
+        loaded(ADAPTER, {**DAMAGED, name: NamedValue(name, "U8", (len(data),), data)})
 
 
 def test_the_adapter_is_found() -> None:

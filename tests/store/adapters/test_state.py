@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES, Piece, pieces, raw, value
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, pieces, raw, value
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedArrayError
 
 TORCH = {
@@ -33,11 +33,11 @@ TORCH = {
 }
 
 
-def one(held: Any) -> Piece:
+def one(held: Any) -> NamedValue:
     return pieces({"x": held})[0]
 
 
-def address(piece: Piece) -> int:
+def address(piece: NamedValue) -> int:
     return int(np.frombuffer(memoryview(piece.data), np.uint8).ctypes.data)
 
 
@@ -125,8 +125,8 @@ def test_what_numpy_lacks_comes_back_as_the_piece() -> None:
 
 
 def test_a_piece_stays_and_takes_the_name_of_its_key() -> None:
-    piece = Piece("old", "U8", (2,), b"ab")
-    assert one(piece) == Piece("x", "U8", (2,), b"ab")
+    piece = NamedValue("old", "U8", (2,), b"ab")
+    assert one(piece) == NamedValue("x", "U8", (2,), b"ab")
     assert pieces({"old": piece})[0] is piece
     assert (piece.nbytes, bytes(raw(piece))) == (2, b"ab")
 
@@ -174,7 +174,7 @@ def test_a_kind_of_tensor_nobody_knows_is_refused() -> None:
 
 def test_too_few_bytes_are_damage() -> None:
     with pytest.raises(DamagedStateError, match=r"3 bytes are no F32 of shape \(1,\)"):
-        value(Piece("x", "F32", (1,), b"abc"))
+        value(NamedValue("x", "F32", (1,), b"abc"))
 
 
 def test_no_framework_is_imported_for_it() -> None:

@@ -11,7 +11,7 @@ import xgboost as xgb
 
 from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import XGBoostAdapter, adapter_for, by_name, ubjson
-from tensor_dedup.store.checkpoints.state import Piece
+from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,
     MismatchedOriginalError,
@@ -176,7 +176,7 @@ def test_a_tree_that_is_gone_or_broken_is_damage() -> None:
     held = stored(ADAPTER, train("binary", 3))
     broken = dict(held)
     data = bytes(held["tree_000001"].data)
-    broken["tree_000001"] = Piece("tree_000001", "U8", (len(data) - 9,), data[9:])
+    broken["tree_000001"] = NamedValue("tree_000001", "U8", (len(data) - 9,), data[9:])
     del held["tree_000002"]
     for pieces in (held, broken):
         with pytest.raises(DamagedStateError):

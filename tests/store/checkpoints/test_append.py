@@ -10,7 +10,7 @@ import pytest
 from steps import Arrays, Model, assert_same, handle, network, shares, train
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.memory import Places
-from tensor_dedup.store.checkpoints.storing import Stocker
+from tensor_dedup.store.checkpoints.storing import PieceWriter
 from tensor_dedup.store.errors import NameTakenError
 
 _FORK = multiprocessing.get_context("fork")
@@ -61,15 +61,15 @@ def test_what_another_one_saves_meanwhile_is_not_stored_against_itself(
 ) -> None:
     """It was unknown when it was looked up, and stands in the step before when it is encoded."""
     mine, other = handle(tmp_path), handle(tmp_path)
-    look_up, meanwhile = Stocker._look_up, [network(1)]
+    look_up, meanwhile = PieceWriter._look_up, [network(1)]
 
-    def late(self: Stocker, digests: Collection[bytes]) -> dict[bytes, Places]:
+    def late(self: PieceWriter, digests: Collection[bytes]) -> dict[bytes, Places]:
         found = look_up(self, digests)
         if meanwhile:
             other.append(meanwhile.pop())
         return found
 
-    monkeypatch.setattr(Stocker, "_look_up", late)
+    monkeypatch.setattr(PieceWriter, "_look_up", late)
     assert mine.append(network(1)).step == 1
     assert mine.store.verify(full=True).faults == []
     for step in range(2):

@@ -16,7 +16,7 @@ from tensor_dedup.cli import main
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkout import ENVIRONMENT, check_out
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints.state import Piece
+from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.generated import STATE, WEIGHTS
 
 
@@ -24,10 +24,10 @@ def model() -> dict[str, Any]:
     """Weights of several widths, some of a type that numpy lacks, and state of the training."""
     found: dict[str, Any] = dict(network(1, layers=2))
     found["half"] = np.arange(7, dtype=np.float16)
-    found["bf16"] = Piece("bf16", "BF16", (2, 2), b"\x01\x3f\x02\x3f\x03\x3f\x04\x3f")
+    found["bf16"] = NamedValue("bf16", "BF16", (2, 2), b"\x01\x3f\x02\x3f\x03\x3f\x04\x3f")
     found["größe"] = np.array([1, 2], np.int64)
     found["#skeleton"] = np.frombuffer(b'{"a": 1}', np.uint8)
-    found["#complex"] = Piece("#complex", "C128", (1,), bytes(16))
+    found["#complex"] = NamedValue("#complex", "C128", (1,), bytes(16))
     return found
 
 

@@ -22,7 +22,7 @@ from tensor_dedup.store.checkpoints.errors import (
     ForkedSaveError,
     PinnedStepError,
 )
-from tensor_dedup.store.checkpoints.pinning import Context, Pinning
+from tensor_dedup.store.checkpoints.pinning import Context, StepCapture
 from tensor_dedup.store.checkpoints.staging import HostPool
 from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
 from tensor_dedup.store.errors import LostHitError
@@ -242,7 +242,7 @@ def test_what_is_collected_between_looking_and_committing_is_an_error(tmp_path: 
     run.save_async(model, 0).wait()
     taken = run._taken(model, 1, None, None)
     context = Context(run._saves._pool, [], set(), run._saver.large())
-    pinning = Pinning(taken.values, context)
+    pinning = StepCapture(taken.values, context)
     pinning.hold()
     other = handle(tmp_path)
     other.delete(0)

@@ -14,8 +14,8 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.devices import CudaDevice, host_tensor
 from tensor_dedup.store.checkpoints.errors import ChangedModelError
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.pinning import Context, Pinning
-from tensor_dedup.store.checkpoints.saving import Snapshot
+from tensor_dedup.store.checkpoints.pinning import Context, StepCapture
+from tensor_dedup.store.checkpoints.saving import StepSnapshot
 from tensor_dedup.store.checkpoints.staging import HostPool
 from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
 from trainings import Training
@@ -87,11 +87,11 @@ def test_hooks_are_taken_off(tmp_path: Path) -> None:
     assert not run._saves._hooked  # an optimizer that is gone makes nothing wait
 
 
-def pinning_of(values: dict[str, torch.Tensor], pool: int = 1 << 20, **more: Any) -> Pinning:
-    return Pinning(values, Context(HostPool(pool), more.get("devices", []), set(), {}))
+def pinning_of(values: dict[str, torch.Tensor], pool: int = 1 << 20, **more: Any) -> StepCapture:
+    return StepCapture(values, Context(HostPool(pool), more.get("devices", []), set(), {}))
 
 
-def held(snapshot: Snapshot) -> list[bytes]:
+def held(snapshot: StepSnapshot) -> list[bytes]:
     return [bytes(piece.data) for piece in snapshot.pieces]
 
 
@@ -176,9 +176,9 @@ class Plain(HostPool):
         super().give(block)
 
 
-def staged(values: dict[str, torch.Tensor], room: int = 1 << 20) -> tuple[Pinning, Slow]:
+def staged(values: dict[str, torch.Tensor], room: int = 1 << 20) -> tuple[StepCapture, Slow]:
     device = Slow()
-    return Pinning(values, Context(Plain(room), [device], set(), {})), device
+    return StepCapture(values, Context(Plain(room), [device], set(), {})), device
 
 
 def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
@@ -243,7 +243,7 @@ def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:
     pool = Plain(1 << 20)
     values = {"a": torch.randn(200, 200), "b": torch.randn(9).to_sparse()}
     with pytest.raises(UnsupportedArrayError):
-        Pinning(values, Context(pool, [Slow()], set(), {}))
+        StepCapture(values, Context(pool, [Slow()], set(), {}))
     assert pool.allocated == 40 * 4096
     pool.clear()
     assert pool.allocated == 0
@@ -291,7 +291,7 @@ def test_steps_from_a_gpu(tmp_path: Path, hooked: bool) -> None:
 def test_copies_from_a_gpu_do_not_hold_up_the_host() -> None:
     weight = torch.randn(8192, 8192, device="cuda")
     expected = weight.cpu()
-    pinning = Pinning({"weight": weight}, Context(HostPool(1 << 30), [CudaDevice()], set(), {}))
+    pinning = StepCapture({"weight": weight}, Context(HostPool(1 << 30), [CudaDevice()], set(), {}))
     stream = pinning._streams[weight.device]
     assert isinstance(stream._event.query(), bool)  # type: ignore[attr-defined]
     pinning.hold()

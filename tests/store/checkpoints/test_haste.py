@@ -13,7 +13,7 @@ from gates import Gate, gated
 from steps import Model, assert_same, copied, handle
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadCompressError
-from tensor_dedup.store.checkpoints.haste import Haste
+from tensor_dedup.store.checkpoints.haste import Backpressure
 from tensor_dedup.store.checkpoints.saving import Saved
 from tensor_dedup.store.tables import PLAIN
 
@@ -121,7 +121,7 @@ def test_it_is_tried_again_later_each_time(run: CheckpointStore) -> None:
 
 
 def test_what_it_does_by_turns() -> None:
-    haste, skipped = Haste(), []
+    haste, skipped = Backpressure(), []
     # Waited for, seven times; never again after that.
     for number in range(40):
         haste.begin((lambda: True) if number < 7 else (lambda: False))
@@ -132,7 +132,7 @@ def test_what_it_does_by_turns() -> None:
 
 
 def test_saves_in_between_that_are_not_in_the_background_change_nothing() -> None:
-    haste = Haste()
+    haste = Backpressure()
     haste.begin(lambda: True)
     for _ in range(3):
         haste.begin(None)

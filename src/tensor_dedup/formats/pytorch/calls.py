@@ -4,7 +4,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tensor_dedup.formats.pytorch.values import Dtype, Function, Inert, PlainDict, Storage, Tensor
+from tensor_dedup.formats.pytorch.values import (
+    Dtype,
+    Function,
+    Inert,
+    PickledTensorView,
+    PlainDict,
+    Storage,
+)
 
 # PyTorch's own limit is 64 in most operations.
 MAX_DIMENSIONS = 64
@@ -53,7 +60,7 @@ def _sizes(value: object) -> bool:
     )
 
 
-def _tensor(arguments: Arguments) -> Tensor | None:
+def _tensor(arguments: Arguments) -> PickledTensorView | None:
     """(storage, offset, size, stride)"""
     if len(arguments) != 4 or not isinstance(arguments[0], Storage):
         return None
@@ -61,27 +68,27 @@ def _tensor(arguments: Arguments) -> Tensor | None:
     return _view(arguments, storage.type.dtype, lazy=False)
 
 
-def _tensor_v2(arguments: Arguments) -> Tensor | None:
+def _tensor_v2(arguments: Arguments) -> PickledTensorView | None:
     """(storage, offset, size, stride, requires_grad, hooks[, metadata])"""
     if len(arguments) not in (6, 7) or not isinstance(arguments[0], Storage):
         return None
     return _view(arguments[:4], arguments[0].type.dtype, lazy=_is_lazy(arguments[6:]))
 
 
-def _tensor_v3(arguments: Arguments) -> Tensor | None:
+def _tensor_v3(arguments: Arguments) -> PickledTensorView | None:
     """(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])"""
     if len(arguments) not in (7, 8) or not isinstance(arguments[6], Dtype):
         return None
     return _view(arguments[:4], arguments[6], lazy=_is_lazy(arguments[7:]))
 
 
-def _view(arguments: Arguments, dtype: Dtype | None, *, lazy: bool) -> Tensor | None:
+def _view(arguments: Arguments, dtype: Dtype | None, *, lazy: bool) -> PickledTensorView | None:
     storage, offset, shape, stride = arguments
     if not isinstance(storage, Storage) or dtype is None or not _sizes((offset,)):
         return None
     if not _sizes(shape) or not _sizes(stride) or len(shape) != len(stride):
         return None
-    return Tensor(storage, dtype, offset, tuple(shape), tuple(stride), lazy)
+    return PickledTensorView(storage, dtype, offset, tuple(shape), tuple(stride), lazy)
 
 
 def _is_lazy(metadata: Arguments) -> bool:
@@ -94,9 +101,9 @@ def _is_lazy(metadata: Arguments) -> bool:
     )
 
 
-def _parameter(arguments: Arguments) -> Tensor | None:
+def _parameter(arguments: Arguments) -> PickledTensorView | None:
     """(data, requires_grad, hooks[, state])"""
-    fits = len(arguments) in (3, 4) and isinstance(arguments[0], Tensor)
+    fits = len(arguments) in (3, 4) and isinstance(arguments[0], PickledTensorView)
     return arguments[0] if fits else None
 
 

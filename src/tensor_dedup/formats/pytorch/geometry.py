@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from tensor_dedup.formats.pytorch import errors as lies
 from tensor_dedup.formats.pytorch.archive import Entry
-from tensor_dedup.formats.pytorch.values import Storage, Tensor
+from tensor_dedup.formats.pytorch.values import PickledTensorView, Storage
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.types import TensorSpec
 
@@ -41,11 +41,14 @@ class PickledTensor:
 
 
 def place(
-    tensors: Sequence[tuple[str, Tensor]], entries: Mapping[str, Entry], root: str, path: str
+    tensors: Sequence[tuple[str, PickledTensorView]],
+    entries: Mapping[str, Entry],
+    root: str,
+    path: str,
 ) -> tuple[list[TensorSpec], list[PickledTensor]]:
     """The ranges of bytes that tensors are made of, in order, and all tensors. PytorchError."""
     known: dict[str, Storage] = {}
-    members: dict[str, list[tuple[str, Tensor, Entry]]] = {}
+    members: dict[str, list[tuple[str, PickledTensorView, Entry]]] = {}
     for name, tensor in tensors:
         entry = _entry(name, tensor.storage, entries, root, path)
         _check_same(name, tensor.storage, known, path)
@@ -97,7 +100,7 @@ def _called(storage: Storage) -> str:
     return "bytes" if storage.type.dtype is None else storage.type.dtype.name
 
 
-def _check_inside(name: str, tensor: Tensor, entry: Entry, path: str) -> None:
+def _check_inside(name: str, tensor: PickledTensorView, entry: Entry, path: str) -> None:
     elements = 1
     for size in tensor.shape:
         # Each one that is not 0, so that a 0 does not hide an overflow.
@@ -120,7 +123,7 @@ def _check_inside(name: str, tensor: Tensor, entry: Entry, path: str) -> None:
         )
 
 
-def _pickled(name: str, tensor: Tensor, entry: Entry) -> PickledTensor:
+def _pickled(name: str, tensor: PickledTensorView, entry: Entry) -> PickledTensor:
     empty = 0 in tensor.shape
     # Nobody's bytes: at the beginning it stands in no other's way.
     start = entry.start if empty else entry.start + tensor.offset * tensor.dtype.bits // 8

@@ -1,7 +1,7 @@
 """Evaluates a pickle to inert values. No class is looked up, no function called, nothing imported.
 
 A stack of values, marks on it, and a memo, as in Python's pickle; containers are lists, tuples and
-`PlainDict`s, tensors `Tensor`s, and everything else that is allowed at all becomes `Inert`.
+`PlainDict`s, tensors `PickledTensorView`s, and everything else that is allowed at all becomes `Inert`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from tensor_dedup.formats.pytorch.opcodes import instructions
 from tensor_dedup.formats.pytorch.values import (
     Function,
     Inert,
+    PickledTensorView,
     PlainDict,
     Storage,
     StorageType,
-    Tensor,
 )
 
 # A tensor takes some 45 instructions; the largest checkpoints have 100,000 tensors in a file.
@@ -204,7 +204,10 @@ class _Machine:
         # Attributes: of a state dict its versions, of a tensor what nobody asked for.
         self.pop()
         target = self.top()
-        if not (isinstance(target, Tensor) or (isinstance(target, PlainDict) and target.ordered)):
+        if not (
+            isinstance(target, PickledTensorView)
+            or (isinstance(target, PlainDict) and target.ordered)
+        ):
             self.refuse(f"attributes for {_kind(target)}")
 
     def refuse(self, what: str) -> NoReturn:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from tensor_dedup.formats.errors import shorten
 from tensor_dedup.formats.pytorch import errors as lies
-from tensor_dedup.formats.pytorch.values import PlainDict, Tensor
+from tensor_dedup.formats.pytorch.values import PickledTensorView, PlainDict
 
 # Deeper than any state dict, and shallow enough that a value that holds itself is found out.
 MAX_DEPTH = 64
@@ -26,14 +26,14 @@ _KEY_LIMIT = 1 << 64
 Item = tuple[str, object]
 
 
-def named_tensors(value: object, path: str) -> list[tuple[str, Tensor]]:
+def named_tensors(value: object, path: str) -> list[tuple[str, PickledTensorView]]:
     """Every tensor with its name, in the order of the pickle. PytorchError."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, PickledTensorView] = {}
     waiting: list[tuple[str, object, int]] = [("", value, 0)]
     holders = values = names = 0
     while waiting:
         prefix, holder, depth = waiting.pop()
-        if isinstance(holder, Tensor):
+        if isinstance(holder, PickledTensorView):
             names += len(prefix)
             _keep(found, prefix or _ALONE, holder, path)
             continue
@@ -56,7 +56,7 @@ def named_tensors(value: object, path: str) -> list[tuple[str, Tensor]]:
 
 
 def _holds(value: object) -> bool:
-    return isinstance(value, Tensor | PlainDict | list | tuple) and value != ()
+    return isinstance(value, PickledTensorView | PlainDict | list | tuple) and value != ()
 
 
 def _items(holder: object, prefix: str, path: str) -> list[Item]:
@@ -105,7 +105,9 @@ def _check_names(items: Iterable[tuple[str, object, int]], path: str) -> None:
             )
 
 
-def _keep(found: dict[str, Tensor], name: str, tensor: Tensor, path: str) -> None:
+def _keep(
+    found: dict[str, PickledTensorView], name: str, tensor: PickledTensorView, path: str
+) -> None:
     if name in found:
         raise lies.RepeatedNameError.at(path, "two tensors have this name", name)
     found[name] = tensor

@@ -11,7 +11,7 @@ from tensor_dedup.formats.pytorch.archive import Entry, read_archive
 from tensor_dedup.formats.pytorch.geometry import PickledTensor, place
 from tensor_dedup.formats.pytorch.machine import evaluate
 from tensor_dedup.formats.pytorch.naming import named_tensors
-from tensor_dedup.formats.pytorch.values import PlainDict, Tensor
+from tensor_dedup.formats.pytorch.values import PickledTensorView, PlainDict
 from tensor_dedup.types import TensorSpec
 
 MAX_PICKLE_BYTES = 100_000_000
@@ -66,7 +66,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Pytor
 
 def _is_flat(value: object) -> bool:
     return isinstance(value, PlainDict) and all(
-        isinstance(key, str) and isinstance(held, Tensor) for key, held in value.pairs
+        isinstance(key, str) and isinstance(held, PickledTensorView) for key, held in value.pairs
     )
 
 

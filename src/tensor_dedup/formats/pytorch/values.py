@@ -50,7 +50,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+class PickledTensorView:
     """A view of a storage. `stride` and `offset` in elements of `dtype`.
 
     `lazy`: its elements are those of the storage, conjugated or negated when they are read.
