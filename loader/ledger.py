@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
     from tensor_dedup.loader.report import ModelReport
-    from tensor_dedup.loader.sources import SourceTensor
 
 
 @dataclass(slots=True)

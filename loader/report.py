@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tensor_dedup.loader.report_table import render
+from tensor_dedup.text_table import render
 
 REPORT_DIR_VARIABLE: Final = "TENSOR_DEDUP_REPORT_DIR"
 _FILE: Final = re.compile(r"\d+-\d+\.json")  # of a load: the process, and which of its loads

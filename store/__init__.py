@@ -12,13 +12,13 @@ What lies on disk, and what is promised about it: FORMAT.md.
 """
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checking import Fault, VerifyResult
-from tensor_dedup.store.collecting import GcPlan
-from tensor_dedup.store.describing import Listed, Stats
-from tensor_dedup.store.importing import ImportResult
-from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces, StoredTensor
-from tensor_dedup.store.repairing import RepairResult
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces, StoredTensor
 from tensor_dedup.store.store import Store
+from tensor_dedup.store.upkeep.gc import GcPlan
+from tensor_dedup.store.upkeep.repair import RepairResult
+from tensor_dedup.store.upkeep.stats import Listed, Stats
+from tensor_dedup.store.upkeep.verify import Fault, VerifyResult
+from tensor_dedup.store.writing.import_ import ImportResult
 
 __all__ = [
     "Fault",

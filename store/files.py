@@ -21,10 +21,10 @@ from typing import Literal, TypeAlias
 
 from tensor_dedup import libc
 from tensor_dedup.sqlite import connect
-from tensor_dedup.store import memory
+from tensor_dedup.store import buffers
 
 # What `direct` and `map` count in.
-PAGE = memory.PAGE
+PAGE = buffers.PAGE
 Mode: TypeAlias = Literal["read", "direct", "create", "modify", "lock"]
 
 # linux/fs.h: share the blocks of another file, copied only when one of the two is written.
@@ -269,7 +269,7 @@ class RealFiles(Files):
 
     def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
         with _naming(handle):
-            return memory.map_file(handle.fd, start, nbytes)
+            return buffers.map_file(handle.fd, start, nbytes)
 
     def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
         view, done = memoryview(data), 0

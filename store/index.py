@@ -18,9 +18,9 @@ from blake3 import blake3
 
 from tensor_dedup.sqlite import transaction
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
-from tensor_dedup.store.external import EXTERNAL, ExternalFile
+from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
+from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.tables import Table
 
 if TYPE_CHECKING:
     from tensor_dedup.store.files import Handle

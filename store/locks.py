@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.files import Files
-from tensor_dedup.store.layout import StoreLayout
+from tensor_dedup.store.format.layout import StoreLayout
 
 # A sweep is a few renames, so a session that waits longer waits for something else.
 SESSION_WAIT_S = 120.0

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import frames, manifests, tables
 from tensor_dedup.store.errors import (
     ChangedExternalError,
     DamagedFileError,
@@ -20,17 +19,13 @@ from tensor_dedup.store.errors import (
     StoreBusyError,
     UnknownNameError,
 )
-from tensor_dedup.store.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.layout import (
-    BAD_SUFFIX,
-    READABLE_KINDS,
-    TABLE_SUFFIX,
-    StoreLayout,
-)
-from tensor_dedup.store.manifests import Manifest, Piece
-from tensor_dedup.store.names import file_of, name_in
-from tensor_dedup.store.tables import Table
+from tensor_dedup.store.format import frames, manifests, tables
+from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
+from tensor_dedup.store.format.layout import BAD_SUFFIX, READABLE_KINDS, TABLE_SUFFIX, StoreLayout
+from tensor_dedup.store.format.manifests import Manifest, Piece
+from tensor_dedup.store.format.names import file_of, name_in
+from tensor_dedup.store.format.tables import Table
 
 _BAD = b"badl"
 _REF_BYTES = 1 << 12

@@ -6,30 +6,30 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from tensor_dedup.store.checking import Level, VerifyResult, verify
-from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
-from tensor_dedup.store.creation import default_path, initialise, workers
-from tensor_dedup.store.describing import Listed, Stats, listed, stats
 from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError
-from tensor_dedup.store.exporting import export
 from tensor_dedup.store.files import Files, RealFiles
-from tensor_dedup.store.hashing import Hasher, ProgressListener, SilentListener
-from tensor_dedup.store.importing import ImportResult, import_source
+from tensor_dedup.store.format.layout import StoreLayout
+from tensor_dedup.store.format.names import check_name, name_of
 from tensor_dedup.store.index import StoreIndex, open_index
-from tensor_dedup.store.layout import StoreLayout
+from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
-from tensor_dedup.store.matching import Known, expected_manifest
-from tensor_dedup.store.names import check_name, name_of
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.observing import ImportListener, NullListener
-from tensor_dedup.store.reading import StoredCheckpoint, StoredPieces
-from tensor_dedup.store.repairing import Repair, RepairResult
-from tensor_dedup.store.sources import ImportSource, read_source
-from tensor_dedup.store.translating import os_errors
+from tensor_dedup.store.os_errors import os_errors
+from tensor_dedup.store.reading.export import export
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
+from tensor_dedup.store.upkeep.repair import Repair, RepairResult
+from tensor_dedup.store.upkeep.stats import Listed, Stats, listed, stats
+from tensor_dedup.store.upkeep.verify import Level, VerifyResult, verify
+from tensor_dedup.store.writing.expected_manifest import Known, expected_manifest
+from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, SilentListener
+from tensor_dedup.store.writing.import_ import ImportResult, import_source
+from tensor_dedup.store.writing.import_listener import ImportListener, NullListener
+from tensor_dedup.store.writing.sources import ImportSource, read_source
 from tensor_dedup.suggestions import nearest, perhaps
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.compressing import Encoder
+    from tensor_dedup.store.writing.encoder import Encoder
 
 StrPath = str | PathLike[str]
 
@@ -137,7 +137,7 @@ class Store:
     def _encoder(
         self, index: StoreIndex, hasher: Hasher, source: ImportSource, base: str | None
     ) -> "Encoder":
-        from tensor_dedup.store.compressing import Encoder  # and with it numpy
+        from tensor_dedup.store.writing.encoder import Encoder  # and with it numpy
 
         encoder = Encoder(self._objects, index, hasher)
         if base is not None:

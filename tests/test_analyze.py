@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import reads
-from tensor_dedup.analyze import analyze, fusing, layers, reading
+from tensor_dedup.analyze import analyze, digests, fusion, layers
 from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import (
@@ -26,7 +26,7 @@ from tensor_dedup.errors import (
     FormatError,
     StoreError,
 )
-from tensor_dedup.loader.hints import HintIndex
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 Content = Mapping[str, bytes]
@@ -132,9 +132,9 @@ def test_experts_are_stacked_in_the_order_of_their_numbers() -> None:
             ],
         )
 
-    assert fusing.survives([of(range(12)), of(range(12))]).shared_bytes == 12
+    assert fusion.survives([of(range(12)), of(range(12))]).shared_bytes == 12
     swapped = [1, 0, *range(2, 12)]
-    found = fusing.survives([of(range(12)), of(swapped)])
+    found = fusion.survives([of(range(12)), of(swapped)])
     assert (found.shared_bytes, found.lost_bytes) == (0, 12)
 
 
@@ -290,8 +290,8 @@ def test_runs_cover_all_tensors_in_order_and_fit_the_buffer(parts: list[tuple[in
         at += hole
         specs.append(TensorSpec(str(number), "U8", (size,), at, size))
         at += size
-    with mock.patch.multiple(reading, _PIECE_BYTES=16, _GAP_BYTES=4):
-        cut = list(reading.runs(specs))
+    with mock.patch.multiple(digests, _PIECE_BYTES=16, _GAP_BYTES=4):
+        cut = list(digests.runs(specs))
     assert [spec for run in cut for spec in run] == specs
     for run in cut:
         stop = run[-1].start + run[-1].nbytes
@@ -319,7 +319,7 @@ contents = st.dictionaries(
 def test_the_numbers_of_any_checkpoints_are_those_of_a_naive_count(
     checkpoints: list[dict[str, bytes]], minimum: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(reading, "_PIECE_BYTES", 16):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(digests, "_PIECE_BYTES", 16):
         paths = [
             write(Path(folder) / f"{number}.safetensors", content)
             for number, content in enumerate(checkpoints)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.device_openers import DeviceOpeners
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.kinds import DeviceOpeners
-from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CUDA
+from tensor_dedup.loader.residents.device_mappings import PLACES
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.known import ReplicaKey
+    from tensor_dedup.loader.residents.identity import ReplicaKey
 
 Open = Callable[[torch.device], SharedGpu]
 _T = TypeVar("_T")

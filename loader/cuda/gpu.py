@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from tensor_dedup.loader.cuda.opening import MappedExtent, Opener, VmmOpener, total
-from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.loader.residents.device_mappings import PLACES
 from tensor_dedup.memory_manager.cuda.driver import (
     Access,
     Driver,

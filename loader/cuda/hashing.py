@@ -22,9 +22,9 @@ from tensor_dedup import digest as host
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import IntegrityError, UnsupportedError
 from tensor_dedup.loader import report
-from tensor_dedup.loader.cuda.kinds import DeviceOpeners
-from tensor_dedup.loader.placing import param_data
-from tensor_dedup.loader.residents import sharable_anywhere, tensor_bytes
+from tensor_dedup.loader.cuda.device_openers import DeviceOpeners
+from tensor_dedup.loader.residents.param_data import param_data
+from tensor_dedup.loader.residents.resident import sharable_anywhere, tensor_bytes
 
 _log = logging.getLogger(__name__)
 _KERNEL: Final = "tensor_dedup.loader.cuda.blake3_kernel"

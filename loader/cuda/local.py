@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent
+from tensor_dedup.loader.cuda.requests import DeviceRequest
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
-from tensor_dedup.loader.cuda.wanted import DeviceRequest
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
-from tensor_dedup.memory_manager.layout import offsets_of
+from tensor_dedup.memory_manager.protocol.layout import offsets_of
 from tensor_dedup.types import ResidentKey
 
 

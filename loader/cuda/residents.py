@@ -16,9 +16,9 @@ import torch
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent, Opener
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
-from tensor_dedup.loader.dtypes import torch_dtype
-from tensor_dedup.loader.geometry import dense
-from tensor_dedup.loader.memory import HasFd, SlabUsageError
+from tensor_dedup.loader.residents.geometry import dense
+from tensor_dedup.loader.residents.slab import HasFd, SlabUsageError
+from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.types import ResidentKey
 
 _serials = itertools.count(1)

@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from tensor_dedup.loader.cuda.local import LocalDevice
-from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.loader.cuda.requests import DeviceRequest
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.tensors import tensor_at
-from tensor_dedup.loader.cuda.wanted import DeviceRequest
-from tensor_dedup.loader.dtypes import dtype_name, has_name, torch_dtype
-from tensor_dedup.loader.known import ReplicaKey, is_of_bytes
-from tensor_dedup.loader.placing import param_data
+from tensor_dedup.loader.residents.device_mappings import PLACES
+from tensor_dedup.loader.residents.identity import ReplicaKey, is_of_bytes
+from tensor_dedup.loader.residents.param_data import param_data
+from tensor_dedup.loader.torch_dtypes import dtype_name, has_name, torch_dtype
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.cuda.borrowing import Borrowing
     from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
+    from tensor_dedup.loader.cuda.manager_use import Borrowing
 
 Write = Callable[[int], str | None]
 _Place = tuple[int, int, ResidentKey]  # the slab's serial, the offset, the geometry

@@ -15,7 +15,7 @@ import torch
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
-from tensor_dedup.loader.memory import bytes_at
+from tensor_dedup.loader.residents.slab import bytes_at
 
 BUFFER_BYTES: Final = 8 * LEAF_BYTES
 BUFFERS: Final = 4

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tensor_dedup.memory_manager.layout import MEMORY, SlabLayout
+from tensor_dedup.memory_manager.protocol.layout import MEMORY, SlabLayout
 
 # Offset, size and announced digest ("" when not known) of each tensor of a slab.
 Pieces = Sequence[tuple[int, int, str]]

@@ -16,7 +16,7 @@ from tensor_dedup.memory_manager.backends.helper import Helper
 from tensor_dedup.memory_manager.backends.vmm import ALIGNMENT, announced
 from tensor_dedup.memory_manager.cuda.tickets import write_ticket
 from tensor_dedup.memory_manager.errors import NoMemoryError, NotSealedError
-from tensor_dedup.memory_manager.layout import SlabLayout
+from tensor_dedup.memory_manager.protocol.layout import SlabLayout
 
 _UNIT: Final = 2 << 20  # cudaMalloc's own; smaller slabs would cost as much
 

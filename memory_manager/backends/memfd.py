@@ -23,7 +23,7 @@ from tensor_dedup.memory_manager.errors import (
     NotSealedError,
     StillWritableError,
 )
-from tensor_dedup.memory_manager.layout import PAGE
+from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 NAME: Final = "tensor-dedup"
 _SIZE_SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK

@@ -16,7 +16,7 @@ from typing import Final
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Pieces
 from tensor_dedup.memory_manager.cuda.driver import Driver, GpuInfo, find_device
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError, NotSealedError
-from tensor_dedup.memory_manager.layout import SlabLayout
+from tensor_dedup.memory_manager.protocol.layout import SlabLayout
 
 ALIGNMENT: Final = 512  # what torch's own allocator gives, and more than any kernel asks for
 

@@ -6,11 +6,11 @@ from typing import Any, Final, Literal, Self, TypeAlias
 
 import msgspec
 
-from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.client.connection import Connection
-from tensor_dedup.memory_manager.limits import COMMAND
-from tensor_dedup.memory_manager.messages import Done, Evict, Pin, Rows, Status, Stop
-from tensor_dedup.memory_manager.tables import (
+from tensor_dedup.memory_manager.protocol import paths
+from tensor_dedup.memory_manager.protocol.limits import COMMAND
+from tensor_dedup.memory_manager.protocol.messages import Done, Evict, Pin, Rows, Status, Stop
+from tensor_dedup.memory_manager.protocol.tables import (
     BuildRow,
     CheckpointRow,
     ClientRow,

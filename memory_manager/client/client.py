@@ -11,20 +11,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self, TypeVar
 
-from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.client.connection import Connection
-from tensor_dedup.memory_manager.client.keeper import watch_manager
 from tensor_dedup.memory_manager.client.leases import Lease, SharedSlab, SlabTable, lease_of
 from tensor_dedup.memory_manager.client.puts import Put, Reservation
-from tensor_dedup.memory_manager.client.starting import start_manager
+from tensor_dedup.memory_manager.client.start import start_manager
+from tensor_dedup.memory_manager.client.watch import watch_manager
 from tensor_dedup.memory_manager.errors import (
     LeaseClosedError,
     ManagerGoneError,
     ProtocolError,
     RefusedError,
 )
-from tensor_dedup.memory_manager.limits import MAX_KEYS, MAX_NAME, MAX_PIECES
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.protocol import paths
+from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS, MAX_NAME, MAX_PIECES
+from tensor_dedup.memory_manager.protocol.messages import (
     Done,
     Found,
     FoundDigests,
@@ -39,7 +39,7 @@ from tensor_dedup.memory_manager.messages import (
     Waited,
     Welcome,
 )
-from tensor_dedup.memory_manager.wire import close_all
+from tensor_dedup.memory_manager.protocol.wire import close_all
 
 log = logging.getLogger("tensor_dedup.memory_manager.client")
 AUTO: Final = "auto"

@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tensor_dedup.memory_manager import paths, wire
-from tensor_dedup.memory_manager.codec import decode_reply, decode_request, encode
 from tensor_dedup.memory_manager.errors import (
     ManagerGoneError,
     NoMemoryError,
@@ -21,8 +19,10 @@ from tensor_dedup.memory_manager.errors import (
     RefusedError,
     UnsafeSocketError,
 )
-from tensor_dedup.memory_manager.limits import MAX_RELEASES
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.protocol import paths, wire
+from tensor_dedup.memory_manager.protocol.codec import decode_reply, decode_request, encode
+from tensor_dedup.memory_manager.protocol.limits import MAX_RELEASES
+from tensor_dedup.memory_manager.protocol.messages import (
     Extent,
     Found,
     FoundDigests,

@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import LeaseClosedError
-from tensor_dedup.memory_manager.messages import DigestSpan, Extent, SlabRef
+from tensor_dedup.memory_manager.protocol.messages import DigestSpan, Extent, SlabRef
 
 _Item = TypeVar("_Item")
 

@@ -2,7 +2,7 @@
 
 import os
 
-from tensor_dedup.memory_manager.limits import MAX_NAME
+from tensor_dedup.memory_manager.protocol.limits import MAX_NAME
 
 
 def checkpoint_name(given: str) -> str:

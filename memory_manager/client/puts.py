@@ -16,7 +16,7 @@ from tensor_dedup.memory_manager.errors import (
     NoMemoryError,
     ProtocolError,
 )
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.protocol.messages import (
     Abandon,
     Allocate,
     Allocated,

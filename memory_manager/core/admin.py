@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from tensor_dedup.memory_manager.core.effects import End
 from tensor_dedup.memory_manager.core.ledger import ResidentEntry
-from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, refusal
-from tensor_dedup.memory_manager.limits import MAX_NAMES_SHOWN, MAX_ROWS
-from tensor_dedup.memory_manager.messages import Done, Evict, Pin, Rows, Status, Stop
-from tensor_dedup.memory_manager.tables import (
+from tensor_dedup.memory_manager.core.manager_state import ClientState, ManagerState, refusal
+from tensor_dedup.memory_manager.protocol.limits import MAX_NAMES_SHOWN, MAX_ROWS
+from tensor_dedup.memory_manager.protocol.messages import Done, Evict, Pin, Rows, Status, Stop
+from tensor_dedup.memory_manager.protocol.tables import (
     BuildRow,
     CheckpointRow,
     ClientRow,

@@ -3,22 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from tensor_dedup.memory_manager.core import (
-    admin,
-    building,
-    handing_back,
-    reading,
-    tallies,
-    waiting,
-)
+from tensor_dedup.memory_manager.core import admin, build_log, puts, query, reclaim, wait_queue
 from tensor_dedup.memory_manager.core.effects import Close, Effect
 from tensor_dedup.memory_manager.core.ledger import Ledger
+from tensor_dedup.memory_manager.core.manager_state import (
+    ClientState,
+    ManagerState,
+    Process,
+    Settings,
+)
+from tensor_dedup.memory_manager.core.put_states import BadTransition
 from tensor_dedup.memory_manager.core.records import KeyRecord
-from tensor_dedup.memory_manager.core.states import BadTransition
-from tensor_dedup.memory_manager.core.world import ClientState, ManagerState, Process, Settings
 from tensor_dedup.memory_manager.errors import RefusedError
-from tensor_dedup.memory_manager.limits import COMMAND, Code, Message
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.protocol.limits import COMMAND, Code, Message
+from tensor_dedup.memory_manager.protocol.messages import (
     WITHOUT_REPLY,
     Abandon,
     Allocate,
@@ -41,23 +39,23 @@ from tensor_dedup.memory_manager.messages import (
     Wait,
     Welcome,
 )
-from tensor_dedup.memory_manager.tables import Totals
+from tensor_dedup.memory_manager.protocol.tables import Totals
 
 __all__ = ["Core", "Settings"]
 
 _Handler = Callable[[ManagerState, float, ClientState, Any], None]
 _HANDLERS: Final[Mapping[type[Message], _Handler]] = {
-    Lookup: reading.lookup,
-    LookupDigests: reading.lookup_digests,
-    Release: reading.release,
-    Reserve: building.reserve,
-    Allocate: building.allocate,
-    Progress: building.progress,
-    Seal: building.seal,
-    Publish: building.publish,
-    Abandon: building.abandon,
-    Offer: handing_back.offer,
-    Wait: waiting.wait,
+    Lookup: query.lookup,
+    LookupDigests: query.lookup_digests,
+    Release: query.release,
+    Reserve: puts.reserve,
+    Allocate: puts.allocate,
+    Progress: puts.progress,
+    Seal: puts.seal,
+    Publish: puts.publish,
+    Abandon: puts.abandon,
+    Offer: reclaim.offer,
+    Wait: wait_queue.wait,
     Status: admin.status,
     Rows: admin.rows,
     Pin: admin.pin,
@@ -109,7 +107,7 @@ class Core:
             self._hang_up(now, connection, "protocol", "the first message is Hello, once")
         else:
             if not isinstance(request, WITHOUT_REPLY):
-                waiting.interrupt(self._world, now, connection)
+                wait_queue.interrupt(self._world, now, connection)
             _HANDLERS[type(request)](self._world, now, connection, request)
 
     def _hello(self, now: float, connection: ClientState, request: Hello) -> None:
@@ -158,7 +156,7 @@ class Core:
         world = self._world
         world.processes[connection.process].connections.discard(connection.number)
         if connection.name is not None:
-            tallies.say_all(world, connection)
+            build_log.say_all(world, connection)
             held = {"leases": len(connection.leases), "builds": len(connection.puts)}
             facts = {"pid": connection.pid, "name": repr(connection.name), **held}
             _told(world, connection)("disconnected", **facts)
@@ -166,7 +164,7 @@ class Core:
         for slab in {r.slab for r in connection.leases.values()}:
             world.charge(world.ledger.slabs[slab], connection.process)
         for put in list(connection.puts.values()):
-            building.gone(world, now, connection, put)
+            puts.gone(world, now, connection, put)
         for lease in list(connection.leases):
             world.unlease(connection, lease, now)
         del world.connections[connection.number]
@@ -189,19 +187,19 @@ class Core:
         self, now: float, slab: int, failure: tuple[Code, str] | None = None
     ) -> list[Effect]:
         """The backend has done an Allocate, or why not."""
-        building.allocated(self._world, now, slab, failure)
+        puts.allocated(self._world, now, slab, failure)
         return self._effects()
 
     def hashed(self, now: float, slab: int, result: list[str] | tuple[Code, str]) -> list[Effect]:
         """The backend has done a SealAndHash or an Adopt: the digests, or why not."""
         handed_back = slab in self._world.offers
-        (handing_back if handed_back else building).hashed(self._world, now, slab, result)
+        (reclaim if handed_back else puts).hashed(self._world, now, slab, result)
         return self._effects()
 
     def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
         """Before the first client: the last manager's pins, and its records, which are entered
         when `inherit` has brought their tensors."""
-        handing_back.expect(self._world, records, pins)
+        reclaim.expect(self._world, records, pins)
 
     def inherit(
         self,
@@ -211,13 +209,13 @@ class Core:
         checkpoints: Sequence[Sequence[str]],
     ) -> tuple[int, list[Effect]]:
         """Take a slab of the last manager; the number that its Adopt has. RefusedError."""
-        number = handing_back.inherit(self._world, now, nbytes, spans, checkpoints)
+        number = reclaim.inherit(self._world, now, nbytes, spans, checkpoints)
         return number, self._effects()
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: end waits, hang up on those who never said hello."""
-        waiting.look(self._world, now)
-        tallies.look(self._world, now)
+        wait_queue.look(self._world, now)
+        build_log.look(self._world, now)
         limit = self._world.settings.hello_timeout_s
         for connection in list(self._world.connections.values()):
             if connection.name is None and now - connection.since >= limit:
@@ -227,14 +225,14 @@ class Core:
     def ending(self) -> list[Effect]:
         """The manager ends: what it still has to say."""
         for connection in self._world.connections.values():
-            tallies.say_all(self._world, connection)
+            build_log.say_all(self._world, connection)
         return self._effects()
 
     def next_deadline(self, now: float) -> float | None:
         """When `tick` has something to do, if nothing happens before."""
         limit = self._world.settings.hello_timeout_s
         silent = [c.since + limit for c in self._world.connections.values() if c.name is None]
-        wait = waiting.next_deadline(self._world, now)
+        wait = wait_queue.next_deadline(self._world, now)
         return min([*silent, *([wait] if wait is not None else [])], default=None)
 
     def totals(self, now: float) -> Totals:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tensor_dedup.memory_manager.messages import Reply
+from tensor_dedup.memory_manager.protocol.messages import Reply
 
 
 @dataclass(frozen=True, slots=True)

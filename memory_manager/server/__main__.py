@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.errors import ManagerRunningError
+from tensor_dedup.memory_manager.protocol import paths
 from tensor_dedup.memory_manager.server.main import Start, backend_for, log_to, serve
 
 RUNNING: Final = 3

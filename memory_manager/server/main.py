@@ -16,12 +16,12 @@ from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
-from tensor_dedup.memory_manager.paths import device_socket
-from tensor_dedup.memory_manager.server.handing_over import inherit, notify
+from tensor_dedup.memory_manager.protocol.paths import device_socket
 from tensor_dedup.memory_manager.server.limits import default_budget, raise_descriptor_limit
 from tensor_dedup.memory_manager.server.metrics import Metrics
 from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.socket_file import SocketFile
+from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
 
 MIN_BUDGET: Final = 1 << 20
 _SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tensor_dedup.memory_manager.tables import Totals
+from tensor_dedup.memory_manager.protocol.tables import Totals
 
 ADDRESS: Final = "127.0.0.1"
 _PREFIX: Final = "tensor_dedup_"

@@ -12,9 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tensor_dedup.memory_manager import wire
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
-from tensor_dedup.memory_manager.codec import decode_request, encode
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
     Adopt,
@@ -30,16 +28,18 @@ from tensor_dedup.memory_manager.core.effects import (
 )
 from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.errors import ProtocolError, RefusedError
-from tensor_dedup.memory_manager.limits import Code
-from tensor_dedup.memory_manager.messages import DESCRIPTORS_OF_REQUEST
-from tensor_dedup.memory_manager.server.clients import ClientSocket
-from tensor_dedup.memory_manager.server.door import AcceptedConnection, Acceptor
-from tensor_dedup.memory_manager.server.handing_over import Inherited, hand_over
+from tensor_dedup.memory_manager.protocol import wire
+from tensor_dedup.memory_manager.protocol.codec import decode_request, encode
+from tensor_dedup.memory_manager.protocol.limits import Code
+from tensor_dedup.memory_manager.protocol.messages import DESCRIPTORS_OF_REQUEST
+from tensor_dedup.memory_manager.server.acceptor import AcceptedConnection, Acceptor
+from tensor_dedup.memory_manager.server.client_socket import ClientSocket
+from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
 from tensor_dedup.memory_manager.server.socket_file import SocketFile
-from tensor_dedup.memory_manager.server.work import Outcome, SlabJobs
+from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over
 
 if TYPE_CHECKING:
-    from tensor_dedup.memory_manager.tables import Totals
+    from tensor_dedup.memory_manager.protocol.tables import Totals
 
 log = logging.getLogger("tensor_dedup.memory_manager")
 _ACCEPT_PAUSE_S: Final = 0.5

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from tensor_dedup.memory_manager import paths, wire
 from tensor_dedup.memory_manager.errors import ManagerRunningError
+from tensor_dedup.memory_manager.protocol import paths, wire
 
 _BACKLOG: Final = 128
 

@@ -51,8 +51,8 @@ def _register_loader() -> None:
 def _loader_class() -> "type[DefaultModelLoader]":
     """The loader; where this vLLM lost a name that it imports, one that loads plainly."""
     try:
-        from tensor_dedup.patches.vllm.afterwards import install as keep_format
         from tensor_dedup.patches.vllm.loader import TensorDedupLoader
+        from tensor_dedup.patches.vllm.post_load import install as keep_format
     except ImportError as error:
         from tensor_dedup.patches.vllm.unusable import plain_loader
 

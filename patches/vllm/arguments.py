@@ -14,9 +14,9 @@ from typing import Any
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError, UnsupportedError
-from tensor_dedup.loader.checkout import stored_in
+from tensor_dedup.loader.checkpoint_io.stub_folder import stored_in
 from tensor_dedup.loader.report import share_with_workers
-from tensor_dedup.patches.vllm import inner
+from tensor_dedup.patches.vllm import load_formats
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
 from tensor_dedup.patches.vllm.store_urls import (
@@ -26,7 +26,7 @@ from tensor_dedup.patches.vllm.store_urls import (
     resolve,
 )
 
-INNER_FORMATS = (*inner.DEFAULT, *inner.OWN)
+INNER_FORMATS = (*load_formats.DEFAULT, *load_formats.OWN)
 # Why the others that vLLM has are not among them.
 _REFUSED: Mapping[str, str] = {
     "dummy": "it makes weights up",

@@ -11,7 +11,7 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.memory_manager.client import AUTO
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import MemoryManagerError
-from tensor_dedup.memory_manager.paths import device_socket, socket_path
+from tensor_dedup.memory_manager.protocol.paths import device_socket, socket_path
 
 if TYPE_CHECKING:
     import torch

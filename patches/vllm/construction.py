@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.untouched import UninitialisedStorages
+    from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages
 
 
 @contextmanager

@@ -10,16 +10,20 @@ import torch
 import vllm
 from torch import nn
 
-from tensor_dedup.loader.comparing import COLLISION
-from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, process_text
-from tensor_dedup.loader.records import LayerRecord, OriginGoneError, same_source_bytes
-from tensor_dedup.loader.structure import distinct_sources, structure_of
+from tensor_dedup.loader.deferred.layer_key import LayerKey, attributes, class_name, process_text
+from tensor_dedup.loader.deferred.layer_records import (
+    LayerRecord,
+    OriginGoneError,
+    same_source_bytes,
+)
+from tensor_dedup.loader.deferred.structure import distinct_sources, structure_of
+from tensor_dedup.loader.residents.compare import COLLISION
 from tensor_dedup.patches.vllm.kernels import dispatch
 from tensor_dedup.patches.vllm.quantised import linear_kernel
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.assembly import LoadSession
-    from tensor_dedup.loader.deferred import DeferredParameter
+    from tensor_dedup.loader.deferred.parameters import DeferredParameter
+    from tensor_dedup.loader.deferred.session import LoadSession
 
 Original = Callable[[nn.Module], None]
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tensor_dedup.loader.comparing import raise_audit
-from tensor_dedup.loader.deferred import DeferredParameter, replace_data
-from tensor_dedup.loader.records import RECORD, LayerRecord
-from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.structure import structure_of
+from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord
+from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
+from tensor_dedup.loader.deferred.structure import structure_of
+from tensor_dedup.loader.residents.compare import raise_audit
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.vllm.kernels import holds_memory, packed_linear, unpacked_linear
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.layer_key import LayerKey
-    from tensor_dedup.loader.made import ScratchTensor
+    from tensor_dedup.loader.deferred.layer_key import LayerKey
+    from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 

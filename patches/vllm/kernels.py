@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.platforms import current_platform
 
-from tensor_dedup.loader.layer_key import plain
+from tensor_dedup.loader.deferred.layer_key import plain
 from tensor_dedup.patches.vllm.quantised import linear_kernel, packs_int8
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -20,21 +20,26 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tensor_dedup.errors import FormatError, TensorDedupError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
-from tensor_dedup.loader.checkout import Checkout, stored_in
+from tensor_dedup.loader.checkpoint_io.from_store import (
+    FromDisk,
+    FromStore,
+    OpenCheckpoint,
+    store_behind,
+)
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
+from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
+from tensor_dedup.loader.checkpoint_io.write_back import keep
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.garbage import WITHOUT_FULL_COLLECTIONS
-from tensor_dedup.loader.hints import HintIndex
-from tensor_dedup.loader.keeping import keep
+from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.garbage_collection import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.load_lock import LOAD_LOCK
-from tensor_dedup.loader.memory import SharedMemoryError
 from tensor_dedup.loader.report import ModelReport, add
-from tensor_dedup.loader.sources import StaleHintError
-from tensor_dedup.loader.stored import FromDisk, FromStore, OpenCheckpoint, store_behind
-from tensor_dedup.loader.trace import UntraceableError
+from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.patches.vllm import (
-    afterwards,
-    inner,
+    load_formats,
+    post_load,
     stored_weights,
     versions,
     weight_iterators,
@@ -42,12 +47,12 @@ from tensor_dedup.patches.vllm import (
 )
 from tensor_dedup.patches.vllm.budget import at_most, held_by_manager
 from tensor_dedup.patches.vllm.construction import parameters_on_host
+from tensor_dedup.patches.vllm.file_loader import ReadingLoader
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_format import KEY, split
-from tensor_dedup.patches.vllm.reading import ReadingLoader
+from tensor_dedup.patches.vllm.rollback import restored_on_failure
 from tensor_dedup.patches.vllm.run import LoadRun
 from tensor_dedup.patches.vllm.seams import usable, why_not
-from tensor_dedup.patches.vllm.taking_back import restored_on_failure
 from tensor_dedup.patches.vllm.unusable import plain_loader
 from tensor_dedup.store.store import Store
 
@@ -102,11 +107,11 @@ class TensorDedupLoader(ReadingLoader):
         return model
 
     def _load(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> _Loaded:
-        inner.tie_again(self._format, model_config)
+        load_formats.tie_again(self._format, model_config)
         refusal = self._refusal(vllm_config)
         if refusal is not None:
             return self._load_plainly(refusal, vllm_config, model_config, prefix)
-        other = afterwards.other_format(self.load_config.load_format, model_config)
+        other = post_load.other_format(self.load_config.load_format, model_config)
         if other is not None:
             reason = f"{other} has a loader of its own; shared afterwards"
             return self._load_plainly(reason, vllm_config, model_config, prefix, share=True)
@@ -115,7 +120,7 @@ class TensorDedupLoader(ReadingLoader):
             return self._load_trusting_hints(vllm_config, model_config, prefix)
         except (UnsupportedError, SharedMemoryError) as error:
             _log.debug("sharing was given up here", exc_info=True)
-            refusal, share = str(error), isinstance(error, afterwards.QuantisedWhileLoadedError)
+            refusal, share = str(error), isinstance(error, post_load.QuantisedWhileLoadedError)
         except (FormatError, OSError) as error:
             # vLLM has errors of its own for files that lie or do not open: let it raise those.
             if self._stored(model_config.model) is not None:
@@ -203,7 +208,7 @@ class TensorDedupLoader(ReadingLoader):
         model = vllm_config.model_config
         name = checkpoint_name(self._name(model))
         held = held_by_manager(manager, name, "" if gpu is None else gpu.gpu.device.uuid)
-        return at_most(held, afterwards.weights_of(model), cast("torch.dtype", model.dtype))
+        return at_most(held, post_load.weights_of(model), cast("torch.dtype", model.dtype))
 
     def _device(self, vllm_config: VllmConfig) -> torch.device:
         device = self.load_config.device or vllm_config.device_config.device
@@ -228,7 +233,7 @@ class TensorDedupLoader(ReadingLoader):
         dtype = cast("torch.dtype", model_config.dtype)
         report.total_bytes = report.private_bytes = final_bytes(model, dtype)
         report.bytes_materialised = report.total_bytes
-        _describe_checkpoint(report, afterwards.weights_of(model_config))
+        _describe_checkpoint(report, post_load.weights_of(model_config))
         report.skipped = [("<model>", reason)]
         if share:
             self._share_afterwards(model, model_config, report)
@@ -241,7 +246,7 @@ class TensorDedupLoader(ReadingLoader):
         if self._inner is not None:
             loaded = self._inner.load_model(vllm_config, model_config, prefix)
             return loaded
-        other = afterwards.other_format(self.load_config.load_format, model_config)
+        other = post_load.other_format(self.load_config.load_format, model_config)
         if other is None:
             loaded = super().load_model(vllm_config, model_config, prefix)
             return loaded
@@ -261,7 +266,7 @@ class TensorDedupLoader(ReadingLoader):
         dtype = cast("torch.dtype", model_config.dtype)
         opening = self._opening(model_config.model, trust=False)
         with LoadRun(self.dedup, dtype, opening, report.name) as run:
-            afterwards.share_loaded(model, run.assembly, report.total_bytes)
+            post_load.share_loaded(model, run.assembly, report.total_bytes)
             run.assembly.ledger.enter(report)
             run.say_not_lent(report)
         report.skipped = skipped + report.skipped
@@ -307,7 +312,7 @@ class TensorDedupLoader(ReadingLoader):
             with device, parameters_on_host(device, run.untouched), run.untouched.watching():
                 model = versions.create_model(self, vllm_config, model_config, prefix)
             self._trace(run, model, vllm_config, model_config)
-            if self._tracked and not inner.is_draft(vllm_config, model_config):
+            if self._tracked and not load_formats.is_draft(vllm_config, model_config):
                 run.require_filled(model_config.model)
             began = time.perf_counter()
             run.bring_the_rest(model)
@@ -329,7 +334,7 @@ class TensorDedupLoader(ReadingLoader):
     ) -> None:
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
-                raise afterwards.QuantisedWhileLoadedError(
+                raise post_load.QuantisedWhileLoadedError(
                     "weights are quantised while they are loaded; shared afterwards"
                 )
         began = time.perf_counter()

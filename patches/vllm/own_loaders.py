@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStr
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 from vllm.transformers_utils.runai_utils import is_runai_obj_uri
 
-from tensor_dedup.loader.trace import UntraceableError
+from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.patches.vllm import weight_iterators
 
 if TYPE_CHECKING:

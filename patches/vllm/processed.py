@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tensor_dedup.loader.assembly import SHARED_STORAGE
-from tensor_dedup.loader.comparing import raise_audit, same_bytes
-from tensor_dedup.loader.contents import share_by_content, slabs
-from tensor_dedup.loader.deferred import DeferredParameter, replace_data
-from tensor_dedup.loader.records import RECORD
-from tensor_dedup.loader.residents import Resident, sharable_anywhere
+from tensor_dedup.loader.deferred.by_content import share_by_content, slabs
+from tensor_dedup.loader.deferred.layer_records import RECORD
+from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
+from tensor_dedup.loader.deferred.session import SHARED_STORAGE
+from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
+from tensor_dedup.loader.residents.resident import Resident, sharable_anywhere
 from tensor_dedup.patches.vllm.kernels import kept_by_others, scales_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensor_dedup.loader.made import ScratchTensor
-    from tensor_dedup.loader.records import LayerRecord
-    from tensor_dedup.loader.sources import SourceTensor
+    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+    from tensor_dedup.loader.deferred.layer_records import LayerRecord
+    from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 Deferred = dict[str, DeferredParameter]

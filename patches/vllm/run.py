@@ -15,32 +15,32 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.pytorch.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
-from tensor_dedup.loader.assembly import LoadSession
-from tensor_dedup.loader.cuda.borrowing import borrowing_from
-from tensor_dedup.loader.cuda.supply import GpuProvider
-from tensor_dedup.loader.deferred import (
+from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
+from tensor_dedup.loader.cuda.manager_use import borrowing_from
+from tensor_dedup.loader.cuda.provider import GpuProvider
+from tensor_dedup.loader.deferred.evaluate import Evaluator
+from tensor_dedup.loader.deferred.parameters import (
     DeferredParameter,
     conclude,
     defer,
     replace_data,
     settle_strays,
 )
-from tensor_dedup.loader.dtypes import torch_dtype
-from tensor_dedup.loader.evaluate import Evaluator
+from tensor_dedup.loader.deferred.recipe import whole_source
+from tensor_dedup.loader.deferred.scratch import Scratch
+from tensor_dedup.loader.deferred.session import LoadSession
+from tensor_dedup.loader.deferred.storage import within
+from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
+from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages, surely_unwritten
 from tensor_dedup.loader.heap import release_memory
-from tensor_dedup.loader.recipe import whole_source
 from tensor_dedup.loader.report import ModelReport
-from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
-from tensor_dedup.loader.scratch import Scratch
-from tensor_dedup.loader.sources import SourceReader, SourceTensor
-from tensor_dedup.loader.supply import host_provider_for
-from tensor_dedup.loader.trace import Tracer, UntraceableError
-from tensor_dedup.loader.untouched import UninitialisedStorages, surely_unwritten
-from tensor_dedup.loader.virtual import within
+from tensor_dedup.loader.residents.provider import host_provider_for
+from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.patches.vllm.context import LayerContext
-from tensor_dedup.patches.vllm.experts import BALANCED, eplb_parameters
+from tensor_dedup.patches.vllm.eplb import BALANCED, eplb_parameters
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
 from tensor_dedup.patches.vllm.versions import untied_lm_head
+from tensor_dedup.text_table import BETWEEN_PROCESSES
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
+    from tensor_dedup.loader.checkpoint_io.sources import SourceFile
     from tensor_dedup.loader.cuda.shared import SharedGpu
-    from tensor_dedup.loader.sources import SourceFile
-    from tensor_dedup.loader.stored import OpenCheckpoint
-    from tensor_dedup.loader.supply import ResidentProvider
-    from tensor_dedup.loader.virtual import View
+    from tensor_dedup.loader.deferred.storage import View
+    from tensor_dedup.loader.residents.provider import ResidentProvider
 
 
 class LoadRun:

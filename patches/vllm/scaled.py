@@ -10,10 +10,10 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensor_dedup.loader.comparing import raise_audit
-from tensor_dedup.loader.records import RECORD, LayerRecord
-from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.structure import structure_of
+from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord
+from tensor_dedup.loader.deferred.structure import structure_of
+from tensor_dedup.loader.residents.compare import raise_audit
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.vllm.kernels import packed_scaled
 from tensor_dedup.patches.vllm.processed import UPDATED, Deferred, ProcessedLayer
 from tensor_dedup.patches.vllm.quantised import linear_kernel
@@ -21,9 +21,9 @@ from tensor_dedup.patches.vllm.quantised import linear_kernel
 if TYPE_CHECKING:
     from torch import nn
 
-    from tensor_dedup.loader.deferred import DeferredParameter
-    from tensor_dedup.loader.layer_key import LayerKey
-    from tensor_dedup.loader.made import ScratchTensor
+    from tensor_dedup.loader.deferred.layer_key import LayerKey
+    from tensor_dedup.loader.deferred.parameters import DeferredParameter
+    from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
     from tensor_dedup.patches.vllm.context import LayerContext, Original
 
 

@@ -8,7 +8,7 @@ import functools
 import logging
 from typing import Final
 
-from tensor_dedup.patches.vllm import relied_on
+from tensor_dedup.patches.vllm import requirements
 from tensor_dedup.patches.vllm.seam import (
     RECORDED_VERSION,
     WITHOUT,
@@ -281,7 +281,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    *relied_on.SEAMS,
+    *requirements.SEAMS,
 )
 
 

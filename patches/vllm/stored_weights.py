@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.dtypes import torch_dtype
+from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.patches.vllm import weight_iterators
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.checkout import Checkout
-    from tensor_dedup.loader.sources import SourceFile
-    from tensor_dedup.loader.stored import OpenCheckpoint
+    from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
+    from tensor_dedup.loader.checkpoint_io.sources import SourceFile
+    from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
     from tensor_dedup.types import TensorSpec
 
 Wanted = Callable[[str], bool]

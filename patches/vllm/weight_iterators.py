@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader import default_loader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
 
-from tensor_dedup.loader.trace import UntraceableError
+from tensor_dedup.loader.deferred.trace import UntraceableError
 
 Deferred = Iterator[tuple[str, torch.Tensor]]
 OpenFiles = Callable[[list[str], Callable[[str], bool]], Deferred]

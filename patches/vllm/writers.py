@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from tensor_dedup.loader.memory import SharedMemoryError
-from tensor_dedup.loader.sharing import leave_gpus, let_go_of_written, unshare
+from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.unsharing.unshare import leave_gpus, let_go_of_written, unshare
 from tensor_dedup.patches.vllm.kernels import scales_kept
 from tensor_dedup.patches.vllm.quantised import packs_int8
 from tensor_dedup.patches.vllm.seams import usable

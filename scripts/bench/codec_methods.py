@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 
 from tensor_dedup.digest import leaf_digests
-from tensor_dedup.store.codecs.choosing import Sample, choose, places
+from tensor_dedup.store.codecs.choice import Sample, choose, places
 from tensor_dedup.store.codecs.interface import CHUNK_BYTES
 
 Encode = Callable[[memoryview], bytes]

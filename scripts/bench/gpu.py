@@ -37,9 +37,9 @@ from stats import estimate, machine, verdict, write_section
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent
+from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.types import ResidentKey
 

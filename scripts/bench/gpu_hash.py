@@ -10,7 +10,7 @@ from stats import estimate, verdict
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.loader.cuda.hashing import HASHING, DeviceHash, digest_of
 from tensor_dedup.loader.report import report
-from tensor_dedup.loader.residents import tensor_bytes
+from tensor_dedup.loader.residents.resident import tensor_bytes
 
 SIZES = (MIB, 64 * MIB, 1024 * MIB)
 REHEARSED = (MIB // 4, MIB)

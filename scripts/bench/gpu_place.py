@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -20,7 +20,7 @@ from tensor_dedup.memory_manager.cuda.driver import Driver
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.errors import ManagerGoneError
-from tensor_dedup.memory_manager.paths import device_socket
+from tensor_dedup.memory_manager.protocol.paths import device_socket
 
 MIB: Final = 1 << 20
 _FAKE_MANAGER = Path(__file__).parents[2] / "tests" / "support" / "fake_gpu_manager.py"

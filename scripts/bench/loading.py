@@ -25,9 +25,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from process_memory import settle, trim
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.hints import ENVIRONMENT
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 from tensor_dedup.loader.report import ModelReport, report
+from tensor_dedup.loader.residents.registry import registry
 
 T = TypeVar("T")
 KV_CACHE_BYTES = 64 << 20

@@ -18,8 +18,8 @@ from process_memory import drop_pages, pss, read_pages, settle
 from results import MIB, Row, mib, ratio_row
 from stats import estimate, verdict
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.hints import ENVIRONMENT, QUIET_NS
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT, QUIET_NS
+from tensor_dedup.loader.residents.registry import registry
 
 HEAD = f"| measurement | plain | tensor-dedup | compared | aim | |\n{'| --- ' * 6}|"
 # What a second pipeline may cost beyond what differs.

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from tensor_dedup.analyze import Analysis, analyze
-from tensor_dedup.loader.report_table import human
+from tensor_dedup.text_table import human
 
 Tensors = dict[str, torch.Tensor]
 

@@ -19,8 +19,8 @@ import torch
 import torch.utils.dlpack
 
 from tensor_dedup.store import Store
-from tensor_dedup.store.memory import BufferPool, allocate
-from tensor_dedup.store.tensors import load_tensors
+from tensor_dedup.store.buffers import BufferPool, allocate
+from tensor_dedup.store.reading.tensors import load_tensors
 
 Tensors = Mapping[str, torch.Tensor]
 _STEP = 8 << 20

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from stats import estimate, machine, verdict
-from tensor_dedup.loader.deferred import DeferredParameter, conclude, defer
-from tensor_dedup.loader.evaluate import Evaluator
-from tensor_dedup.loader.recipe import RecipeBook, reason_to_keep_private
-from tensor_dedup.loader.scratch import Scratch
-from tensor_dedup.loader.sources import SourceFile, SourceReader, SourceTensor
-from tensor_dedup.loader.trace import Tracer
-from tensor_dedup.loader.virtual import View
+from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceReader, SourceTensor
+from tensor_dedup.loader.deferred.evaluate import Evaluator
+from tensor_dedup.loader.deferred.parameters import DeferredParameter, conclude, defer
+from tensor_dedup.loader.deferred.recipe import RecipeBook, reason_to_keep_private
+from tensor_dedup.loader.deferred.scratch import Scratch
+from tensor_dedup.loader.deferred.storage import View
+from tensor_dedup.loader.deferred.trace import Tracer
 from tensor_dedup.types import TensorSpec
 
 ROWS, COLUMNS = 4, 8

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.errors import ConfigError, FormatError, StoreError, TensorDedupError
     from tensor_dedup.loader.report import report
-    from tensor_dedup.loader.residents import shares_memory
-    from tensor_dedup.loader.sharing import unshare, verify
-    from tensor_dedup.patches.pipelines import disable, enable, move, sweep
+    from tensor_dedup.loader.residents.resident import shares_memory
+    from tensor_dedup.loader.unsharing.unshare import unshare, verify
+    from tensor_dedup.patches.huggingface.pipelines import disable, enable, move, sweep
     from tensor_dedup.store.store import Store
 
 __all__ = [
@@ -41,14 +41,14 @@ _HOMES: Mapping[str, str] = {
     "StoreError": "tensor_dedup.errors",
     "TensorDedupConfig": "tensor_dedup.config",
     "TensorDedupError": "tensor_dedup.errors",
-    "disable": "tensor_dedup.patches.pipelines",
-    "enable": "tensor_dedup.patches.pipelines",
-    "move": "tensor_dedup.patches.pipelines",
+    "disable": "tensor_dedup.patches.huggingface.pipelines",
+    "enable": "tensor_dedup.patches.huggingface.pipelines",
+    "move": "tensor_dedup.patches.huggingface.pipelines",
     "report": "tensor_dedup.loader.report",
-    "shares_memory": "tensor_dedup.loader.residents",
-    "sweep": "tensor_dedup.patches.pipelines",
-    "unshare": "tensor_dedup.loader.sharing",
-    "verify": "tensor_dedup.loader.sharing",
+    "shares_memory": "tensor_dedup.loader.residents.resident",
+    "sweep": "tensor_dedup.patches.huggingface.pipelines",
+    "unshare": "tensor_dedup.loader.unsharing.unshare",
+    "verify": "tensor_dedup.loader.unsharing.unshare",
 }
 
 
@@ -74,6 +74,6 @@ if importlib.util.find_spec("vllm") is not None:
 
 # Likewise `from_pretrained(..., tensor_dedup=...)` of Diffusers and Transformers.
 if any(importlib.util.find_spec(name) is not None for name in ("transformers", "diffusers")):
-    from tensor_dedup.patches import pipelines
+    from tensor_dedup.patches.huggingface import pipelines
 
     pipelines.install()

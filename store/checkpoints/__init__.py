@@ -11,7 +11,7 @@ A step is a checkpoint of the store like any other, called RUN@STEP.
 
 from tensor_dedup.store.checkpoints.background import PendingSave
 from tensor_dedup.store.checkpoints.checkpoint_store import CheckpointStore, TensorCasStore
+from tensor_dedup.store.checkpoints.commit import Saved
 from tensor_dedup.store.checkpoints.runs import RunStats, Step
-from tensor_dedup.store.checkpoints.saving import Saved
 
 __all__ = ["CheckpointStore", "PendingSave", "RunStats", "Saved", "Step", "TensorCasStore"]

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Self
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
 from tensor_dedup.store.checkpoints.background import ExtractedStep, Hook, PendingSave, Saves, told
+from tensor_dedup.store.checkpoints.backpressure import Compress
+from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.errors import (
     BadLimitError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.haste import Compress
-from tensor_dedup.store.checkpoints.loading import load_values
-from tensor_dedup.store.checkpoints.naming import check_run, step_name
+from tensor_dedup.store.checkpoints.host_pool import HostPool, default_bytes
+from tensor_dedup.store.checkpoints.load_values import load_values
 from tensor_dedup.store.checkpoints.notes import Notes, checked
 from tensor_dedup.store.checkpoints.order import StepOrder
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
@@ -31,19 +32,18 @@ from tensor_dedup.store.checkpoints.runs import (
     stats,
     step_numbers,
 )
-from tensor_dedup.store.checkpoints.saving import Saved, Saver, StepSnapshot
-from tensor_dedup.store.checkpoints.staging import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.state import pieces
-from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS, GcPlan
+from tensor_dedup.store.checkpoints.step_names import check_run, step_name
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NameTakenError,
     UnknownNameError,
 )
-from tensor_dedup.store.names import file_of
-from tensor_dedup.store.sources import small_files
+from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.store import Store
+from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
+from tensor_dedup.store.writing.sources import small_files
 
 if TYPE_CHECKING:
     import torch

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.store.checkpoints.anchors import AnchorMemory, KeptAnchor
-from tensor_dedup.store.checkpoints.haste import Backpressure, worth_waiting_for
+from tensor_dedup.store.checkpoints.backpressure import Backpressure, worth_waiting_for
+from tensor_dedup.store.checkpoints.memory_writer import Fresh, MemoryWriter, changed
 from tensor_dedup.store.checkpoints.small import SmallTensorPolicy
-from tensor_dedup.store.checkpoints.writing import Fresh, MemoryWriter, changed
-from tensor_dedup.store.codecs.choosing import WORTH, CodecChoice, Sample, choose
+from tensor_dedup.store.codecs.choice import WORTH, CodecChoice, Sample, choose
 from tensor_dedup.store.codecs.records import entry, head_bytes
-from tensor_dedup.store.compressing import ENCODE_FROM, element_width
-from tensor_dedup.store.encoding import Anchor, Plan, encoded
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
-from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.reading import StoredPieces
-from tensor_dedup.store.tables import DIGEST_BYTES, ENCODED, Record
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.writing.encoded import Anchor, Plan, encoded
+from tensor_dedup.store.writing.encoder import ENCODE_FROM, element_width
+from tensor_dedup.store.writing.hashing import Hasher
 
 _SAMPLE_BYTES = 32 << 10
 # For how many saves of a tensor a decision holds; one against encoding for longer and longer.

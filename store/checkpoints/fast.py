@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.writing.hashing import Hasher
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

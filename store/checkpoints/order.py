@@ -7,11 +7,11 @@ as the later.
 """
 
 from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
-from tensor_dedup.store.checkpoints.naming import step_name
 from tensor_dedup.store.checkpoints.runs import manifest_of, step_numbers
+from tensor_dedup.store.checkpoints.step_names import step_name
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
 from tensor_dedup.store.files import FileStatus
-from tensor_dedup.store.names import file_of
+from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
 
 

@@ -12,11 +12,11 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.naming import parse, step_name
 from tensor_dedup.store.checkpoints.notes import Notes, shown
+from tensor_dedup.store.checkpoints.step_names import parse, step_name
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, UnknownNameError
-from tensor_dedup.store.manifests import Manifest, Piece
-from tensor_dedup.store.names import file_of
+from tensor_dedup.store.format.manifests import Manifest, Piece
+from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
 
 _LOG = logging.getLogger("tensor_dedup")

@@ -7,12 +7,12 @@ alone for a while.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tensor_dedup.store.checkpoints.writing import Fresh
-from tensor_dedup.store.codecs.choosing import CodecChoice
+from tensor_dedup.store.checkpoints.memory_writer import Fresh
+from tensor_dedup.store.codecs.choice import CodecChoice
 from tensor_dedup.store.codecs.registry import CODECS
-from tensor_dedup.store.compressing import element_width
-from tensor_dedup.store.containers import PACK_BELOW
-from tensor_dedup.store.encoding import Plan
+from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.writing.encoded import Plan
+from tensor_dedup.store.writing.encoder import element_width
 
 # Below this, what a record needs is more than what encoding saves.
 SMALLEST = 256

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from tensor_dedup.store.codecs.byte_delta import ByteDelta
 from tensor_dedup.store.codecs.interface import Codec
 from tensor_dedup.store.codecs.names import FAMILIES
 from tensor_dedup.store.codecs.planes import Planes
 from tensor_dedup.store.codecs.sparse import Sparse
-from tensor_dedup.store.codecs.steps import ByteDelta
 
 _MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
     "planes": lambda name, width: Planes(name, width, "nothing"),

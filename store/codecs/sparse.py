@@ -6,7 +6,7 @@ import numpy as np
 
 from tensor_dedup.store.codecs.elements import UNSIGNED, join, split, words
 from tensor_dedup.store.codecs.interface import Effort
-from tensor_dedup.store.codecs.places import read_places, streams_of
+from tensor_dedup.store.codecs.sparse_index import read_places, streams_of
 from tensor_dedup.store.codecs.streams import Reader, pack
 
 

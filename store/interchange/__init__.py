@@ -18,10 +18,10 @@ from tensor_dedup.formats.storage_graph import (
     TensorAlias,
     rebuild_index,
 )
-from tensor_dedup.store.interchange.loading import load_dict
-from tensor_dedup.store.interchange.saving import MAX_FILE_BYTES, save_dict
+from tensor_dedup.store.interchange.data_files import StreamingConfig
+from tensor_dedup.store.interchange.load import load_dict
+from tensor_dedup.store.interchange.save import MAX_FILE_BYTES, save_dict
 from tensor_dedup.store.interchange.storages import storage_graph
-from tensor_dedup.store.interchange.streaming import StreamingConfig
 
 __all__ = [
     "MAX_FILE_BYTES",

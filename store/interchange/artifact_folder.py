@@ -18,7 +18,7 @@ from tensor_dedup.formats.tensor_index import (
 )
 from tensor_dedup.formats.tensor_index_errors import DataFilesError, DescriptorError
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.interchange.streaming import DATA_NAME
+from tensor_dedup.store.interchange.data_files import DATA_NAME
 
 _DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tensor_dedup.store.errors import ExportTargetError
-from tensor_dedup.store.exporting import make_folders
 from tensor_dedup.store.files import Files
+from tensor_dedup.store.reading.export import make_folders
 
 
 @contextmanager

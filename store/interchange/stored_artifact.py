@@ -8,8 +8,8 @@ from tensor_dedup.errors import CheckpointNotFoundError
 from tensor_dedup.formats.artifact import ArtifactDescriptor
 from tensor_dedup.formats.data_files import INDEX_NAME, data_files
 from tensor_dedup.formats.tensor_index import check_data, parse_index
-from tensor_dedup.store.manifests import Piece
-from tensor_dedup.store.reading import StoredCheckpoint
+from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.reading.reader import StoredCheckpoint
 
 
 class StoredArtifact:

@@ -19,7 +19,7 @@ import managers
 from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
-from tensor_dedup.store.layout import StoreLayout
+from tensor_dedup.store.format.layout import StoreLayout
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 

@@ -14,7 +14,7 @@ from gpu_world import PLACE
 from tensor_dedup import report, shares_memory, sweep, verify
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.loader.cuda.hashing import HASHING, digest_of
-from tensor_dedup.loader.residents import tensor_bytes
+from tensor_dedup.loader.residents.resident import tensor_bytes
 
 pytestmark = pytest.mark.gpu
 _LARGE = 65 * LEAF_BYTES + 12_345  # more than a piece of the kernel's

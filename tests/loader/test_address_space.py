@@ -9,8 +9,8 @@ import torch
 
 from kernel import forked
 from tensor_dedup import libc
-from tensor_dedup.loader.address_space import FileMapping, ProcessMappings, _Kernel
-from tensor_dedup.loader.residents import pack
+from tensor_dedup.loader.residents.process_mappings import FileMapping, ProcessMappings, _Kernel
+from tensor_dedup.loader.residents.resident import pack
 
 NBYTES = 3 * mmap.PAGESIZE
 

@@ -15,15 +15,15 @@ import kernel
 from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.address_space import ProcessMappings
-from tensor_dedup.loader.adoption import ModuleDedup
-from tensor_dedup.loader.assembly import SHARED_STORAGE
-from tensor_dedup.loader.lender import ResidentRequest
-from tensor_dedup.loader.making import DedupContext
-from tensor_dedup.loader.memory import SlabWriter
-from tensor_dedup.loader.origins import MappedFiles
-from tensor_dedup.loader.residents import Resident
-from tensor_dedup.loader.supply import HostProvider
+from tensor_dedup.loader.deferred.session import SHARED_STORAGE
+from tensor_dedup.loader.post_load.batch import DedupContext
+from tensor_dedup.loader.post_load.dedup import ModuleDedup
+from tensor_dedup.loader.post_load.mapped_files import MappedFiles
+from tensor_dedup.loader.residents.manager import ResidentRequest
+from tensor_dedup.loader.residents.process_mappings import ProcessMappings
+from tensor_dedup.loader.residents.provider import HostProvider
+from tensor_dedup.loader.residents.resident import Resident
+from tensor_dedup.loader.residents.slab import SlabWriter
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
@@ -134,7 +134,7 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
         found.set_result(f"{algorithm}:" + "0" * 16)
         return found
 
-    monkeypatch.setattr("tensor_dedup.loader.pouring.submit", submit)
+    monkeypatch.setattr("tensor_dedup.loader.post_load.slab_fill.submit", submit)
     terms = DedupContext(
         TensorDedupConfig(hash_algorithm="xxhash64"), HostProvider(as_aligned=True)
     )

@@ -14,12 +14,12 @@ import kernel
 from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.adoption import ModuleDedup
-from tensor_dedup.loader.assembly import SHARED_STORAGE
-from tensor_dedup.loader.making import DedupContext
-from tensor_dedup.loader.memory import OutOfMemoryError, SlabWriter
-from tensor_dedup.loader.origins import FileRange, MappedFiles
-from tensor_dedup.loader.supply import HostProvider
+from tensor_dedup.loader.deferred.session import SHARED_STORAGE
+from tensor_dedup.loader.post_load.batch import DedupContext
+from tensor_dedup.loader.post_load.dedup import ModuleDedup
+from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
+from tensor_dedup.loader.residents.provider import HostProvider
+from tensor_dedup.loader.residents.slab import OutOfMemoryError, SlabWriter
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 

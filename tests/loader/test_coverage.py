@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader import coverage
-from tensor_dedup.loader.coverage import Coverage
+from tensor_dedup.loader.deferred import coverage
+from tensor_dedup.loader.deferred.coverage import Coverage
 
 Write = tuple[int, tuple[int, ...], tuple[int, ...], int]
 ROWS, COLUMNS, ITEM = 150_000, 896, 2

@@ -30,7 +30,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.opening import MappedExtent
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents import shares_memory
+from tensor_dedup.loader.residents.resident import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.memory_manager.errors import BackendError
 

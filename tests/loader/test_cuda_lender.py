@@ -26,13 +26,13 @@ from gpu_loads import (
 )
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.borrowing import Borrowing
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+from tensor_dedup.loader.cuda.manager_use import Borrowing
+from tensor_dedup.loader.cuda.requests import DeviceRequest, bytes_on_host, copy_of
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.cuda.wanted import DeviceRequest, bytes_on_host, copy_of
-from tensor_dedup.loader.residents import resident_key, shares_memory
+from tensor_dedup.loader.residents.resident import resident_key, shares_memory
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid

@@ -13,11 +13,11 @@ from gpu_loads import key_of, weights
 from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.local import LocalDevice
+from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
-from tensor_dedup.loader.residents import shares_memory
+from tensor_dedup.loader.residents.resident import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError

@@ -12,7 +12,7 @@ import gpus
 from gpu_bench import UNIT, Bench, checked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
-from tensor_dedup.loader.cuda.places import PLACES
+from tensor_dedup.loader.residents.device_mappings import PLACES
 from tensor_dedup.memory_manager.cuda.driver import Access, Result, current
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError
 

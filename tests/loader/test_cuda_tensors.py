@@ -12,8 +12,8 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda import tensors
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA, held, tensor_at
-from tensor_dedup.loader.memory import SlabUsageError
-from tensor_dedup.loader.residents import shares_memory
+from tensor_dedup.loader.residents.resident import shares_memory
+from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.types import ResidentKey
 
 

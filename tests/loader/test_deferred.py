@@ -11,8 +11,8 @@ from torch import nn
 
 import deferring
 from deferring import Weights, module
-from tensor_dedup.loader.deferred import defer, replace_data, settle_strays
-from tensor_dedup.loader.trace import Tracer, UntraceableError
+from tensor_dedup.loader.deferred.parameters import defer, replace_data, settle_strays
+from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
 
 VALUES = torch.arange(24, dtype=torch.float32).view(4, 6)
 

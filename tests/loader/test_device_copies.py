@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from tensor_dedup.loader.device_copies import COPIES
-from tensor_dedup.loader.known import ReplicaKey, cast_key, is_of_bytes
-from tensor_dedup.loader.residents import resident_key
+from tensor_dedup.loader.residents.identity import ReplicaKey, cast_key, is_of_bytes
+from tensor_dedup.loader.residents.resident import resident_key
+from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.types import ResidentKey
 
 META = torch.device("meta")

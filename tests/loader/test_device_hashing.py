@@ -26,7 +26,7 @@ from tensor_dedup.loader.cuda.hashing import (
     _open_cuda,
     digest_of,
 )
-from tensor_dedup.loader.residents import tensor_bytes
+from tensor_dedup.loader.residents.resident import tensor_bytes
 
 Leaves = Callable[[torch.Tensor], list[bytes]]
 

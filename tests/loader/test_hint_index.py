@@ -15,8 +15,8 @@ import pytest
 
 import kernel
 from hinted import DIGESTS, known, opened, remember
-from tensor_dedup.loader import hints
-from tensor_dedup.loader.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io import hints
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 
 from hinted import DIGESTS, known, old_enough, opened, remember
 from tensor_dedup.digest import digest
-from tensor_dedup.loader import file_systems, hints
-from tensor_dedup.loader.file_systems import is_trusted, kind_of
-from tensor_dedup.loader.hints import QUIET_NS, FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io import file_systems, hints
+from tensor_dedup.loader.checkpoint_io.file_systems import is_trusted, kind_of
+from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensor_dedup.loader.layer_key import LayerKey, attributes, class_name, plain
+from tensor_dedup.loader.deferred.layer_key import LayerKey, attributes, class_name, plain
 
 SCALARS = st.one_of(
     st.none(),

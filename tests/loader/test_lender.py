@@ -12,9 +12,9 @@ import torch
 
 import managers
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.lender import LentResident, ManagerResidents, ResidentRequest
-from tensor_dedup.loader.memory import SlabUsageError
-from tensor_dedup.loader.residents import resident_key, tensor_bytes
+from tensor_dedup.loader.residents.manager import LentResident, ManagerResidents, ResidentRequest
+from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
+from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 

@@ -17,8 +17,8 @@ from torch import nn
 import gpus
 from kernel import forked, slab_mappings, slabs
 from tensor_dedup import libc, sweep, unshare
-from tensor_dedup.loader.memory import PAGE, OutOfMemoryError, make_private
-from tensor_dedup.loader.residents import Resident, pack, shares_memory
+from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
+from tensor_dedup.loader.residents.slab import PAGE, OutOfMemoryError, make_private
 
 # Whole pages and a part of one.
 NUMBERS = 3 * PAGE // 4 + 100
@@ -143,8 +143,8 @@ def test_a_child_makes_its_own_and_not_its_parents() -> None:
 
 _REFUSED = """
 import resource, torch
-from tensor_dedup.loader.memory import OutOfMemoryError, make_private
-from tensor_dedup.loader.residents import pack, shares_memory
+from tensor_dedup.loader.residents.slab import OutOfMemoryError, make_private
+from tensor_dedup.loader.residents.resident import pack, shares_memory
 [resident] = pack([(torch.ones(64 << 20, dtype=torch.uint8), "digest")])
 mine, other = resident.map(), resident.map()
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

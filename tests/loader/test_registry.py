@@ -12,8 +12,8 @@ import torch
 
 from kernel import fork, forked, slab_descriptors
 from tensor_dedup.loader import report
-from tensor_dedup.loader.registry import Registry, registry
-from tensor_dedup.loader.residents import Resident, pack
+from tensor_dedup.loader.residents.registry import Registry, registry
+from tensor_dedup.loader.residents.resident import Resident, pack
 from tensor_dedup.types import ResidentKey
 
 THREADS = 8

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernel import forked
 from tensor_dedup.loader import report
 from tensor_dedup.loader.report import ModelReport, Report
-from tensor_dedup.loader.report_table import BETWEEN_PROCESSES, human
+from tensor_dedup.text_table import BETWEEN_PROCESSES, human
 
 CONTRACT = {
     *("name", "pid", "rank", "known", "total_bytes", "shared_bytes", "private_bytes"),

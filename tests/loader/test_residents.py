@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 
 from kernel import forked, slab_mappings, slab_memory, slabs
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.dtypes import TORCH_DTYPES, dtype_name, torch_dtype
-from tensor_dedup.loader.geometry import dense
-from tensor_dedup.loader.memory import (
-    PAGE,
-    capacity_for,
-)
-from tensor_dedup.loader.residents import (
+from tensor_dedup.loader.residents.geometry import dense
+from tensor_dedup.loader.residents.resident import (
     Resident,
     SlabBuilder,
     Write,
@@ -30,6 +25,8 @@ from tensor_dedup.loader.residents import (
     shares_memory,
     tensor_bytes,
 )
+from tensor_dedup.loader.residents.slab import PAGE, capacity_for
+from tensor_dedup.loader.torch_dtypes import TORCH_DTYPES, dtype_name, torch_dtype
 
 GEOMETRIES = {
     "vector": torch.arange(7.0),

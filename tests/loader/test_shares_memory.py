@@ -10,10 +10,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from kernel import forked
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader import mappings
-from tensor_dedup.loader.mappings import MAPPINGS
-from tensor_dedup.loader.memory import PAGE
-from tensor_dedup.loader.residents import Resident, pack, shares_memory
+from tensor_dedup.loader.residents import mappings
+from tensor_dedup.loader.residents.mappings import MAPPINGS
+from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
+from tensor_dedup.loader.residents.slab import PAGE
 
 COLUMNS = PAGE // 4  # a row of float32 is a page
 

@@ -16,18 +16,8 @@ import torch
 
 from kernel import fork, forked, slabs
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.memory import (
-    PAGE,
-    OutOfMemoryError,
-    SlabBusyError,
-    SlabUsageError,
-)
-from tensor_dedup.loader.residents import (
-    Resident,
-    SlabBuilder,
-    pack,
-    resident_key,
-)
+from tensor_dedup.loader.residents.resident import Resident, SlabBuilder, pack, resident_key
+from tensor_dedup.loader.residents.slab import PAGE, OutOfMemoryError, SlabBusyError, SlabUsageError
 
 
 @pytest.fixture
@@ -45,9 +35,9 @@ def resident_of(tensor: torch.Tensor) -> Resident:
 def run(code: str) -> subprocess.CompletedProcess[str]:
     lines = (
         "import resource, torch",
-        "from tensor_dedup.loader.residents import SlabBuilder, pack",
+        "from tensor_dedup.loader.residents.resident import SlabBuilder, pack",
         "from kernel import slab_descriptors, slab_mappings",
-        "from tensor_dedup.loader.memory import OutOfMemoryError",
+        "from tensor_dedup.loader.residents.slab import OutOfMemoryError",
         code,
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

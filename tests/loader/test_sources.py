@@ -14,8 +14,8 @@ import kernel
 from deferring import Weights, module
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError, FormatError
-from tensor_dedup.loader.hints import FileIdentity, HintIndex
-from tensor_dedup.loader.sources import (
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io.sources import (
     SourceFile,
     SourceReader,
     SourceTensor,

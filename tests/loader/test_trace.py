@@ -14,7 +14,7 @@ from torch import nn
 
 import deferring
 from deferring import Weights, module
-from tensor_dedup.loader.trace import Tracer, UntraceableError
+from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
 
 VALUES = torch.arange(24, dtype=torch.float32).view(4, 6) / 8
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import deferring
-from tensor_dedup.loader.untouched import UninitialisedStorages, surely_unwritten
+from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages, surely_unwritten
 
 
 def _fill(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ import pytest
 
 import managers
 from tensor_dedup.digest import digest
-from tensor_dedup.memory_manager import codec, wire
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.client.puts import Put
@@ -26,8 +25,9 @@ from tensor_dedup.memory_manager.errors import (
     RefusedError,
     UnsafeSocketError,
 )
-from tensor_dedup.memory_manager.limits import MAX_MESSAGE
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.protocol import codec, wire
+from tensor_dedup.memory_manager.protocol.limits import MAX_MESSAGE
+from tensor_dedup.memory_manager.protocol.messages import (
     DigestSpan,
     FoundDigests,
     Hello,

@@ -13,7 +13,6 @@ import house
 import kernel
 import managers
 from tensor_dedup.digest import digest
-from tensor_dedup.memory_manager import paths
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import (
@@ -24,7 +23,8 @@ from tensor_dedup.memory_manager.errors import (
     RefusedError,
     UnsafeSocketError,
 )
-from tensor_dedup.memory_manager.limits import MAX_DESCRIPTORS, MAX_KEYS, MAX_PIECES
+from tensor_dedup.memory_manager.protocol import paths
+from tensor_dedup.memory_manager.protocol.limits import MAX_DESCRIPTORS, MAX_KEYS, MAX_PIECES
 
 SMALL = 4096
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensor_dedup.memory_manager import codec
 from tensor_dedup.memory_manager.errors import ProtocolError
-from tensor_dedup.memory_manager.limits import (
+from tensor_dedup.memory_manager.protocol import codec
+from tensor_dedup.memory_manager.protocol.limits import (
     MAX_KEYS,
     MAX_MESSAGE,
     MAX_NAME,
@@ -16,7 +16,7 @@ from tensor_dedup.memory_manager.limits import (
     MAX_RECORD_DIGESTS,
     MAX_RELEASES,
 )
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.protocol.messages import (
     Allocate,
     DigestSpan,
     Extent,

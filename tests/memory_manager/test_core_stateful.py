@@ -14,8 +14,8 @@ from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
     SealAndHash,
 )
-from tensor_dedup.memory_manager.layout import PAGE
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.protocol.layout import PAGE
+from tensor_dedup.memory_manager.protocol.messages import (
     Abandon,
     DigestSpan,
     Evict,
@@ -35,7 +35,7 @@ from tensor_dedup.memory_manager.messages import (
     Status,
     Wait,
 )
-from tensor_dedup.memory_manager.messages import Allocate as AllocateRequest
+from tensor_dedup.memory_manager.protocol.messages import Allocate as AllocateRequest
 
 KEYS = st.sampled_from(["a", "b", "c"])
 DIGESTS = st.sampled_from([character * 64 for character in "0123456789"])

@@ -12,8 +12,8 @@ from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import ManagerGoneError, RefusedError
-from tensor_dedup.memory_manager.limits import MAX_DESCRIPTORS
-from tensor_dedup.memory_manager.messages import FoundDigests, LookupDigests
+from tensor_dedup.memory_manager.protocol.limits import MAX_DESCRIPTORS
+from tensor_dedup.memory_manager.protocol.messages import FoundDigests, LookupDigests
 
 MIB = 1 << 20
 DATA = managers.pattern(1, MIB)

@@ -2,7 +2,7 @@
 
 from tensor_dedup.memory_manager.core.ledger import Ledger, ResidentEntry, SlabState
 from tensor_dedup.memory_manager.core.records import KeyRecord, Records
-from tensor_dedup.memory_manager.layout import PAGE, offsets_of
+from tensor_dedup.memory_manager.protocol.layout import PAGE, offsets_of
 
 SIZE = 10
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_checkpoints as checkpoints
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents.registry import registry
 
 
 @pytest.fixture(scope="session")

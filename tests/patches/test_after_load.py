@@ -20,7 +20,7 @@ import shared
 import tiny_checkpoints as checkpoints
 import transfers  # noqa: F401 - engines that transfer weights without a GPU
 from tensor_dedup import report, verify
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:

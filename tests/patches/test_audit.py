@@ -16,12 +16,12 @@ import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
 from tensor_dedup.errors import AuditError
-from tensor_dedup.loader.recipe import RecipeBook
-from tensor_dedup.loader.records import LayerRecord
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.deferred.layer_records import LayerRecord
+from tensor_dedup.loader.deferred.recipe import RecipeBook
+from tensor_dedup.loader.residents.registry import registry
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.virtual import View
+    from tensor_dedup.loader.deferred.storage import View
 
 pytestmark = pytest.mark.vllm
 

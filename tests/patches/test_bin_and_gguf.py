@@ -16,7 +16,7 @@ import plain
 import quantised
 import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.loader.hints import ENVIRONMENT
+from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 
 if TYPE_CHECKING:
     from vllm import LLM

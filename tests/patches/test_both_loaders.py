@@ -14,7 +14,7 @@ import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report, shares_memory
 from tensor_dedup.loader.load_lock import LOAD_LOCK
-from tensor_dedup.patches import loads
+from tensor_dedup.patches.huggingface import model_load
 
 pytestmark = pytest.mark.vllm
 
@@ -88,6 +88,6 @@ def test_they_wait_for_one_lock(tmp_path: Path) -> None:
     with LOAD_LOCK:
         thread.start()
         assert not loaded.wait(1.0)
-        assert loads.under_way() is None
+        assert model_load.under_way() is None
     thread.join()
     assert loaded.is_set()

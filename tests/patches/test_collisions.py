@@ -23,7 +23,7 @@ import remains
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
-from tensor_dedup.loader.comparing import COLLISION
+from tensor_dedup.loader.residents.compare import COLLISION
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -56,8 +56,8 @@ def everything_collides(root: Path) -> Iterator[None]:
 
     with (
         mock.patch.dict(os.environ, TENSOR_DEDUP_HINTS=str(root / "lies.sqlite")),
-        mock.patch("tensor_dedup.loader.sources.submit", submit),
-        mock.patch("tensor_dedup.loader.sources.digest", return_value=ONE_DIGEST),
+        mock.patch("tensor_dedup.loader.checkpoint_io.sources.submit", submit),
+        mock.patch("tensor_dedup.loader.checkpoint_io.sources.digest", return_value=ONE_DIGEST),
     ):
         yield
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fresh
-from tensor_dedup.patches.dcp import StoreReader, StoreWriter
+from tensor_dedup.integrations.dcp import StoreReader, StoreWriter
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.errors import NameTakenError

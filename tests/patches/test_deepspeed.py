@@ -24,7 +24,7 @@ def train(root: str, stage: int, load: str | None, tags: list[str], count: int) 
     import deepspeed
     import torch
 
-    import tensor_dedup.patches.deepspeed as switch
+    import tensor_dedup.integrations.deepspeed as switch
 
     # It would be compiled here and now, for several processes on one machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -78,7 +78,7 @@ def save_and_load(root: str, saves: list[tuple[str, str]]) -> list[int]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
-    from tensor_dedup.patches.deepspeed.engine import StoreEngine
+    from tensor_dedup.integrations.deepspeed.engine import StoreEngine
 
     paths = []
     for number, (folder, tag) in enumerate(saves):

@@ -25,7 +25,7 @@ from tensor_dedup import (
     unshare,
     verify,
 )
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents.registry import registry
 from tiny_pipelines import equal, image, load, nbytes, parameters, shared
 
 # Tensors begin at a page of their slab when they are large, and at 64 bytes when not.

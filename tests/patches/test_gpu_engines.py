@@ -26,16 +26,16 @@ import stand_in
 import tiny_checkpoints as checkpoints
 from gpu_loads import key_of, weights
 from tensor_dedup import report, shares_memory, unshare, verify
-from tensor_dedup.loader import generators
+from tensor_dedup.loader import rng
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.hashing import HASHING
-from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
-from tensor_dedup.loader.memory import OutOfMemoryError
-from tensor_dedup.loader.trace import UntraceableError
+from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
@@ -182,7 +182,7 @@ def test_a_load_that_falls_back_leaves_random_numbers_as_plain_loading_does(
     llama: checkpoints.Pair, driver: gpus.Full, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGenerators()
-    monkeypatch.setattr(generators, "accelerator", lambda: gpu)
+    monkeypatch.setattr(rng, "accelerator", lambda: gpu)
     begun = gpu.get_rng_state_all()
 
     def finish(self: LoadRun) -> None:
@@ -290,8 +290,8 @@ def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
 
 
 def test_what_engines_write_to_stays_private(driver: gpus.Full) -> None:
-    from tensor_dedup.loader.cuda.borrowing import Borrowing
-    from tensor_dedup.loader.cuda.supply import GpuProvider
+    from tensor_dedup.loader.cuda.manager_use import Borrowing
+    from tensor_dedup.loader.cuda.provider import GpuProvider
 
     with on(driver) as gpu:
         supply = GpuProvider(gpu, Borrowing())

@@ -21,9 +21,9 @@ from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.hashing import HASHING, DeviceHash
-from tensor_dedup.loader.device_copies import COPIES
-from tensor_dedup.loader.residents import tensor_bytes
-from tensor_dedup.loader.sharing import verify
+from tensor_dedup.loader.residents.resident import tensor_bytes
+from tensor_dedup.loader.unsharing.device_copies import COPIES
+from tensor_dedup.loader.unsharing.unshare import verify
 from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
@@ -260,7 +260,7 @@ def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_share
 
 
 def constructed() -> str:
-    from tensor_dedup.loader.untouched import UninitialisedStorages
+    from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages
     from tensor_dedup.patches.vllm.construction import _on_host
 
     install()

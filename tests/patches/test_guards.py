@@ -17,9 +17,9 @@ import torch
 import fresh
 import tiny_pipelines
 from tensor_dedup import enable, sweep, unshare, verify
-from tensor_dedup.loader.guarding import READ_ONLY_VARIABLE, needs_private_copy
-from tensor_dedup.patches.signatures import usable
-from tensor_dedup.patches.writers import AVERAGES, INVERSION, LOAD_STATE, PLANNED
+from tensor_dedup.loader.unsharing.private import READ_ONLY_VARIABLE, needs_private_copy
+from tensor_dedup.patches.huggingface.writers import AVERAGES, INVERSION, LOAD_STATE, PLANNED
+from tensor_dedup.seams import usable
 from tiny_pipelines import equal, image, load, parameters, shared
 
 Found = dict[str, Any]
@@ -174,7 +174,7 @@ def test_every_writer_is_given_memory_of_its_own(folder: Path) -> None:
 
 _MISSED = """
 import sys, torch, tensor_dedup
-from tensor_dedup.loader.guarding import needs_private_copy
+from tensor_dedup.loader.unsharing.private import needs_private_copy
 first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
 second.load_state_dict(first.state_dict())
 for each in (first, second):

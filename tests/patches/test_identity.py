@@ -22,7 +22,7 @@ import tiny_checkpoints as checkpoints
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.formats.safetensors import read_header
-from tensor_dedup.loader.hints import ENVIRONMENT, FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT, FileIdentity, HintIndex
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -18,7 +18,7 @@ import remains
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents.registry import registry
 
 pytestmark = pytest.mark.vllm
 

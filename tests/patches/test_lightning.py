@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
-from tensor_dedup.patches.lightning import StoreCallback  # noqa: E402
+from tensor_dedup.integrations.lightning import StoreCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),

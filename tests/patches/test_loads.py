@@ -19,10 +19,10 @@ from shared import quiet
 from tensor_dedup import TensorDedupConfig, disable, enable, report, verify
 from tensor_dedup.errors import AuditError
 from tensor_dedup.formats.safetensors import read_header
-from tensor_dedup.loader.hints import FileIdentity, HintIndex
-from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
-from tensor_dedup.patches import loads
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.patches.huggingface import model_load
+from tensor_dedup.text_table import BETWEEN_PROCESSES
 from tiny_pipelines import equal, nbytes, parameters, shared
 
 
@@ -53,7 +53,7 @@ def test_a_load_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     with enable(), pytest.raises(Exception, match=r"(?i)incomplete|header|invalid"):
         load(tmp_path / "shards")
     assert not remains.now().beyond(before)
-    assert loads.under_way() is None
+    assert model_load.under_way() is None
     files[-1].write_bytes(whole)
     with enable():
         first, second = load(tmp_path / "shards"), load(tmp_path / "shards")
@@ -67,7 +67,7 @@ def test_an_error_of_ours_in_the_middle_stops_the_load(
     with enable():
         first = load(pair.base)
     # As if a resident had rotted: no bytes are the same any more.
-    monkeypatch.setattr("tensor_dedup.loader.adoption.same_bytes", lambda *_: False)
+    monkeypatch.setattr("tensor_dedup.loader.post_load.dedup.same_bytes", lambda *_: False)
     with enable({"audit": 1.0}), pytest.raises(AuditError, match="differs from"):
         load(pair.base)
     monkeypatch.undo()
@@ -101,7 +101,7 @@ def test_a_part_that_is_refused_is_left_alone(tmp_path: Path) -> None:
             assert len(registry.residents()) == before
             self.components = {"plain": plain, "shared": load(pair.base)}
 
-    both = loads.run(Both, TensorDedupConfig(), "both", set())
+    both = model_load.run(Both, TensorDedupConfig(), "both", set())
     other = load(pair.fine_tune, tensor_dedup=True)
     again = load(pair.base, tensor_dedup=True)
     assert not shared(both.components["plain"], other)
@@ -117,7 +117,7 @@ def test_what_holds_nothing_to_share_says_so() -> None:
 
         components: ClassVar = {"unet": object(), "scheduler": None}
 
-    loaded = loads.run(Session, TensorDedupConfig(), "onnx", set())
+    loaded = model_load.run(Session, TensorDedupConfig(), "onnx", set())
     assert isinstance(loaded, Session)
     last = report().models[-1]
     assert (last.name, last.total_bytes, last.components) == ("onnx", 0, [])
@@ -130,7 +130,7 @@ def test_a_model_inside_another_one_is_counted_once(tmp_path: Path) -> None:
     def whole() -> Any:
         return torch.nn.Sequential(load(pair.base), torch.nn.Linear(8, 8))
 
-    model = loads.run(whole, TensorDedupConfig(), "whole", set())
+    model = model_load.run(whole, TensorDedupConfig(), "whole", set())
     assert report().models[-1].total_bytes == nbytes(model)
     assert report().models[-1].tensors_total == len(parameters(model))
     with enable():

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fleet
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
-from tensor_dedup.loader.report_table import BETWEEN_PROCESSES
 from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.text_table import BETWEEN_PROCESSES
 
 # Large enough that whole pages for small tensors do not matter, small enough to load in no time.
 _SIZES: dict[str, Any] = {

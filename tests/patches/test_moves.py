@@ -12,13 +12,13 @@ from torch import nn
 
 from tensor_dedup import TensorDedupConfig, move, shares_memory, sweep, unshare, verify
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.device_copies import COPIES
-from tensor_dedup.loader.guarding import make_private
 from tensor_dedup.loader.load_lock import LOAD_LOCK
-from tensor_dedup.loader.mappings import MAPPINGS
-from tensor_dedup.loader.registry import registry
-from tensor_dedup.patches.moves import APPLY
-from tensor_dedup.patches.signatures import usable
+from tensor_dedup.loader.residents.mappings import MAPPINGS
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.unsharing.device_copies import COPIES
+from tensor_dedup.loader.unsharing.private import make_private
+from tensor_dedup.patches.huggingface.conversions import APPLY
+from tensor_dedup.seams import usable
 from tiny_pipelines import equal, parameters, shared
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -105,7 +105,7 @@ def test_a_cast_that_was_made_already_is_neither_made_nor_hashed_again(
 ) -> None:
     first, second = pair()
     first.float()
-    monkeypatch.setattr("tensor_dedup.loader.pouring.submit", forbidden)
+    monkeypatch.setattr("tensor_dedup.loader.post_load.slab_fill.submit", forbidden)
     second.float()
     assert shared(first, second) == equal(first, second) == parameters(first).keys()
     assert verify().ok
@@ -258,7 +258,7 @@ def test_what_only_has_the_same_forgeable_digest_is_not_what_another_becomes(
     twin: Any = nn.Sequential(nn.Linear(64, 64, bias=False))
     nn.init.ones_(twin[0].weight)
     with monkeypatch.context() as patched:
-        patched.setattr("tensor_dedup.loader.pouring.submit", one_digest)
+        patched.setattr("tensor_dedup.loader.post_load.slab_fill.submit", one_digest)
         sweep(models[0], WEAK)
         sweep(twin, WEAK)
         assert shared(models[0], twin) == {"0.weight"}

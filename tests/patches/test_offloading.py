@@ -16,10 +16,10 @@ from torch import nn
 import kernel
 import tiny_pipelines
 from tensor_dedup import enable, sweep, verify
-from tensor_dedup.loader.whereabouts import is_mapped
-from tensor_dedup.patches.diffusers import offloading
-from tensor_dedup.patches.loads import modules_of
-from tensor_dedup.patches.signatures import usable
+from tensor_dedup.loader.unsharing.lookup import is_mapped
+from tensor_dedup.patches.huggingface import offloading
+from tensor_dedup.patches.huggingface.model_load import modules_of
+from tensor_dedup.seams import usable
 from tiny_pipelines import equal, image, load, parameters, shared
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch import nn
 import kernel
 from pairs import CASES
 from tensor_dedup import enable, report, shares_memory, verify
-from tensor_dedup.patches.loads import modules_of
+from tensor_dedup.patches.huggingface.model_load import modules_of
 from tiny_pipelines import equal, parameters, shared
 
 Made = Mapping[str, tuple[Path, Path]]

@@ -18,9 +18,9 @@ import fresh
 import loads
 import ranks
 import tiny_checkpoints as checkpoints
-from tensor_dedup.loader.registry import registry
 from tensor_dedup.loader.report import ModelReport
-from tensor_dedup.patches.vllm.experts import BALANCED
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.patches.vllm.eplb import BALANCED
 from tensor_dedup.types import ResidentKey
 
 pytestmark = pytest.mark.vllm

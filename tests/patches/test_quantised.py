@@ -24,11 +24,11 @@ import plain
 import quantised
 import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import AuditError
-from tensor_dedup.loader.hints import ENVIRONMENT
-from tensor_dedup.loader.records import LayerRecord
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
+from tensor_dedup.loader.deferred.layer_records import LayerRecord
 from tensor_dedup.loader.report import ModelReport
-from tensor_dedup.loader.residents import tensor_bytes
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import tensor_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM

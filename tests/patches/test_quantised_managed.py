@@ -20,7 +20,7 @@ import kernel
 import plain
 import quantised
 import tiny_checkpoints as checkpoints
-from tensor_dedup.loader.hints import ENVIRONMENT
+from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -14,9 +14,10 @@ import plain
 import reads
 import tiny_checkpoints as checkpoints
 from tensor_dedup.demo import models
-from tensor_dedup.loader import ahead, assembly, memory, residents
-from tensor_dedup.loader.memory import OutOfMemoryError
+from tensor_dedup.loader.deferred import prefetch, session
 from tensor_dedup.loader.report import ModelReport
+from tensor_dedup.loader.residents import resident, slab
+from tensor_dedup.loader.residents.slab import OutOfMemoryError
 
 pytestmark = pytest.mark.vllm
 
@@ -70,8 +71,8 @@ def test_the_second_load_reads_no_weights(tiny: Path) -> None:
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of every size go straight into shared memory, as large ones do."""
-    monkeypatch.setattr(assembly, "POUR_BYTES", 0)
-    monkeypatch.setattr(ahead, "MAX_AHEAD_BYTES", 0)
+    monkeypatch.setattr(session, "POUR_BYTES", 0)
+    monkeypatch.setattr(prefetch, "MAX_AHEAD_BYTES", 0)
 
 
 @pytest.mark.usefixtures("small_is_large")
@@ -89,7 +90,7 @@ def test_a_model_loads_by_itself_when_there_is_no_shared_memory(
     llm = plain.engine(tiny)
     expected = plain.outputs(llm)
     engines.drop(llm)
-    monkeypatch.setattr(memory, "_memory_file", refuse)
+    monkeypatch.setattr(slab, "_memory_file", refuse)
     llm = engines.sharing(tiny, verify="always")
     assert plain.outputs(llm) == expected
     engines.drop(llm)
@@ -112,8 +113,8 @@ def test_large_tensors_of_a_qwen2_of_half_a_billion(
     models.make(models.BASE, folder)
     path = folder / models.BASE
     engines.leave_alone(path / checkpoints.WEIGHTS)
-    monkeypatch.setattr(assembly, "POUR_BYTES", 64 << 20)
-    with patch.object(assembly, "read_into_slab", wraps=residents.read_into_slab) as pour:
+    monkeypatch.setattr(session, "POUR_BYTES", 64 << 20)
+    with patch.object(session, "read_into_slab", wraps=resident.read_into_slab) as pour:
         second = _load_twice(path, min_tensor_bytes=_SMALLEST)
     assert pour.call_count == 1  # the embedding, for the first
     report = second.report

@@ -19,7 +19,7 @@ import stores
 import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
-from tensor_dedup.loader import checkout
+from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
 from tensor_dedup.patches.vllm.loader import TensorDedupLoader
@@ -61,7 +61,7 @@ def expected(pair: checkpoints.Pair) -> dict[str, tuple[plain.Answer, ...]]:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where checkouts go."""
-    monkeypatch.setenv(checkout.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import fresh
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.patches.trainer import StoreCallback
+from tensor_dedup.integrations.trainer import StoreCallback
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")

@@ -12,13 +12,12 @@ import transformers as hf
 from torch import nn
 
 import tiny_checkpoints as checkpoints
-from tensor_dedup import enable, report, shares_memory, sweep, verify
+from tensor_dedup import enable, report, seams, shares_memory, sweep, verify
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.registry import registry
-from tensor_dedup.patches import signatures
-from tensor_dedup.patches.diffusers import seams as diffusers_seams
-from tensor_dedup.patches.signatures import ReplacedSeam, Replacements, resolve, usable
-from tensor_dedup.patches.transformers import seams as transformers_seams
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.patches.huggingface import diffusers as diffusers_seams
+from tensor_dedup.patches.huggingface import transformers as transformers_seams
+from tensor_dedup.seams import ReplacedSeam, Replacements, resolve, usable
 from tiny_pipelines import equal, nbytes, parameters, shared
 
 SEAMS = (
@@ -200,7 +199,7 @@ def test_without_its_seams_a_load_shares_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = checkpoints.make("llama", tmp_path)
-    monkeypatch.setattr(signatures, "usable", lambda _seam: False)
+    monkeypatch.setattr(seams, "usable", lambda _seam: False)
     with enable():
         first, second = load(pair.base), load(pair.base)
     assert shared(first, second) == parameters(first).keys()

@@ -23,9 +23,9 @@ import tiny_checkpoints as checkpoints
 from tensor_dedup import report, unshare, verify
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.records import RECORD
-from tensor_dedup.loader.registry import registry
-from tensor_dedup.loader.residents import pack
+from tensor_dedup.loader.deferred.layer_records import RECORD
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import pack
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -81,7 +81,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         "tensor_dedup.analyze",
         "tensor_dedup.digest",
         "tensor_dedup.formats.checkpoint",
-        "tensor_dedup.loader.hints",
+        "tensor_dedup.loader.checkpoint_io.hints",
         "tensor_dedup.loader.report",
         "tensor_dedup.store",
         "tensor_dedup.patches.vllm",
@@ -111,7 +111,8 @@ def test_frameworks_are_taught_our_argument_only_where_they_are_installed(instal
     code = (
         "import sys\nframeworks = 'vllm', 'transformers', 'diffusers'\n"
         f"{absent}import tensor_dedup\n"
-        "ours = 'tensor_dedup.patches.vllm.hooks', 'tensor_dedup.patches.pipelines', 'wrapt'\n"
+        "patches = 'tensor_dedup.patches'\n"
+        "ours = f'{patches}.vllm.hooks', f'{patches}.huggingface.pipelines', 'wrapt'\n"
         "print(*[name in sys.modules for name in ours])"
     )
     assert run(code).split() == [str(installed)] * 3

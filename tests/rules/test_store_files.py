@@ -92,7 +92,7 @@ def test_the_store_has_one_door_to_the_disk() -> None:
     # is no file.
     assert {name: what for name, what in found.items() if what} == {
         "tensor_dedup.store.index": ["sqlite3"],
-        "tensor_dedup.store.memory": ["mmap", "os.fstat"],
+        "tensor_dedup.store.buffers": ["mmap", "os.fstat"],
     }
 
 

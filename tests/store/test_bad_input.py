@@ -18,7 +18,7 @@ from tensor_dedup.errors import (
     StoreError,
     UnsupportedError,
 )
-from tensor_dedup.store import Store, frames, manifests, tables
+from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     BadNameError,
     BadRangeError,
@@ -36,8 +36,9 @@ from tensor_dedup.store.errors import (
     UnknownTensorError,
 )
 from tensor_dedup.store.files import Handle, Mode, RealFiles
-from tensor_dedup.store.manifests import FileEntry, Piece
-from tensor_dedup.store.tables import Record, Table
+from tensor_dedup.store.format import frames, manifests, tables
+from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.format.tables import Record, Table
 
 
 @pytest.fixture

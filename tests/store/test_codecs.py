@@ -5,14 +5,14 @@ import struct
 
 import pytest
 
-from tensor_dedup.store.codecs.choosing import CodecChoice, Sample, choose, distance, places
+from tensor_dedup.store.codecs.choice import CodecChoice, Sample, choose, distance, places
 from tensor_dedup.store.codecs.contract import CodecTests
 from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec, Effort
 from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.codecs.registry import CODECS
-from tensor_dedup.store.encoding import Plan, encoded
 from tensor_dedup.store.errors import CorruptFrameError
+from tensor_dedup.store.writing.encoded import Plan, encoded
 
 
 class TestCodecs(CodecTests):

@@ -8,7 +8,7 @@ import pytest
 
 from stores import Content, assert_clean, assert_holds, content, open_store, stored, three
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import Store, tables
+from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
@@ -16,7 +16,8 @@ from tensor_dedup.store.errors import (
     UnfitForCollectionError,
 )
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.layout import StoreLayout
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.objects import Objects
 
 Flips = Callable[[Path], tuple[Path, int]]

@@ -25,7 +25,7 @@ from stores import (
 )
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from tensor_dedup.store import Store, tables
+from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
@@ -33,9 +33,10 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.layout import StoreLayout
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.layout import StoreLayout
+from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.tables import Record, Table
 
 A, B = weights(1, 300 * KIB), weights(2, 5 * MIB)
 

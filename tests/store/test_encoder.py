@@ -5,10 +5,10 @@ from pathlib import Path
 
 from stores import KIB, content, open_store, safetensors, weights, write
 from tensor_dedup.digest import digest, leaf_digests
-from tensor_dedup.store.compressing import Encoder
-from tensor_dedup.store.containers import NewPiece
-from tensor_dedup.store.hashing import Hashed
-from tensor_dedup.store.sources import read_source
+from tensor_dedup.store.writing.containers import NewPiece
+from tensor_dedup.store.writing.encoder import Encoder
+from tensor_dedup.store.writing.hashing import Hashed
+from tensor_dedup.store.writing.sources import read_source
 
 
 def test_nothing_is_stored_against_itself(tmp_path: Path) -> None:

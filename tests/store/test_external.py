@@ -9,16 +9,17 @@ import pytest
 import stores
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.store import Store, tables
+from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     ChangedExternalError,
     CorruptTensorError,
     DamagedFileError,
     UnfitForCollectionError,
 )
-from tensor_dedup.store.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.hub import cache_path, snapshots
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
+from tensor_dedup.store.writing.hub import cache_path, snapshots
 
 FILE = "model.safetensors"
 A, B = stores.noise(1, 900 * stores.KIB), stores.noise(2, 700)

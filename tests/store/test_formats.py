@@ -15,7 +15,7 @@ from tensor_dedup import shares_memory
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import FormatError
 from tensor_dedup.store import Store
-from tensor_dedup.store.tensors import load_tensors
+from tensor_dedup.store.reading.tensors import load_tensors
 
 KIB = 1024
 

@@ -25,9 +25,9 @@ from tensor_dedup.errors import (
     UnsupportedError,
 )
 from tensor_dedup.formats.tensor_index import DTYPES
-from tensor_dedup.store import memory
+from tensor_dedup.store import buffers
 from tensor_dedup.store.errors import ExportTargetError
-from tensor_dedup.store.interchange import load_dict, rebuild_index, save_dict, streaming
+from tensor_dedup.store.interchange import data_files, load_dict, rebuild_index, save_dict
 
 MIB = 1 << 20
 Tensors = Mapping[str, torch.Tensor]
@@ -284,9 +284,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(nbytes: int) -> memoryview:
         sizes.append(nbytes)
-        return memory.allocate(nbytes)
+        return buffers.allocate(nbytes)
 
-    monkeypatch.setattr(streaming, "allocate", counted)
+    monkeypatch.setattr(data_files, "allocate", counted)
     return sizes
 
 

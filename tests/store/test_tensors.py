@@ -12,15 +12,15 @@ import torch
 from stores import KIB, MIB, Tensors, elements, noise, safetensors, write
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store import Store, StoredCheckpoint, StoreError
+from tensor_dedup.store.buffers import HUGE_PAGE, BufferPool, allocate, allocate_all
 from tensor_dedup.store.errors import (
     ClosedCheckpointError,
     CorruptTensorError,
     UnknownTensorError,
 )
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
-from tensor_dedup.store.filling import BLOCK_BYTES, plan
-from tensor_dedup.store.memory import HUGE_PAGE, BufferPool, allocate, allocate_all
-from tensor_dedup.store.tensors import TORCH_DTYPES, iter_tensors, load_tensors
+from tensor_dedup.store.reading.bulk_reader import BLOCK_BYTES, plan
+from tensor_dedup.store.reading.tensors import TORCH_DTYPES, iter_tensors, load_tensors
 
 LEAF = 2 * MIB
 Kept = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -175,7 +175,7 @@ def test_one_by_one_they_take_few_buffers(tmp_path: Path, monkeypatch: pytest.Mo
         pools.append(BufferPool(keep_bytes))
         return pools[-1]
 
-    monkeypatch.setattr("tensor_dedup.store.tensors.BufferPool", pool)
+    monkeypatch.setattr("tensor_dedup.store.reading.tensors.BufferPool", pool)
     with store.checkpoint("m") as checkpoint:
         for name, tensor in iter_tensors(checkpoint, buffer_bytes=2 * MIB, ahead=2):
             assert raw(tensor) == tensors[name][2]

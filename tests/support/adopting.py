@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from tensor_dedup import TensorDedupConfig
-from tensor_dedup.loader.adoption import ModuleDedup
-from tensor_dedup.loader.making import DedupContext
-from tensor_dedup.loader.origins import MappedFiles
-from tensor_dedup.loader.supply import HostProvider
+from tensor_dedup.loader.post_load.batch import DedupContext
+from tensor_dedup.loader.post_load.dedup import ModuleDedup
+from tensor_dedup.loader.post_load.mapped_files import MappedFiles
+from tensor_dedup.loader.residents.provider import HostProvider
 
 # Elements of four bytes: a tensor of the first number is read as soon as it is heard of, one of the
 # second is hashed by the thread that loads.

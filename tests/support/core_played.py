@@ -23,9 +23,9 @@ from tensor_dedup.memory_manager.core.effects import (
     SealAndHash,
     Send,
 )
-from tensor_dedup.memory_manager.core.world import ManagerState
-from tensor_dedup.memory_manager.layout import PAGE
-from tensor_dedup.memory_manager.messages import (
+from tensor_dedup.memory_manager.core.manager_state import ManagerState
+from tensor_dedup.memory_manager.protocol.layout import PAGE
+from tensor_dedup.memory_manager.protocol.messages import (
     WITHOUT_REPLY,
     Allocated,
     Extent,

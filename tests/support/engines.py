@@ -18,9 +18,9 @@ from torch import nn
 
 import plain
 import tensor_dedup
-from tensor_dedup.loader.hints import QUIET_NS
+from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS
 from tensor_dedup.loader.report import ModelReport
-from tensor_dedup.loader.residents import shares_memory, tensor_bytes
+from tensor_dedup.loader.residents.resident import shares_memory, tensor_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 import gpus
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
-from tensor_dedup.loader.cuda.places import PLACES
 from tensor_dedup.loader.cuda.residents import DeviceSlab
 from tensor_dedup.loader.cuda.tensors import held
+from tensor_dedup.loader.residents.device_mappings import PLACES
 from tensor_dedup.memory_manager.backends.vmm import VmmAllocation as ManagerSlab
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver

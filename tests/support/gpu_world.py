@@ -19,17 +19,17 @@ import gpus
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.lender import DeviceManagerResidents
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
-from tensor_dedup.loader.cuda.wanted import DeviceRequest, copy_of
-from tensor_dedup.loader.residents import resident_key, tensor_bytes
+from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.cuda.driver import Driver
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
-from tensor_dedup.memory_manager.paths import device_socket
+from tensor_dedup.memory_manager.protocol.paths import device_socket
 from tensor_dedup.types import ResidentKey
 
 REHEARSAL = os.environ.get("TENSOR_DEDUP_FAKE_GPU") == "1"

@@ -13,7 +13,7 @@ import managers
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current, refused
 from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
 from tensor_dedup.memory_manager.cuda.tickets import read_ticket
-from tensor_dedup.memory_manager.paths import device_socket
+from tensor_dedup.memory_manager.protocol.paths import device_socket
 
 
 class Full(FakeDriver):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.hints import QUIET_NS, FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex
 
 DIGESTS = {(0, 3): digest(b"abc"), (3, 5): digest(b"defgh")}
 

@@ -8,14 +8,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
-LINKED = ("loader", "store", "memory_manager", "patches")
+LINKED = ("loader", "store", "memory_manager", "patches", "integrations")
 
 # Bottom first; a layer imports itself and what stands before it.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "types", "digest", "config", "sqlite", "libc", "formats", "suggestions"}),
+    frozenset(
+        {
+            "errors",
+            "types",
+            "digest",
+            "config",
+            "sqlite",
+            "libc",
+            "formats",
+            "suggestions",
+            "seams",
+            "text_table",
+        }
+    ),
     frozenset({"store", "memory_manager"}),
     frozenset({"loader"}),
-    frozenset({"patches"}),
+    frozenset({"patches", "integrations"}),
 )
 # The top may import every layer, and no layer imports the top.
 TOP = frozenset({"", "analyze", "cli", "demo"})
@@ -24,14 +37,19 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "torch": (
         "tensor_dedup.loader",
         "tensor_dedup.patches",
+        "tensor_dedup.integrations",
         "tensor_dedup.demo",
         "tensor_dedup.store.checkpoints",
         "tensor_dedup.store.interchange",
-        "tensor_dedup.store.tensors",
+        "tensor_dedup.store.reading.tensors",
     ),
     "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.demo"),
-    "diffusers": ("tensor_dedup.patches.diffusers", "tensor_dedup.demo"),
-    "transformers": ("tensor_dedup.patches", "tensor_dedup.demo"),
+    "diffusers": ("tensor_dedup.patches.huggingface", "tensor_dedup.demo"),
+    "transformers": (
+        "tensor_dedup.patches.huggingface",
+        "tensor_dedup.integrations",
+        "tensor_dedup.demo",
+    ),
 }
 
 

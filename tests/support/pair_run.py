@@ -23,10 +23,10 @@ import engines
 import plain
 import reads
 import tiny_checkpoints as checkpoints
-from tensor_dedup.loader import ahead, assembly
-from tensor_dedup.loader.hints import ENVIRONMENT
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
+from tensor_dedup.loader.deferred import prefetch, session
 from tensor_dedup.loader.report import ModelReport
+from tensor_dedup.loader.residents.registry import registry
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -132,8 +132,8 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
             # Every other one takes the way of large tensors; those here are all small.
             with ExitStack() as small:
                 if number % 2:
-                    small.enter_context(patch.object(assembly, "POUR_BYTES", 0))
-                    small.enter_context(patch.object(ahead, "MAX_AHEAD_BYTES", 0))
+                    small.enter_context(patch.object(session, "POUR_BYTES", 0))
+                    small.enter_context(patch.object(prefetch, "MAX_AHEAD_BYTES", 0))
                 results[arch] = run(arch, root)
             result.write_bytes(msgspec.json.encode(results))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kernel
-from tensor_dedup.loader.registry import registry
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.types import ResidentKey
 
 

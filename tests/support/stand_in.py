@@ -4,7 +4,7 @@ import torch
 
 from tensor_dedup.digest import leaf_digests
 from tensor_dedup.loader.cuda.hashing import DeviceHash
-from tensor_dedup.loader.residents import tensor_bytes
+from tensor_dedup.loader.residents.resident import tensor_bytes
 
 
 def leaves(data: torch.Tensor) -> list[bytes]:

@@ -8,16 +8,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tensor_dedup.analyze.fusing import Fused, survives
+from tensor_dedup.analyze.digests import Digests, Progress, read_digests
+from tensor_dedup.analyze.fusion import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.reading import Digests, Progress, read_digests
 from tensor_dedup.analyze.stored import StrPath, is_stored, measure_stored, open_store
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
-from tensor_dedup.loader.hints import HintIndex
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 

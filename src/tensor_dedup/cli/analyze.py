@@ -9,7 +9,7 @@ from tensor_dedup.cli.analysis_tables import show
 from tensor_dedup.cli.names import console
 from tensor_dedup.cli.store_verbs import ByteBar, json_option, say, store_option
 from tensor_dedup.digest import ALGORITHMS
-from tensor_dedup.loader.hints import HintIndex
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 
 
 @click.command(name="analyze")

@@ -6,8 +6,8 @@ from tensor_dedup.cli.held import look_up, name_of, not_held_error
 from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import json_option, say
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.text_table import human
 
 
 @click.command(name="evict")

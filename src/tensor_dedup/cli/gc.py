@@ -5,9 +5,9 @@ import click
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ask, existing, json_option, say, store_option, yes_option
 from tensor_dedup.errors import StoreError
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import GcPlan, Store
-from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS
+from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
+from tensor_dedup.text_table import human
 
 
 @click.command(name="gc")

@@ -6,11 +6,11 @@ from tensor_dedup.cli.errors import BadData, WrongUse
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, say
 from tensor_dedup.errors import CheckpointNotFoundError, TensorDedupError, UnsupportedError
-from tensor_dedup.loader.hinting import StoreHints
-from tensor_dedup.loader.report_table import human
+from tensor_dedup.loader.checkpoint_io.store_hints import StoreHints
 from tensor_dedup.store import ImportResult, Store
 from tensor_dedup.store.errors import NameTakenError
-from tensor_dedup.store.hub import HubSnapshot, cache_path, snapshots
+from tensor_dedup.store.writing.hub import HubSnapshot, cache_path, snapshots
+from tensor_dedup.text_table import human
 
 
 def import_cache(store: str | None, replace: bool, as_json: bool) -> None:

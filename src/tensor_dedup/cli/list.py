@@ -14,8 +14,8 @@ from tensor_dedup.cli.store_verbs import (
     say,
     store_option,
 )
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import Listed
+from tensor_dedup.text_table import human
 
 
 @click.command(name="list")

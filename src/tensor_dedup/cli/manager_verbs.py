@@ -9,16 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli.names import Dotted, cell, counted, short
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
-from tensor_dedup.memory_manager.paths import (
+from tensor_dedup.memory_manager.protocol.paths import (
     ENVIRONMENT,
     default_socket,
     device_socket,
     socket_path,
 )
-from tensor_dedup.memory_manager.tables import ClientRow
+from tensor_dedup.memory_manager.protocol.tables import ClientRow
+from tensor_dedup.text_table import human
 
 _DEVICE: Final = "tensor_dedup.device"
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.gc import space_after
 from tensor_dedup.cli.groups import Verbs
 from tensor_dedup.cli.names import Dotted, cell, console, counted, listing
-from tensor_dedup.cli.plotting import PlotSeries, plot_to
+from tensor_dedup.cli.plot import PlotSeries, plot_to
 from tensor_dedup.cli.store_verbs import (
     ask,
     empty,
@@ -23,10 +23,8 @@ from tensor_dedup.cli.store_verbs import (
     store_option,
     yes_option,
 )
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.naming import parse
 from tensor_dedup.store.checkpoints.notes import shown
 from tensor_dedup.store.checkpoints.retention import Mode
 from tensor_dedup.store.checkpoints.runs import (
@@ -39,8 +37,10 @@ from tensor_dedup.store.checkpoints.runs import (
     run_names,
     stats,
 )
-from tensor_dedup.store.generated import STATE_MARK
+from tensor_dedup.store.checkpoints.step_names import parse
+from tensor_dedup.store.reading.synthesized import STATE_MARK
 from tensor_dedup.suggestions import perhaps
+from tensor_dedup.text_table import human
 
 _SHOWN_NAMES = 20
 

@@ -10,8 +10,8 @@ from rich.text import Text
 from tensor_dedup.cli.errors import printable
 from tensor_dedup.cli.names import Dotted, cell, console, listing
 from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import StoredCheckpoint
+from tensor_dedup.text_table import human
 
 # What goes first where a terminal is narrow, so that names keep this width.
 _LEAST: Final = ("codec", "stored", "digest", "dtype")

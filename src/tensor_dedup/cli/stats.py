@@ -4,9 +4,9 @@ import click
 
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import existing, json_option, say, store_option
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import Stats
-from tensor_dedup.store.tables import PLAIN
+from tensor_dedup.store.format.tables import PLAIN
+from tensor_dedup.text_table import human
 
 
 @click.command(name="stats")

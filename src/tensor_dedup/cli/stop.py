@@ -10,7 +10,7 @@ from tensor_dedup.cli.manager_verbs import place_options
 from tensor_dedup.cli.store_verbs import json_option, say
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import ManagerGoneError
-from tensor_dedup.memory_manager.paths import ENVIRONMENT, socket_path
+from tensor_dedup.memory_manager.protocol.paths import ENVIRONMENT, socket_path
 
 _NOBODY: Final = (errno.ENOENT, errno.ECONNREFUSED)
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from tensor_dedup.cli.errors import WrongUse, printable
 from tensor_dedup.cli.names import cell, console, short
 from tensor_dedup.store import Store
-from tensor_dedup.store.creation import ENVIRONMENT, own_path
+from tensor_dedup.store.init import ENVIRONMENT, own_path
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 

@@ -9,7 +9,7 @@ from tensor_dedup.cli.groups import Program
 from tensor_dedup.cli.runs import delete_steps, measured, names, stats_lines, steps_of
 from tensor_dedup.cli.store_verbs import ask, existing, say
 from tensor_dedup.store import Store
-from tensor_dedup.store.collecting import DEFAULT_GRACE_HOURS
+from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})

@@ -5,8 +5,8 @@ import click
 from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, existing, json_option, say, store_option
-from tensor_dedup.loader.report_table import human
 from tensor_dedup.store import VerifyResult
+from tensor_dedup.text_table import human
 
 
 @click.command(name="verify")

@@ -16,7 +16,7 @@ from tensor_dedup.demo import models, painter, pictures
 from tensor_dedup.demo.run import Side, Step, follow, one_process
 from tensor_dedup.demo.show import BESIDE, new_table, ratio, signed
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.report_table import human
+from tensor_dedup.text_table import human
 
 PNG: Final = "pictures.png"
 _NEEDED: Final = ("diffusers", "transformers", "accelerate", "PIL")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.report_table import human
+from tensor_dedup.text_table import human
 
 if TYPE_CHECKING:
     import torch

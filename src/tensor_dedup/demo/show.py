@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tensor_dedup.cli.names import Dotted
 from tensor_dedup.demo.run import Side, equal_tokens
-from tensor_dedup.loader.report_table import human
+from tensor_dedup.text_table import human
 
 # Of each load; every heading says all of what stands below it.
 BESIDE = ("memory,\nplain", "memory,\nshared", "seconds,\nplain", "seconds,\nshared")

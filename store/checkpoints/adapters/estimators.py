@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedValueError
 
 

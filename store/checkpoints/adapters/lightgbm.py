@@ -19,7 +19,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     register_provider,
 )
 from tensor_dedup.store.checkpoints.adapters.estimators import estimator_provider
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
 
 _SIZES: Final = b"\ntree_sizes="

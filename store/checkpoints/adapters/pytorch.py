@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
 from tensor_dedup.store.checkpoints.adapters.structure import StructureAdapter
 from tensor_dedup.store.checkpoints.state_errors import (
     DamagedStateError,

@@ -19,7 +19,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     register_package,
     register_provider,
 )
-from tensor_dedup.store.checkpoints.adapters.rebuilding import mismatched
+from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
 from tensor_dedup.store.checkpoints.adapters.sklearn_checks import PREDICTOR, check_object
 from tensor_dedup.store.checkpoints.state import is_array
 from tensor_dedup.store.checkpoints.state_errors import (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tensor_dedup.store.checkpoints.adapters.nested import take_apart
-from tensor_dedup.store.checkpoints.adapters.rebuilding import put_together
+from tensor_dedup.store.checkpoints.adapters.rebuild import put_together
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value

@@ -17,8 +17,8 @@ from hypothesis.extra import numpy as hnp
 from frozen_pieces import loaded, stored, there_and_back
 from tensor_dedup.store.checkpoints.adapters import (
     NumpyAdapter,
-    PyTorchAdapter,
     PieceSeries,
+    PyTorchAdapter,
     StateProvider,
     adapter_for,
     by_name,

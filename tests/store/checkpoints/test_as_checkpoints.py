@@ -14,10 +14,10 @@ from steps import Model, assert_same, handle, network, shares, train
 from stores import content
 from tensor_dedup.cli import main
 from tensor_dedup.formats.checkpoint import open_checkpoint
-from tensor_dedup.loader.checkout import ENVIRONMENT, check_out
+from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT, check_out
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.generated import STATE, WEIGHTS
+from tensor_dedup.store.reading.synthesized import STATE, WEIGHTS
 
 
 def model() -> dict[str, Any]:

@@ -14,19 +14,19 @@ from gates import Gate, gated
 from steps import Arrays, Model, assert_same, copied, forest, handle, network, shares, train
 from stores import open_store
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
+from tensor_dedup.store.checkpoints.capture import Context, StepCapture
 from tensor_dedup.store.checkpoints.errors import (
     BadLimitError,
     BadStepError,
     ForkedSaveError,
     PinnedStepError,
 )
-from tensor_dedup.store.checkpoints.pinning import Context, StepCapture
-from tensor_dedup.store.checkpoints.staging import HostPool
+from tensor_dedup.store.checkpoints.host_pool import HostPool
 from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
 from tensor_dedup.store.errors import LostHitError
-from tensor_dedup.store.memory import PAGE
 
 WEIGHT_BYTES = 160 * 200 * 4
 
@@ -203,7 +203,7 @@ def test_several_saves_are_committed_in_order_and_the_pool_bounds_them(tmp_path:
 
 
 def _refs(run: CheckpointStore, steps: range) -> list[str]:
-    from tensor_dedup.store.names import file_of
+    from tensor_dedup.store.format.names import file_of
 
     return [file_of(f"{run.run_id}@{step}") for step in steps]
 

@@ -16,7 +16,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.names import file_of
+from tensor_dedup.store.format.names import file_of
 
 TICK_S = 0.02  # files are dated by a clock of a few milliseconds
 

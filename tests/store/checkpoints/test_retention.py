@@ -13,8 +13,8 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.naming import parse, step_name
 from tensor_dedup.store.checkpoints.retention import Retention, ranked
+from tensor_dedup.store.checkpoints.step_names import parse, step_name
 
 
 def metrics(*losses: float) -> dict[int, dict[str, float]]:

@@ -1,7 +1,7 @@
 """Evaluates a pickle to inert values. No class is looked up, no function called, nothing imported.
 
 A stack of values, marks on it, and a memo, as in Python's pickle; containers are lists, tuples and
-`PlainDict`s, tensors `PickledTensorView`s, and everything else that is allowed at all becomes `Inert`.
+`PlainDict`s, tensors `PickledTensorView`s, and everything else that is allowed becomes `Inert`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,0 +1,1 @@
+"""What plugs into other frameworks without patching them: DCP, Trainer, Lightning, DeepSpeed."""

@@ -1,0 +1,269 @@
+"""Source tensors that come from a store: by digest for a checkpoint's own files, or altogether.
+
+Whatever the store gives has been compared, leaf by leaf, with the digest it was asked for. What it
+cannot give right is read from the checkpoint's file; where there is no file, the load fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from tensor_dedup.errors import ChangedFileError, FormatError, StoreError
+from tensor_dedup.formats.safetensors import parse_header
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io.reread import from_store
+from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
+from tensor_dedup.store.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.checkpoint_io.reread import Reread
+    from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
+    from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+    from tensor_dedup.store.reading.reader import StoredFile as Stored
+    from tensor_dedup.types import TensorSpec
+
+_log = logging.getLogger(__name__)
+
+
+def store_behind(config: TensorDedupConfig) -> Store | None:
+    """The store that a config names, when there is one to read from.
+
+    Said in the log when there is none, or it cannot be used: weights are then read as without it.
+    """
+    if config.store is None:
+        return None
+    try:
+        return Store.open(config.store_folder, create=False)
+    except (StoreError, OSError) as error:
+        # With store_writes this load makes it.
+        level = logging.DEBUG if config.store_writes else logging.WARNING
+        _log.log(level, "nothing is read from a store: %s", str(error))
+        return None
+
+
+class OpenCheckpoint(Protocol):
+    """How one load opens the files of its checkpoint. Closed after the last read."""
+
+    @property
+    def bytes_from_store(self) -> int:
+        """How much of what was read a store gave."""
+
+    def open(self, path: Path) -> SourceFile:
+        """The file at a path. Errors: those of SourceFile."""
+
+    def close(self) -> None:
+        """Let go of everything that was opened besides the files."""
+
+
+class CheckpointFiles:
+    """What one load takes from a store by digest. Opened at the first read. Any thread.
+
+    A store that fails is a store that does not have it: said in the log, never raised.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._expected: set[str] = set()
+        self._open: list[StoredPieces] = []
+        self.bytes_read = 0
+
+    def expect(self, digests: Iterable[str]) -> None:
+        """Say what may be asked for."""
+        with self._lock:
+            self._expected.update(digests)
+
+    def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bytes | None:
+        """Fill `piece` from `offset` of the `nbytes` with a digest; None: read them elsewhere.
+
+        Returns the digests of whole leaves, that the bytes were compared with, else nothing.
+        """
+        name = bytes.fromhex(digest)
+        try:
+            pieces = next((each for each in self._opened() if name in each), None)
+            if pieces is None:
+                return None
+            leaves = pieces.read_piece_into(name, offset, piece, nbytes)
+        except (StoreError, OSError, sqlite3.Error, RuntimeError) as error:
+            # As text: whoever keeps log records must not keep the frames, and memory, of a load.
+            _log.warning("%s; the checkpoint's own file is read instead", str(error))
+            return None
+        with self._lock:
+            self.bytes_read += piece.nbytes
+        return leaves
+
+    def _opened(self) -> list[StoredPieces]:
+        with self._lock:
+            # Once for all files as a rule: their digests are known before anything is read.
+            expected, self._expected = self._expected, set()
+            if expected:
+                self._open.append(self._store.pieces(expected))
+            return list(self._open)
+
+    def close(self) -> None:
+        """Close what was opened. No read may be under way."""
+        for pieces in self._open:
+            pieces.close()
+        self._open.clear()
+
+
+class StoreBackedSource(SourceFile):
+    """A checkpoint file whose tensors are read from a store where it has them."""
+
+    def __init__(
+        self, path: Path, hints: HintIndex, algorithm: str, shelf: CheckpointFiles, *, trust: bool
+    ) -> None:
+        super().__init__(path, hints, algorithm, trust=trust)
+        self._shelf = shelf
+        # Only what is known before it is read: nothing but its digest says what the store has.
+        self._known = {s.spec.name: s.digest for s in self.tensors.values() if s.digest}
+        shelf.expect(self._known.values())
+
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
+        """Fill `piece` with the tensor's bytes from `offset` on, from the store or the file."""
+        digest = self._known.get(spec.name)
+        leaves = None
+        if digest is not None:
+            leaves = self._shelf.fill(digest, spec.nbytes, offset, piece)
+        return super().read_into(spec, piece, offset) if leaves is None else leaves
+
+
+class StoredSource(SourceFile):
+    """A file of a stored checkpoint, as its export would be. Needs no descriptor of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: StoredCheckpoint,
+        file: Stored,
+        path: Path,
+        *,
+        trust: bool,
+    ) -> None:
+        """`trust`: digests are those of the manifest; without it, they come from reading only."""
+        self.path = path
+        self._fd = -1
+        self._hints = None
+        self.hashed = {}
+        self.identity = FileIdentity(0, 0, file.nbytes, 0, 0)
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._store, self._checkpoint = store, checkpoint
+        self._digests: dict[int, bytes] = {}
+        at = 0
+        for piece in file.pieces:
+            if piece.name is not None:
+                self._digests[at] = piece.digest
+            at += piece.nbytes
+        self.header = parse_header(_header(checkpoint, file), file.nbytes, str(path))
+        self.tensors = {spec.name: self._source(spec, trust) for spec in self.header.tensors}
+
+    def _source(self, spec: TensorSpec, trust: bool) -> SourceTensor:
+        digest = self._digests[spec.start].hex() if spec.nbytes and trust else None
+        return SourceTensor(self, spec, digest, trust)
+
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
+        """Fill `piece` with the tensor's bytes from `offset` on, verified. StoreError."""
+        if not piece.nbytes:
+            return None
+        name = self._digests[spec.start]
+        leaves = self._checkpoint.read_piece_into(name, offset, piece, spec.nbytes)
+        with self._lock:
+            self.bytes_read += piece.nbytes
+        return leaves
+
+    def read_range(self, start: int, nbytes: int) -> bytes:
+        """Up to `nbytes` bytes from offset `start` of the file, inside one tensor, verified."""
+        spec = next(s for s in self.header.tensors if s.start <= start < s.start + s.nbytes)
+        data = bytearray(min(nbytes, spec.start + spec.nbytes - start))
+        self.read_into(spec, memoryview(data), start - spec.start)
+        return bytes(data)
+
+    def reread(self, spec: TensorSpec) -> Reread | None:
+        """From the store, by digest, as long as it has it."""
+        return from_store(self._store, self._digests[spec.start], spec.nbytes)
+
+    def check_unchanged(self) -> None:
+        """Nothing: containers never change, and what is read is verified."""
+
+    def remember(self) -> None:
+        """Nothing: the manifest knows."""
+
+    def forget(self) -> None:
+        """Nothing: there are no hints of it."""
+
+
+class FromDisk:
+    """Opens files where they are, with a store behind them or without."""
+
+    def __init__(
+        self, hints: HintIndex, algorithm: str, *, trust: bool, store: Store | None = None
+    ) -> None:
+        self._hints, self._algorithm, self._trust = hints, algorithm, trust
+        self._shelf = CheckpointFiles(store) if store is not None else None
+
+    @property
+    def bytes_from_store(self) -> int:
+        """How much of what was read the store gave."""
+        return self._shelf.bytes_read if self._shelf is not None else 0
+
+    def open(self, path: Path) -> SourceFile:
+        """The file at a path. Errors: those of SourceFile."""
+        if self._shelf is None:
+            return SourceFile(path, self._hints, self._algorithm, trust=self._trust)
+        return StoreBackedSource(path, self._hints, self._algorithm, self._shelf, trust=self._trust)
+
+    def close(self) -> None:
+        """Let the store's containers go."""
+        if self._shelf is not None:
+            self._shelf.close()
+
+
+class FromStore:
+    """Opens the files of a stored checkpoint by the paths they would have in its checkout."""
+
+    def __init__(self, store: Store, checkout: Checkout, *, trust: bool) -> None:
+        """StoreError: it cannot be read. ChangedFileError: the name stands for another by now."""
+        self._store, self._checkout, self._trust = store, checkout, trust
+        self._files: list[StoredSource] = []
+        self._checkpoint = store.checkpoint(checkout.name)
+        if self._checkpoint.manifest != checkout.manifest:
+            self._checkpoint.close()
+            raise ChangedFileError(
+                f"{checkout.url}: it was replaced since this engine was configured; "
+                "make the engine anew",
+                path=checkout.url,
+            )
+
+    @property
+    def bytes_from_store(self) -> int:
+        """How much was read: all of it from the store."""
+        return sum(file.bytes_read for file in self._files)
+
+    def open(self, path: Path) -> SourceFile:
+        """The file that would be at a path. FormatError: there is none with tensors."""
+        name = path.relative_to(self._checkout.folder).as_posix()
+        for file in self._checkpoint.files:
+            if file.path == name:
+                opened = StoredSource(self._store, self._checkpoint, file, path, trust=self._trust)
+                self._files.append(opened)
+                return opened
+        raise FormatError(
+            f"{self._checkout.url} has no file {name!r}; see `tensor-dedup show`", path=str(path)
+        )
+
+    def close(self) -> None:
+        """Let the checkpoint go."""
+        self._checkpoint.close()
+
+
+def _header(checkpoint: StoredCheckpoint, file: Stored) -> bytes:
+    piece = file.pieces[0]
+    return bytes(checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes))

@@ -1,0 +1,314 @@
+"""Digests of byte ranges of files this machine has hashed before.
+
+A hint says: the file that had this identity had these digests. It is written only when the stat of
+the open descriptor was the same before and after hashing and both its times lay at least 2 s before
+hashing began (a later write then changes ctime for certain), and only on file systems that keep
+these times themselves. It is used only when all of the identity is the same. What escapes it is a
+write through a shared mapping that the kernel has not yet accounted for, or to the bare device.
+
+The index is one SQLite file that any number of threads and processes may use. It can be deleted at
+any time. Whatever is wrong with it means "no hints", said once in the log: never an error, and
+never a wrong digest, since every row is sealed with a digest of its own.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+import msgspec
+import platformdirs
+
+from tensor_dedup.digest import digest
+from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.loader.checkpoint_io.file_systems import is_trusted
+from tensor_dedup.sqlite import INSIDE, connect, transaction
+
+QUIET_NS = 2_000_000_000
+MAX_DIGESTS = 500_000
+ENVIRONMENT = "TENSOR_DEDUP_HINTS"
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """CREATE TABLE IF NOT EXISTS hint (
+    file TEXT NOT NULL, algorithm TEXT NOT NULL, state TEXT NOT NULL, name TEXT NOT NULL,
+    used INTEGER NOT NULL, entries INTEGER NOT NULL, seal BLOB NOT NULL, digests BLOB NOT NULL,
+    PRIMARY KEY (file, algorithm))"""
+_USED_RESOLUTION_S = 3600
+_RETRY_S = 0.01
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Digests = dict[tuple[int, int], str]
+_entries = msgspec.msgpack.Decoder(list[tuple[int, int, str]])
+
+_said: set[str] = set()
+
+
+class _UnusableIndexError(TensorDedupError):
+    """The index may not be used as it is. Never leaves this module."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What the kernel says about an open file. Equal identities, 2 s apart, mean equal bytes."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> Self:
+        """The identity of the file behind an open descriptor, now."""
+        status = os.fstat(fd)
+        return cls(
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        )
+
+    # As text: an inode number may need all of 64 bits, SQLite's integers have 63.
+    @property
+    def file(self) -> str:
+        """Which file it is."""
+        return f"{self.device}:{self.inode}"
+
+    @property
+    def state(self) -> str:
+        """Which state of that file it is."""
+        return f"{self.size}:{self.mtime_ns}:{self.ctime_ns}"
+
+
+class HintIndex:
+    """Remembered digests. Safe from threads, processes and forks; keeps nothing open.
+
+    `path` is the SQLite file; by default that of the environment variable TENSOR_DEDUP_HINTS, else
+    one in the user's cache folder. `trusted` says whether an open file lies on a file system whose
+    times can be relied on; `busy_s` is how long another process's write is waited for.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        trusted: Callable[[int], bool] = is_trusted,
+        max_digests: int = MAX_DIGESTS,
+        busy_s: float = 2.0,
+    ) -> None:
+        self.path = path if path is not None else _default_path()
+        self._trusted = trusted
+        self._max_digests = max_digests
+        self._busy_s = busy_s
+
+    def lookup(self, fd: int, algorithm: str) -> dict[tuple[int, int], str]:
+        """The digests known of this open file, by (start, nbytes); {} when there are none.
+
+        The caller compares FileIdentity.of(fd) again after it has used the bytes."""
+        if not self._trusted(fd):
+            return {}
+        identity = FileIdentity.of(fd)
+        return self._use(lambda db: _lookup(db, identity, algorithm)) or {}
+
+    def record(
+        self,
+        fd: int,
+        before: FileIdentity,
+        began_ns: int,
+        algorithm: str,
+        digests: Mapping[tuple[int, int], str],
+    ) -> bool:
+        """Remember digests of this open file, beside those already known of this state of it.
+
+        `before` is its identity before hashing began, `began_ns` time.time_ns() then. False, and
+        nothing is kept, when the file changed since, had changed less than 2 s before, lies on a
+        file system that is not trusted, or the index cannot be written.
+        """
+        quiet_ns = began_ns - max(before.mtime_ns, before.ctime_ns)
+        if quiet_ns < QUIET_NS or not self._trusted(fd) or FileIdentity.of(fd) != before:
+            return False
+        name = _name(fd)
+
+        def write(db: sqlite3.Connection) -> bool:
+            with transaction(db):
+                merged = _lookup_row(db, before, algorithm) | dict(digests)
+                _store(db, before, algorithm, name, merged)
+                _prune(db, before, self._max_digests)
+            return True
+
+        return self._use(write) or False
+
+    def forget(self, fd: int) -> None:
+        """Drop everything known of this open file, in any state and by any algorithm."""
+        file = FileIdentity.of(fd).file
+        self._use(lambda db: db.execute("DELETE FROM hint WHERE file = ?", (file,)).rowcount)
+
+    def _use(self, work: Callable[[sqlite3.Connection], _T]) -> _T | None:
+        """work(connection), or None when the index cannot be used."""
+        try:
+            with INSIDE, self._door(fcntl.LOCK_SH):
+                try:
+                    with contextlib.closing(self._connect()) as db:
+                        return work(db)
+                except sqlite3.OperationalError as error:
+                    # Locked, full, read-only: it may be well again the next time.
+                    _say_once(f"no hints from {self.path}: {error}")
+                    return None
+                except sqlite3.DatabaseError as error:
+                    # Its text: the error itself would hold this frame, and the frame the error.
+                    broken, inode = str(error), self.path.stat().st_ino
+            with INSIDE, self._door(fcntl.LOCK_EX):
+                # Unless another process has just done so: its new index is not the broken one.
+                if self.path.stat().st_ino == inode:
+                    self._set_aside(broken)
+        except (OSError, _UnusableIndexError) as error:
+            _say_once(f"no hints from {self.path}: {error}")
+        return None
+
+    @contextlib.contextmanager
+    def _door(self, lock: int) -> Iterator[None]:
+        """Shared by all who use the index; alone for who replaces it, or others' WAL would go."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if not is_trusted(fd):
+                raise _UnusableIndexError(
+                    f"its file system is not a local one; set {ENVIRONMENT} to a local path"
+                )
+            # Not waited for: it is held for as long as one transaction lasts, hints are a luxury.
+            fcntl.flock(fd, lock | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(fd)
+
+    def _connect(self) -> sqlite3.Connection:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+        # Hints are believed: whoever can write them can choose what weights are shared.
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise _UnusableIndexError("others may write it; delete it or take their right away")
+        db = connect(self.path, timeout_s=self._busy_s)
+        # What a broken page holds need not be UTF-8.
+        db.text_factory = bytes
+        try:
+            _prepare(db, self._busy_s)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _set_aside(self, error: str) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{self.path}{suffix}").replace(f"{self.path}.broken{suffix}")
+        _log.warning(
+            "the hints in %s are broken (%s): moved to %s.broken, starting anew",
+            self.path,
+            error,
+            self.path,
+        )
+
+
+def _default_path() -> Path:
+    if chosen := os.environ.get(ENVIRONMENT):
+        return Path(chosen)
+    return Path(platformdirs.user_cache_dir("tensor-dedup", appauthor=False)) / "hints-v1.sqlite"
+
+
+def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version == _SCHEMA_VERSION:
+        return
+    if version != 0:
+        raise _UnusableIndexError(f"version {version} of it is not known; update or delete it")
+    deadline = time.monotonic() + busy_s
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(_SCHEMA)
+            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        except sqlite3.OperationalError:
+            # When two make the index at once, SQLite does not wait before it gives up.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
+
+
+def _lookup(db: sqlite3.Connection, identity: FileIdentity, algorithm: str) -> _Digests:
+    found = _lookup_row(db, identity, algorithm)
+    if found:
+        now = int(time.time())
+        # Not at every use: a write for each file of each load would queue the engines.
+        with contextlib.suppress(sqlite3.OperationalError):
+            db.execute(
+                "UPDATE hint SET used = ? WHERE file = ? AND algorithm = ? AND used < ?",
+                (now, identity.file, algorithm, now - _USED_RESOLUTION_S),
+            )
+    return found
+
+
+def _lookup_row(db: sqlite3.Connection, identity: FileIdentity, algorithm: str) -> _Digests:
+    row = db.execute(
+        "SELECT seal, digests FROM hint WHERE file = ? AND algorithm = ? AND state = ?",
+        (identity.file, algorithm, identity.state),
+    ).fetchone()
+    if row is None or not isinstance(row[1], bytes) or row[0] != _seal(identity, algorithm, row[1]):
+        return {}
+    return {(start, nbytes): found for start, nbytes, found in _entries.decode(row[1])}
+
+
+def _store(
+    db: sqlite3.Connection, identity: FileIdentity, algorithm: str, name: str, digests: _Digests
+) -> None:
+    blob = msgspec.msgpack.encode([(*place, found) for place, found in digests.items()])
+    seal = _seal(identity, algorithm, blob)
+    now = int(time.time())
+    db.execute(
+        "REPLACE INTO hint VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (identity.file, algorithm, identity.state, name, now, len(digests), seal, blob),
+    )
+
+
+def _seal(identity: FileIdentity, algorithm: str, blob: bytes) -> bytes:
+    return digest(f"{identity.file} {identity.state} {algorithm} ".encode() + blob).encode()
+
+
+def _prune(db: sqlite3.Connection, keep: FileIdentity, limit: int) -> None:
+    (total,) = db.execute("SELECT TOTAL(entries) FROM hint").fetchone()
+    if total <= limit:
+        return
+    rows = db.execute(
+        "SELECT rowid, entries FROM hint WHERE file != ? ORDER BY used, rowid", (keep.file,)
+    ).fetchall()
+    for rowid, entries in rows:
+        if total <= limit:
+            break
+        db.execute("DELETE FROM hint WHERE rowid = ?", (rowid,))
+        total -= entries
+
+
+def _name(fd: int) -> str:
+    # Only for people who look into the index: a name is never part of what is compared.
+    try:
+        return Path(f"/proc/self/fd/{fd}").readlink().name
+    except OSError:
+        return ""
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)

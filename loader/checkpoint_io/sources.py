@@ -1,0 +1,301 @@
+"""Source tensors: the files of a checkpoint, what is known of their bytes, and reading them.
+
+A tensor whose digest a hint knows is read only when something in its layer differs. Everything
+that is read is hashed in the memory it is then used from, so no other bytes can take its place.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from tensor_dedup.digest import digest, stream, submit
+from tensor_dedup.errors import (
+    ChangedFileError,
+    FormatError,
+    IntegrityError,
+    UnreadableFileError,
+)
+from tensor_dedup.formats.weights import members_in, read_header
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io.storage_view import Placed, placed
+from tensor_dedup.loader.cuda.hashing import digest_of
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    import torch
+    from typing_extensions import Buffer
+
+    from tensor_dedup.formats.weights import Header
+    from tensor_dedup.loader.checkpoint_io.reread import Reread
+    from tensor_dedup.types import TensorSpec
+
+# One preadv asks for at most this much: the kernel cuts it at 2 GiB anyway.
+_PIECE_BYTES = 64 << 20
+
+
+class StaleHintError(ChangedFileError):
+    """Bytes were read that a hint described otherwise: the hint is wrong, load without hints."""
+
+
+@dataclass(eq=False, slots=True)
+class SourceTensor:
+    """One tensor of one open checkpoint file. `digest` is None until a hint or a read gives it."""
+
+    file: SourceFile
+    spec: TensorSpec
+    digest: str | None = None
+    hinted: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages: file and name."""
+        return f"{self.file.path}: {self.spec.name}"
+
+    def identity(self) -> tuple[object, ...]:
+        """The part of a recipe that stands for this tensor. IntegrityError without a digest."""
+        if self.digest is None:  # two unknown tensors must never get one name
+            raise IntegrityError(f"{self.place} was not hashed before its recipe was asked for")
+        return ("source", self.digest, self.spec.dtype, self.spec.shape)
+
+
+class SourceFile:
+    """An open checkpoint file: header, identity when opened, digests by byte range.
+
+    Owns one descriptor until `close`. Raises FormatError for a header that lies, OSError from open.
+    """
+
+    def __init__(
+        self, path: Path, hints: HintIndex | None, algorithm: str, *, trust: bool = True
+    ) -> None:
+        """`trust`: take digests from the hints; without it they are only written."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._hints = hints
+        self._algorithm = algorithm
+        self.hashed: dict[tuple[int, int], str] = {}
+        try:
+            self.identity = FileIdentity.of(self._fd)
+            self._began_ns = time.time_ns()
+            self.header: Header = read_header(path, fd=self._fd)
+            known = hints.lookup(self._fd, algorithm) if hints is not None and trust else {}
+            self.tensors = {spec.name: self._tensor(spec, known) for spec in self.header.tensors}
+        except BaseException:
+            self.close()
+            raise
+
+    def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
+        """Every tensor of the file by every name it has, in the order of names.
+
+        In a file of torch.save several may lie in one source: then it is said how each does.
+        """
+        members = members_in(self.header)
+        for name in sorted(self.tensors.keys() | members.keys()):
+            member = members.get(name)
+            source = self.tensors[name if member is None else member.held_by]
+            yield name, source, None if member is None else placed(member, source.spec)
+
+    def _tensor(self, spec: TensorSpec, known: Mapping[tuple[int, int], str]) -> SourceTensor:
+        digest = known.get((spec.start, spec.nbytes))
+        return SourceTensor(self, spec, digest, digest is not None)
+
+    def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
+        """Fill `piece` (writable) with the tensor's bytes from `offset` on. Any thread.
+
+        Returns the digest of a whole leaf when the bytes were just compared with it; else nothing.
+        FormatError when the file was truncated, UnreadableFileError when reading it fails.
+        """
+        done = 0
+        while done < piece.nbytes:
+            with piece[done : done + _PIECE_BYTES] as part:
+                count = self._read(part, spec, offset + done)
+            if count == 0:
+                raise FormatError(
+                    f"{self.path}: tensor {spec.name!r} ends after {offset + done} of "
+                    f"{spec.nbytes} bytes; the file was truncated while it was open, fetch it "
+                    "again",
+                    path=str(self.path),
+                    tensor=spec.name,
+                )
+            done += count
+        return None
+
+    def _read(self, part: memoryview, spec: TensorSpec, offset: int) -> int:
+        try:
+            return os.preadv(self._fd, [part], spec.start + offset)
+        except OSError as error:
+            raise UnreadableFileError(
+                f"{self.path}: tensor {spec.name!r} cannot be read at byte {offset} of "
+                f"{spec.nbytes} ({error.strerror}); look at the disk or share it is on",
+                path=str(self.path),
+                tensor=spec.name,
+                errno=error.errno,
+            ) from error
+
+    def read_range(self, start: int, nbytes: int) -> bytes:
+        """Up to `nbytes` bytes from offset `start` of the file."""
+        return os.pread(self._fd, nbytes, start)
+
+    def reread(self, _: TensorSpec) -> Reread | None:
+        """How to read a tensor again once this is closed; None: by path, if nothing changed."""
+        return None
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when the file is not what it was when it was opened."""
+        if FileIdentity.of(self._fd) != self.identity:
+            raise ChangedFileError(
+                f"{self.path} changed while it was being loaded; load it again",
+                path=str(self.path),
+            )
+
+    def remember(self) -> None:
+        """Give what was hashed to the hints, which refuse what cannot be trusted later."""
+        if self._hints is not None and self.hashed:
+            self._hints.record(
+                self._fd, self.identity, self._began_ns, self._algorithm, self.hashed
+            )
+
+    def forget(self) -> None:
+        """Drop every hint of this file."""
+        if self._hints is not None:
+            self._hints.forget(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor; twice does no harm."""
+        fd, self._fd = self._fd, -1
+        if fd != -1:
+            os.close(fd)
+
+
+@dataclass(slots=True)
+class ReadCounters:
+    """What one load fetched, in bytes, and how long it waited, in seconds of the wall clock.
+
+    `read_seconds`: for source tensors, which are hashed as they arrive. `hash_seconds`: for
+    digests of what was computed from them.
+    """
+
+    bytes_read: int = 0
+    bytes_hashed: int = 0
+    read_seconds: float = 0.0
+    hash_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class SourceReader:
+    """Reads source tensors into memory of the caller's and hashes them there. One thread.
+
+    The pool that hashes also reads: each leaf is hashed while a cache still holds it, and several
+    reads are under way at once.
+    """
+
+    algorithm: str
+    counters: ReadCounters = field(default_factory=ReadCounters)
+    begun: int = 0  # how many were started with `hashed`
+    _settled: int = 0
+    _pending: deque[tuple[SourceTensor, Future[str]]] = field(default_factory=deque)
+
+    def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
+        """Start reading `source` into `memory` (flat uint8, exactly its size, CPU).
+
+        `settle` must be called before the bytes or the digest are used and before `memory` is
+        written again.
+        """
+        began = time.perf_counter()
+        view, spec, file = memory.numpy().data, source.spec, source.file
+        self.counters.bytes_read += spec.nbytes
+        if hashed:
+            self.counters.bytes_hashed += spec.nbytes
+            future = submit(view, self.algorithm, partial(file.read_into, spec))
+            self._pending.append((source, future))
+            self.begun += 1
+        else:
+            file.read_into(spec, view)
+        self.counters.read_seconds += time.perf_counter() - began
+
+    def pour(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
+        """Read a tensor piece by piece and hand each to `write(piece, offset)`; its digest.
+
+        Nowhere is it whole but where `write` puts it; that is called by threads of the pool, which
+        hash the same piece. Returns when all that is under way has arrived, and raises as `settle`.
+        """
+        spec, file = source.spec, source.file
+
+        def pass_on(piece: memoryview, offset: int) -> bytes | None:
+            compared = file.read_into(spec, piece, offset)
+            write(piece, offset)
+            return compared
+
+        self.counters.bytes_read += spec.nbytes
+        self.counters.bytes_hashed += spec.nbytes
+        self._pending.append((source, stream(spec.nbytes, pass_on)))
+        self.begun += 1
+        self.settle()
+        assert source.digest is not None
+        return source.digest
+
+    def settle(self, mark: int | None = None) -> None:
+        """Wait for all that is under way, or for the first `mark` begun; enter the digests.
+
+        StaleHintError when a hint said otherwise; what reading raised.
+        """
+        count = (self.begun if mark is None else mark) - self._settled
+        if count <= 0:
+            return
+        began = time.perf_counter()
+        # All of them, whatever happened to one, and before one is let go: until then the pool
+        # writes into the memory, and `abandon` must find what is still under way.
+        for _, future in islice(self._pending, count):
+            future.exception()
+        settled = [self._pending.popleft() for _ in range(count)]
+        self._settled += count
+        self.counters.read_seconds += time.perf_counter() - began
+        failed = next((each for _, future in settled if (each := future.exception())), None)
+        # What arrived has arrived, whatever became of another: a load may go on without that one.
+        for source, future in settled:
+            if future.exception() is None:
+                _enter(source, future.result())
+        if failed is not None:
+            raise failed
+
+    def digest(self, data: Buffer) -> str:
+        """The digest of bytes that were computed here."""
+        return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
+
+    def digest_of(self, tensor: torch.Tensor) -> str:
+        """The digest of a gap-free tensor that was computed here, or on a GPU."""
+        return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
+
+    def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:
+        began = time.perf_counter()
+        value = hash_()
+        self.counters.bytes_hashed += nbytes
+        self.counters.hash_seconds += time.perf_counter() - began
+        return value
+
+    def abandon(self) -> None:
+        """Wait for every read under way without using it: the memory may be freed then."""
+        while self._pending:
+            self._pending.popleft()[1].exception()
+        self._settled = self.begun
+
+
+def _enter(source: SourceTensor, value: str) -> None:
+    if source.digest is not None and source.digest != value:
+        raise StaleHintError(
+            f"{source.place} hashes to {value}, remembered as {source.digest}; "
+            "something wrote to the file without changing its times",
+            path=str(source.file.path),
+            tensor=source.spec.name,
+        )
+    if source.digest is None:  # what was known is remembered already, and may not be the file's
+        source.file.hashed[source.spec.start, source.spec.nbytes] = value
+    source.digest = value

@@ -1,0 +1,122 @@
+"""A stored checkpoint as an engine is shown it: a folder that holds everything but the weights.
+
+Engines read configuration and tokenizer from a folder; tensors they get from the store. Of each
+weights file the folder has the header alone, so that whoever asks a header for types gets them, and
+whoever reads weights past us finds a truncated file and not other weights. The folder is named by
+the manifest, is made good from the store each time, and may be deleted at any time.
+"""
+
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import platformdirs
+
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
+from tensor_dedup.store.store import Store
+
+SCHEME = "store://"
+ENVIRONMENT = "TENSOR_DEDUP_CACHE"
+_WEIGHTS = ".safetensors"
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """Which stored checkpoint an engine loads, and the folder that stands for it.
+
+    `store` is the store's path, `weights` are the names of the files that hold the tensors.
+    """
+
+    url: str
+    store: str
+    name: str
+    manifest: str
+    folder: str
+    weights: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON can hold it."""
+        return asdict(self) | {"weights": list(self.weights)}
+
+    @classmethod
+    def from_any(cls, value: object) -> "Checkout":
+        """Of what to_dict gave. ConfigError."""
+        try:
+            return msgspec.convert(value, cls, strict=True)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"'stored' is {value!r} ({error}); give model={SCHEME}NAME and leave it out",
+                value=repr(value),
+            ) from error
+
+
+def check_out(store: Store, url: str) -> Checkout:
+    """Make the folder of a stored checkpoint, or make it good.
+
+    StoreError: it is not there or damaged. UnsupportedError: it is nothing an engine can load.
+    """
+    name = url.removeprefix(SCHEME)
+    with store.checkpoint(name) as checkpoint:
+        weights = _weights(url, checkpoint)
+        folder = _root() / checkpoint.manifest / PurePosixPath(name).name
+        for file in checkpoint.files:
+            _make_good(folder.joinpath(file.path), _shown(checkpoint, file))
+        return Checkout(url, str(store.path), name, checkpoint.manifest, str(folder), weights)
+
+
+def _weights(url: str, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
+    """The weights files at the top, where engines look for them."""
+    names = [file.path for file in checkpoint.files]
+    weights = tuple(name for name in names if name.endswith(_WEIGHTS) and "/" not in name)
+    if _CONFIG in names and weights:
+        return weights
+    what = f"no {_CONFIG}" if weights else f"no *{_WEIGHTS} at its top"
+    raise UnsupportedError(
+        f"{url} has {what}, so no engine can load it; import the folder that holds both",
+        url=url,
+        files=names,
+    )
+
+
+def _shown(checkpoint: StoredCheckpoint, file: StoredFile) -> bytes:
+    """A small file, or the header of one with tensors."""
+    data = bytearray()
+    for piece in file.pieces:
+        if piece.name is not None:
+            break
+        data += checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes)
+    return bytes(data)
+
+
+def _make_good(path: Path, data: bytes) -> None:
+    """Let `path` hold exactly this, whoever does the same at the same time."""
+    try:
+        if path.read_bytes() == data and not path.is_symlink():
+            return
+    except OSError:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd, partial = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _root() -> Path:
+    named = os.environ.get(ENVIRONMENT)
+    cache = Path(named) if named else platformdirs.user_cache_path("tensor-dedup", appauthor=False)
+    return cache.absolute() / "stored"
+
+
+def stored_in(entry: object) -> Checkout | None:
+    """The checkout that an entry of a loader's configuration names, if any. ConfigError."""
+    found: Any = entry.get("stored") if isinstance(entry, dict) else None
+    return None if found is None else Checkout.from_any(found)

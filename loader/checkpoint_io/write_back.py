@@ -1,0 +1,56 @@
+"""Writing what was loaded into a store, after the load. No torch."""
+
+import logging
+import sqlite3
+from pathlib import Path
+
+from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.loader.checkpoint_io.store_hints import StoreHints
+from tensor_dedup.loader.report import ModelReport
+from tensor_dedup.store.errors import NameTakenError
+from tensor_dedup.store.format.names import MAX_NAME, name_of
+from tensor_dedup.store.store import Store
+
+_log = logging.getLogger(__name__)
+# What an import may end with on a machine in trouble: the model is loaded all the same.
+_FAILURES = (TensorDedupError, OSError, sqlite3.Error, RuntimeError, ValueError, MemoryError)
+_MARK = 12  # digits of a manifest that tell two checkpoints of one name apart
+
+
+def keep(store: str | None, folder: Path, report: ModelReport, *, trust: bool) -> None:
+    """Have the checkpoint in `folder` in the store, and enter its name into the report.
+
+    `store`: its path, or None for the user's own; made when it is not there. `trust`: files that
+    hints know are not read again to compare them with what is stored. Never fails: what goes
+    wrong is logged once and entered into the report.
+    """
+    try:
+        report.stored_as = _keep(Store.open(store), folder, trust=trust)
+    except _FAILURES as error:
+        _log.warning("%s was loaded, but not written to the store: %s", folder, str(error))
+        report.skipped.append(("<store>", f"not written to the store: {error}"))
+
+
+def _nothing(_path: Path, _fd: int) -> dict[tuple[int, int], str]:
+    return {}
+
+
+def _keep(store: Store, folder: Path, *, trust: bool) -> str:
+    """The name under which the store has it. Nothing there is ever replaced."""
+    hints = StoreHints()
+    name = name_of(folder.absolute())
+    held = store.manifest(name)
+    if held is None:
+        return store.import_(folder, name, hints=hints).name
+    # Where hints know the files, this reads no tensor. A hint that errs makes us keep an older
+    # state of the files under its name, and nothing else.
+    manifest = store.manifest_of(folder, hints.known if trust else _nothing)
+    if held == manifest:
+        return name
+    marked = f"{name[: MAX_NAME - _MARK - 1]}@{manifest[:_MARK]}"
+    if store.manifest(marked) == manifest:
+        return marked
+    result = store.import_(folder, marked, hints=hints)
+    if result.manifest != manifest:
+        raise NameTakenError.at(store.path, f"{folder} changed while it was stored as {marked!r}")
+    return marked

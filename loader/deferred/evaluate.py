@@ -1,0 +1,231 @@
+"""Turning recipes into bytes: reading the sources they name, replaying what was recorded."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tensor_dedup.loader.deferred.recipe import (
+    COPY,
+    live_writes,
+    needs_base,
+    references,
+    sources_of,
+    whole_source,
+)
+from tensor_dedup.loader.deferred.storage import (
+    Const,
+    Operation,
+    Target,
+    View,
+    VirtualStorage,
+    Write,
+    as_view,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
+    from tensor_dedup.loader.deferred.scratch import Scratch
+
+
+class Evaluator:
+    """Computes the bytes of deferred tensors on the CPU. One thread, one load.
+
+    A source that one recipe copies whole is read straight to its place. One that is used more
+    than once is read once and kept until `release` was called for every final tensor using it.
+    """
+
+    def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
+        self._reader = reader
+        self._scratch = scratch
+        self._users: dict[int, int] = {}  # source -> final tensors that still may need it
+        self._uses: dict[int, int] = {}  # source, storage -> times recipes mention it
+        self._kept: dict[int, torch.Tensor] = {}
+        self._nodes: dict[tuple[int, int], torch.Tensor] = {}
+        self.unhashed: set[int] = set()  # sources nobody will ask the digest of
+
+    def expect(self, view: View) -> None:
+        """Announce that the final tensor `view` may be evaluated, until `release`."""
+        for source in sources_of(view):
+            self._users[id(source)] = self._users.get(id(source), 0) + 1
+        for mention in references(view):
+            for used in (mention.storage, mention.storage.source):
+                if used is not None:
+                    self._uses[id(used)] = self._uses.get(id(used), 0) + 1
+
+    def release(self, view: View) -> None:
+        """Say that `view` is done with, evaluated or not; frees what only it needed."""
+        for source in sources_of(view):
+            key = id(source)
+            self._users[key] = self._users.get(key, 1) - 1
+            if self._users[key] <= 0 and key in self._kept:
+                self._scratch.give_back(self._kept.pop(key))
+        self._nodes.clear()
+
+    def fill(self, view: View, out: torch.Tensor) -> None:
+        """Compute the whole storage of `view`, at its version, into `out` (flat uint8).
+
+        Returns when every byte is there and every source read for it has its digest.
+        """
+        self._fill(view.storage, view.version, out)
+        self._reader.settle()
+
+    def begin(self, view: View, out: torch.Tensor) -> bool:
+        """Start a `fill` that only copies whole sources; False, and nothing done, for any other.
+
+        The reader says when every byte is there.
+        """
+        storage, version = view.storage, view.version
+        writes = live_writes(storage, version)
+        if not writes or needs_base(storage, version):
+            return False
+        spans = [self._direct_span(write) for write in writes]
+        found = sorted(span for span in spans if span is not None)
+        if len(found) < len(spans) or any(a[1] > b[0] for a, b in itertools.pairwise(found)):
+            return False
+        self._fill(storage, version, out)
+        return True
+
+    def alone(self, view: View) -> SourceTensor | None:
+        """The source whose bytes `view` is, whole and as they are, and that nothing else uses."""
+        storage, version = view.storage, view.version
+        writes = live_writes(storage, version)
+        if len(writes) != 1 or needs_base(storage, version):
+            return None
+        source = whole_source(view)
+        if source is None or self._direct_span(writes[0]) != (0, storage.nbytes):
+            return None
+        return source if source.spec.nbytes == storage.nbytes else None
+
+    def value(self, view: View) -> torch.Tensor:
+        """A real CPU tensor equal to `view`; not to be written, valid until the next release."""
+        return as_view(self._flat(view.storage, view.version), view)
+
+    def digest_sources(self, view: View) -> None:
+        """Make the digest of every source of `view` known, reading those that are not."""
+        for source in sources_of(view):
+            if source.digest is None:
+                self._begin(source)
+        self._reader.settle()
+
+    def _flat(self, storage: VirtualStorage, version: int) -> torch.Tensor:
+        if storage.source is not None and not live_writes(storage, version):
+            return self._read_kept(storage.source)
+        key = (id(storage), version)
+        if key not in self._nodes:
+            flat = torch.empty(storage.nbytes, dtype=torch.uint8)
+            self._fill(storage, version, flat)
+            self._reader.settle()
+            self._nodes[key] = flat
+        return self._nodes[key]
+
+    def _read_kept(self, source: SourceTensor) -> torch.Tensor:
+        self._begin(source)
+        self._reader.settle()
+        return self._kept[id(source)][: source.spec.nbytes]
+
+    def _begin(self, source: SourceTensor) -> None:
+        """Start reading a source that is kept, unless it is here or on its way."""
+        if id(source) not in self._kept:
+            block = self._scratch.take(source.spec.nbytes)
+            self._kept[id(source)] = block
+            self._read(source, block[: source.spec.nbytes])
+
+    def _read(self, source: SourceTensor, memory: torch.Tensor) -> None:
+        self._reader.fill(source, memory, hashed=id(source) not in self.unhashed)
+
+    def _fill(self, storage: VirtualStorage, version: int, out: torch.Tensor) -> None:
+        out = out[: storage.nbytes]
+        if needs_base(storage, version):
+            self._base(storage, out)
+        writes = live_writes(storage, version)
+        spans = [self._direct_span(write) for write in writes]
+        for write, span in zip(writes, spans, strict=True):
+            if span is None:
+                self._begin_all(write)  # so that several are on their way at once
+        being_read: list[tuple[int, int]] = []
+        for write, span in zip(writes, spans, strict=True):
+            if span is None or _overlaps(span, being_read):
+                self._reader.settle()  # what is read and hashed there must not change meanwhile
+                being_read.clear()
+            if span is None:
+                self._replay(write, out)
+            else:
+                source = whole_source(write.args[1])
+                assert source is not None
+                self._read(source, out[span[0] : span[1]])
+                bisect.insort(being_read, span)
+
+    def _begin_all(self, call: Write | Operation) -> None:
+        """Start reading the sources this uses as they are, at once or through casts and slices."""
+        for value in (*call.args, *call.kwargs.values()):
+            if isinstance(value, View) and not live_writes(value.storage, value.version):
+                if value.storage.source is not None:
+                    self._begin(value.storage.source)
+                elif value.storage.operation is not None:
+                    self._begin_all(value.storage.operation)
+
+    def _direct_span(self, write: Write) -> tuple[int, int] | None:
+        """The bytes of the target that a source can be read into as they are, or None."""
+        value, target = (write.args[1] if len(write.args) > 1 else None), write.target
+        if write.func is not COPY or not isinstance(value, View) or not target.is_contiguous():
+            return None
+        if value.dtype is not target.dtype or not value.is_contiguous():
+            return None
+        source = whole_source(value)
+        if source is None or id(source) in self._kept or not self._used_once(source, value):
+            return None
+        start = target.offset * target.dtype.itemsize
+        stop = start + source.spec.nbytes
+        return (start, stop) if value.shape == target.shape else None
+
+    def _used_once(self, source: SourceTensor, view: View) -> bool:
+        """Is nothing between `view` and its whole source mentioned anywhere else?"""
+        storage = view.storage
+        while storage.source is None and self._uses.get(id(storage), 0) == 1:
+            view = live_writes(storage, view.version)[0].args[1]
+            storage = view.storage
+        return self._uses.get(id(storage), 0) == 1 and self._uses.get(id(source), 0) == 1
+
+    def _base(self, storage: VirtualStorage, out: torch.Tensor) -> None:
+        if storage.source is not None:
+            out.copy_(self._read_kept(storage.source))
+        elif storage.initial is not None:
+            out.copy_(storage.initial)
+        elif storage.operation is not None:
+            operation = storage.operation
+            result = operation.func(*self._real(operation.args), **self._named(operation.kwargs))
+            if isinstance(result, (list, tuple)):
+                result = result[operation.index]
+            # The meta tensor's layout is what later views refer to, whatever the real one is.
+            as_view(out, operation.layout).copy_(result)
+
+    def _replay(self, write: Write, out: torch.Tensor) -> None:
+        target = as_view(out, write.target)
+        write.func(*self._real(write.args, target), **self._named(write.kwargs, target))
+
+    def _named(self, kwargs: dict[str, Any], target: torch.Tensor | None = None) -> dict[str, Any]:
+        return {key: self._real(value, target) for key, value in kwargs.items()}
+
+    def _real(self, value: Any, target: torch.Tensor | None = None) -> Any:
+        if isinstance(value, View):
+            return self.value(value)
+        if isinstance(value, Const):
+            return value.value
+        if value is Target.HERE:
+            return target
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._real(item, target) for item in value)
+        return value
+
+
+def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
+    """Has this span bytes in common with one of others, which are in order and have none?"""
+    place = bisect.bisect(others, span)
+    before = place > 0 and others[place - 1][1] > span[0]
+    return before or (place < len(others) and others[place][0] < span[1])

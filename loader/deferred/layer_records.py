@@ -1,0 +1,131 @@
+"""Layer records: what a layer key leads to. Held by the layers that use them, never by a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tensor_dedup.errors import StoreError, TensorDedupError
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity
+
+if TYPE_CHECKING:
+    import weakref
+    from pathlib import Path
+
+    from tensor_dedup.loader.checkpoint_io.reread import Read, Reread
+    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+    from tensor_dedup.loader.residents.resident import Resident
+
+# Held by the layer or its packed function, so that a record lives as long as a layer uses it.
+RECORD = "_tensor_dedup_record"
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLocation:
+    """Where a donor's source tensor was read: file, what the file was then, byte range.
+
+    `reread` reads what lies in no file of its own.
+    """
+
+    path: Path
+    identity: FileIdentity
+    start: int
+    nbytes: int
+    reread: Reread | None = None
+
+    @classmethod
+    def of(cls, source: SourceTensor) -> SourceLocation:
+        """The place of an open source tensor."""
+        file, spec = source.file, source.spec
+        return cls(file.path, file.identity, spec.start, spec.nbytes, file.reread(spec))
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class LayerRecord:
+    """The final tensors of one layer, and what its processing set beside them.
+
+    `residents`: by parameter name, with the class of the parameter. `opaque`: what cannot be
+    mapped or written (a packed handler), shared as the object it is and held weakly, because it
+    holds the record: both go when the last layer drops it, be it that a reload packed anew.
+    `opaque_bytes` is the size of the plain weight it was packed from and `plain_name` that
+    weight's digest just before. `aliases`: records of equal bytes made by other recipes, with
+    origins of their own; they last as long as this one.
+    """
+
+    key: str
+    preimage: str
+    residents: dict[str, tuple[Resident, type]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    opaque: weakref.ref[Any] | None = None
+    opaque_bytes: int = 0
+    plain_name: str | None = None
+    structure: str = ""  # the recipes with their sources numbered instead of named
+    origins: tuple[SourceLocation, ...] = ()
+    aliases: list[LayerRecord] = field(default_factory=list)
+
+
+class OriginGoneError(TensorDedupError):
+    """What a record was made from is not there to compare with, or not what it was."""
+
+
+def same_source_bytes(
+    mine: Sequence[SourceTensor], donor: Sequence[SourceLocation]
+) -> tuple[bool, int]:
+    """Compare sources byte by byte with those a record was made from; and the bytes read.
+
+    OriginGoneError where the donor's file is gone or changed since.
+    """
+    if len(mine) != len(donor):
+        return False, 0
+    read = 0
+    for source, origin in zip(mine, donor, strict=True):
+        equal, count = _same_range(source, origin)
+        read += count
+        if not equal:
+            return False, read
+    return True, read
+
+
+def _same_range(source: SourceTensor, origin: SourceLocation) -> tuple[bool, int]:
+    if source.spec.nbytes != origin.nbytes:
+        return False, 0
+    try:
+        with (origin.reread or _by_path(origin))() as theirs:
+            return _compare(source, theirs)
+    except (OSError, StoreError) as error:
+        raise OriginGoneError(f"{source.place}: nothing to compare with ({error})") from error
+
+
+def _by_path(origin: SourceLocation) -> Reread:
+    @contextmanager
+    def opened() -> Iterator[Read]:
+        fd = os.open(origin.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _check(fd, origin)
+            yield lambda at, size: os.pread(fd, size, origin.start + at)
+            _check(fd, origin)
+        finally:
+            os.close(fd)
+
+    return opened
+
+
+def _check(fd: int, origin: SourceLocation) -> None:
+    if FileIdentity.of(fd) != origin.identity:
+        raise OriginGoneError(f"{origin.path} changed since it was loaded")
+
+
+def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
+    count = 0
+    for offset in range(0, source.spec.nbytes, _CHUNK):
+        size = min(_CHUNK, source.spec.nbytes - offset)
+        theirs = read(offset, size)
+        ours = source.file.read_range(source.spec.start + offset, size)
+        count += len(theirs) + len(ours)
+        if theirs != ours or len(ours) != size:
+            return False, count
+    return True, count

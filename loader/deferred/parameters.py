@@ -1,0 +1,153 @@
+"""Putting deferred tensors in place of a model's parameters, and real ones back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tensor_dedup.loader.deferred.recipe import initial_bytes, sources_of
+from tensor_dedup.loader.deferred.trace import UntraceableError
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+    from tensor_dedup.loader.deferred.storage import View
+    from tensor_dedup.loader.deferred.trace import Tracer
+
+
+@dataclass(eq=False, slots=True)
+class DeferredParameter:
+    """A parameter of the model: its first name, and after tracing what its bytes follow from.
+
+    `view` is None when the loading code gave it real memory. `installed`: it is real now.
+    `private`: why it must not be shared, whatever it follows from.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    view: View | None = None
+    installed: bool = False
+    private: str | None = None
+    sources: list[SourceTensor] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
+    """Make every parameter of `model` a deferred tensor; the result is by id of the parameter.
+
+    Parameter objects stay what they are (vLLM and others hold references to them); two that share
+    a storage go on sharing one. A storage that a buffer or another tensor of a module is a view of
+    stays real, or that view would go on showing what the constructor left.
+    """
+    viewed = {tensor.untyped_storage()._cdata for tensor in _beside_parameters(model)}
+    flat: dict[int, torch.Tensor] = {}
+    deferred: dict[int, DeferredParameter] = {}
+    for name, parameter in model.named_parameters():
+        storage = parameter.untyped_storage()._cdata
+        if parameter.is_meta or storage in viewed:
+            continue
+        if storage not in flat:
+            flat[storage] = tracer.parameter(initial_bytes(parameter.detach()))
+        size = parameter.element_size()
+        usable = flat[storage].numel() - flat[storage].numel() % size
+        meta = torch.as_strided(
+            flat[storage][:usable].view(parameter.dtype),
+            parameter.shape,
+            parameter.stride(),
+            parameter.storage_offset(),
+        )
+        replace_data(parameter, meta)
+        deferred[id(parameter)] = DeferredParameter(name, parameter)
+    return deferred
+
+
+def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers, and tensors that are attributes of modules."""
+    for module in model.modules():
+        yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+        for _, value in _own_attributes(module):
+            tensors = (value,) if isinstance(value, torch.Tensor) else _inside(value)
+            yield from (each for each in tensors if not isinstance(each, nn.Parameter))
+
+
+def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
+    """After tracing: note of every parameter what it follows from, or that it is real already.
+
+    Parameters that the loading code made itself are added; those it dropped are taken out.
+    """
+    for name, parameter in model.named_parameters():
+        if tracer.find(parameter) is not None:
+            deferred.setdefault(id(parameter), DeferredParameter(name, parameter))
+    alive = {id(parameter) for parameter in model.parameters()}
+    for key in [key for key in deferred if key not in alive]:
+        del deferred[key]
+    for each in deferred.values():
+        each.view = tracer.view(each.parameter)
+        each.installed = each.view is None and not each.parameter.is_meta
+        each.sources = [] if each.view is None else sources_of(each.view)
+
+
+def settle_strays(
+    model: nn.Module, tracer: Tracer, evaluate: Callable[[View], torch.Tensor]
+) -> None:
+    """Give real memory to deferred tensors that ended up elsewhere than in parameters.
+
+    Buffers and tensors kept as attributes are made now and stay private. UntraceableError for
+    one inside a container: it could be anywhere else too.
+    """
+    for name, module in model.named_modules():
+        for held, items in (
+            (module._buffers, list(module._buffers.items())),
+            (vars(module), _own_attributes(module)),
+        ):
+            for key, value in items:
+                if isinstance(value, torch.Tensor):
+                    view = tracer.view(value)
+                    if view is not None:
+                        held[key] = evaluate(view).clone()
+                elif any(tracer.find(each) is not None for each in _inside(value)):
+                    raise UntraceableError(f"{name}.{key} keeps checkpoint tensors in a container")
+
+
+# What every module has: parameters, buffers and modules, looked at by themselves, flags and hooks.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
+
+
+def _own_attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """The attributes that may hold a tensor, apart from parameters and buffers."""
+    return [
+        (key, value)
+        for key, value in vars(module).items()
+        if key not in _OF_EVERY_MODULE and type(value) not in _PLAIN
+    ]
+
+
+def _inside(value: object) -> Iterable[torch.Tensor]:
+    held: Iterable[object] = ()
+    if isinstance(value, dict):
+        held = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        held = value
+    return [each for each in held if isinstance(each, torch.Tensor)] if held else ()
+
+
+def replace_data(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Give `parameter` the data of `tensor`; its identity, class and attributes stay.
+
+    UntraceableError when something holds a weak reference to it: torch cannot swap it then.
+    """
+    data = tensor.detach()
+    data.__class__ = parameter.__class__
+    data.__dict__.update(parameter.__dict__)
+    try:
+        torch.utils.swap_tensors(parameter, data)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UntraceableError(f"a parameter cannot be given other memory ({error})") from error

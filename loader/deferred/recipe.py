@@ -1,0 +1,287 @@
+"""Recipes: how the bytes of a storage follow from source tensors, canonical and hashable.
+
+A recipe is read off the write log after tracing. Equal recipes give equal bytes, because every
+operation in one is deterministic, every source is named by its digest and every constant by its
+own; two different recipes may still give equal bytes, which only content shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from tensor_dedup.digest import digest
+from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+from tensor_dedup.loader.deferred.coverage import Coverage
+from tensor_dedup.loader.deferred.storage import (
+    Const,
+    ExpressionKind,
+    Reach,
+    Target,
+    View,
+    VirtualStorage,
+    Write,
+    span_of,
+)
+
+_CONTEXT = "tensor-dedup recipe v1"
+_HERE = repr(Target.HERE)
+COPY = torch.ops.aten.copy_.default
+
+
+def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
+    """The writes among the first `version` that later ones do not hide completely."""
+    if version == 0:
+        return []
+    if storage.starts is None:
+        storage.starts = [0]
+    starts = storage.starts
+    for index in range(len(starts) - 1, version):
+        write = storage.writes[index]
+        hides = write.overwrites and write.target.is_whole()
+        starts.append(index if hides else starts[index])
+    return storage.writes[starts[version] : version]
+
+
+def needs_base(storage: VirtualStorage, version: int) -> bool:
+    """Do the bytes still depend on what the storage held before the first live write?
+
+    Only writes before the first one that reads its target count; coverage is exact.
+    """
+    if version == 0:
+        return storage.nbytes > 0
+    if storage.based is None:
+        storage.based = {}
+    if version not in storage.based:
+        storage.based[version] = not _is_covered(storage, version)
+    return storage.based[version]
+
+
+def _is_covered(storage: VirtualStorage, version: int) -> bool:
+    coverage = Coverage(storage.nbytes)
+    for write in live_writes(storage, version):
+        if not write.overwrites:
+            break
+        target = write.target
+        size = target.dtype.itemsize
+        strides = [step * size for step in target.stride]
+        coverage.add(target.offset * size, target.shape, strides, size)
+    return coverage.complete()
+
+
+def whole_source(view: View) -> SourceTensor | None:
+    """The source whose bytes, in the same order, are exactly this view's; None otherwise."""
+    storage = view.storage
+    if not view.is_whole():
+        return None
+    writes = live_writes(storage, view.version)
+    if storage.kind is ExpressionKind.SOURCE and not writes:
+        return storage.source
+    if len(writes) != 1 or writes[0].func is not COPY:
+        return None
+    target, value = writes[0].target, writes[0].args[1]
+    if not isinstance(value, View) or value.dtype is not target.dtype or not target.is_whole():
+        return None
+    if (value.shape, value.stride) != (target.shape, target.stride):
+        return None
+    return whole_source(value)
+
+
+class RecipeBook:
+    """Digests of recipes, remembered. Every source asked about must have its digest by then."""
+
+    def __init__(
+        self, identity: Callable[[SourceTensor], tuple[object, ...]] = SourceTensor.identity
+    ) -> None:
+        """`identity` says what stands for a source: by default its digest, dtype and shape."""
+        self._identity = identity
+        self._known: dict[tuple[int, int], str] = {}
+
+    def digest(self, view: View) -> str:
+        """Name the bytes and geometry of `view` by how they come about."""
+        return _hash(self._view(view))
+
+    def _view(self, view: View) -> tuple[Any, ...]:
+        return ("view", self._storage(view.storage, view.version), *_place(view))
+
+    def _storage(self, storage: VirtualStorage, version: int) -> str:
+        key = (id(storage), version)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _hash(self._describe(storage, version))
+        return known
+
+    def _describe(self, storage: VirtualStorage, version: int) -> tuple[Any, ...]:
+        if version == 0 and storage.source is not None and storage.nbytes:  # nearly all there are
+            return (storage.nbytes, self._identity(storage.source), ())
+        base = self._base(storage) if needs_base(storage, version) else ("none",)
+        if version == 0:
+            return (storage.nbytes, base, ())
+        writes = tuple(self._write(write) for write in _in_order(storage, version))
+        return (storage.nbytes, base, writes)
+
+    def _base(self, storage: VirtualStorage) -> tuple[Any, ...]:
+        if storage.source is not None:
+            return self._identity(storage.source)
+        if storage.initial is not None:
+            return ("initial", digest(storage.initial.numpy().data))
+        operation = storage.operation
+        if storage.kind is ExpressionKind.EMPTY or operation is None:
+            return ("undefined",)
+        call = self._call(operation)
+        # Later views are in terms of the layout, which follows from the strides of constants too.
+        return ("node", str(operation.func), operation.index, _place(operation.layout), *call)
+
+    def _write(self, write: Write) -> tuple[Any, ...]:
+        return (_name(write.func), _place(write.target), *self._call(write))
+
+    def _call(self, call: Any) -> tuple[Any, ...]:
+        args = tuple([self._argument(value) for value in call.args])
+        if not call.kwargs:
+            return (args, ())
+        return (args, tuple((key, self._argument(call.kwargs[key])) for key in sorted(call.kwargs)))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, View):
+            return self._view(value)
+        if value is Target.HERE:
+            return _HERE
+        if isinstance(value, Const):
+            tensor = value.value
+            return ("const", value.digest, str(tensor.dtype), tuple(tensor.shape))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._argument(item) for item in value)
+        if isinstance(value, torch.device):
+            return "device"  # equal recipes on two devices give equal bytes
+        return repr(value)
+
+
+@functools.cache
+def _name(thing: object) -> str:
+    """An operation or a dtype, in words: of 45,000 tensors there are a handful."""
+    return str(thing)
+
+
+def _place(view: View) -> tuple[Any, ...]:
+    return (_name(view.dtype), view.shape, view.stride, view.offset)
+
+
+def _hash(description: tuple[Any, ...]) -> str:
+    return blake3(repr(description).encode(), derive_key_context=_CONTEXT).hexdigest()
+
+
+def sources_of(view: View) -> list[SourceTensor]:
+    """Every source the bytes of `view` follow from, once, in the order of the recipe."""
+    return [s.source for s, v in _reach(view) if s.source is not None and needs_base(s, v)]
+
+
+def reason_to_keep_private(view: View) -> str | None:
+    """Why no other model may share these bytes, or None."""
+    for storage, version in _reach(view):
+        if storage.private is not None:
+            return storage.private
+        if storage.kind is ExpressionKind.EMPTY and needs_base(storage, version):
+            return "part of it is never written"
+    return None
+
+
+def references(view: View) -> Sequence[View]:
+    """Every view that the recipe of `view` mentions, itself left out, each as often as it does."""
+    return _reached(view).mentioned
+
+
+def _reach(view: View) -> Sequence[tuple[VirtualStorage, int]]:
+    """Every storage the recipe mentions, at its version, once, in the order of the recipe."""
+    return _reached(view).storages
+
+
+def _reached(view: View) -> Reach:
+    storage, version = view.storage, view.version
+    if storage.reached is None:
+        storage.reached = {}
+    found = storage.reached.get(version)
+    if found is None:
+        found = storage.reached[version] = _walk(view)
+    return found
+
+
+def _walk(view: View) -> Reach:
+    found: dict[tuple[int, int], tuple[VirtualStorage, int]] = {}
+    mentioned: list[View] = []
+    waiting = [view]
+    while waiting:
+        current = waiting.pop()
+        storage, version = current.storage, current.version
+        key = (id(storage), version)
+        if key not in found:
+            found[key] = (storage, version)
+            if version or storage.operation is not None:  # a source as it is mentions nothing
+                children = list(_children(storage, version))
+                mentioned += children
+                waiting += reversed(children)
+    return Reach(list(found.values()), mentioned)
+
+
+def _children(storage: VirtualStorage, version: int) -> Iterator[View]:
+    if storage.operation is not None and needs_base(storage, version):
+        yield from _views(storage.operation.args)
+        yield from _views(tuple(storage.operation.kwargs.values()))
+    for write in _in_order(storage, version):
+        yield from _views(write.args)
+        if write.kwargs:
+            yield from _views(tuple(write.kwargs.values()))
+
+
+def _in_order(storage: VirtualStorage, version: int) -> list[Write]:
+    """The live writes by place where their order does not matter, as they were made where it may.
+
+    The order of the tensors in a checkpoint's files, and of the files, is none of the bytes. What
+    is written is a snapshot, so writes that each replace bytes of their own can change places.
+    """
+    writes = live_writes(storage, version)
+    if len(writes) < 2:
+        return writes
+    if storage.ordered is None:
+        storage.ordered = {}
+    found = storage.ordered.get(version)
+    if found is None:
+        found = storage.ordered[version] = _by_place(writes)
+    return found
+
+
+def _by_place(writes: list[Write]) -> list[Write]:
+    if not all(write.overwrites for write in writes):
+        return writes
+    placed = sorted(((*span_of(write.target), n) for n, write in enumerate(writes)))
+    if any(first[1] > second[0] for first, second in itertools.pairwise(placed)):
+        return writes
+    return [writes[number] for _, _, number in placed]
+
+
+def _views(value: Any) -> Iterator[View]:
+    if isinstance(value, View):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _views(item)
+
+
+def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage under `tensor`, flat, on its device, without a copy."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage)
+
+
+def drop_what_is_overwritten(views: Sequence[View]) -> None:
+    """Let go of what constructors left where no recipe asks for it: it may be memory in use."""
+    mentioned = {id(mention.storage) for view in views for mention in references(view)}
+    for view in views:
+        storage = view.storage
+        if id(storage) not in mentioned and not needs_base(storage, view.version):
+            storage.initial = None

@@ -1,0 +1,390 @@
+"""One load: final tensors looked up, made where nobody has them, and put into the model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+
+from tensor_dedup.loader.deferred.composite import composite_digest
+from tensor_dedup.loader.deferred.layer_key import process_state
+from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
+from tensor_dedup.loader.deferred.prefetch import Prefetcher
+from tensor_dedup.loader.deferred.recipe import (
+    RecipeBook,
+    drop_what_is_overwritten,
+    reason_to_keep_private,
+    whole_source,
+)
+from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
+from tensor_dedup.loader.deferred.storage import View, as_view
+from tensor_dedup.loader.ledger import LoadLedger
+from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
+from tensor_dedup.loader.residents.manager import ResidentRequest
+from tensor_dedup.loader.residents.provider import HostProvider
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import (
+    key_anywhere,
+    read_into_slab,
+    sharable,
+    tensor_bytes,
+)
+from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.torch_dtypes import dtype_name, has_name
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
+    from tensor_dedup.loader.deferred.evaluate import Evaluator
+    from tensor_dedup.loader.deferred.scratch import Scratch
+    from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
+
+SHARED_STORAGE = "it shares its storage with another parameter"
+# What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
+# memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
+POUR_BYTES = 512 << 20
+
+
+@dataclass(slots=True)
+class LoadSession:
+    """The state of one load. One thread, under the process-wide load lock."""
+
+    config: TensorDedupConfig
+    reader: SourceReader
+    scratch: Scratch
+    evaluator: Evaluator
+    supply: ResidentProvider = field(default_factory=HostProvider)
+    ledger: LoadLedger = field(default_factory=LoadLedger)
+    book: RecipeBook = field(default_factory=RecipeBook)
+    aliased: set[int] = field(default_factory=set)  # storages that several parameters share
+    own: WeakSet[object] = field(default_factory=WeakSet)  # residents and records of this load
+    _flat: dict[int, torch.Tensor] = field(default_factory=dict)
+    _state: str = field(default_factory=process_state)
+    _rng: random.Random = field(default_factory=random.Random)
+    ahead: Prefetcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ahead = Prefetcher(self.reader, self.scratch, self.evaluator)
+
+    def expect(self, parameters: Sequence[DeferredParameter]) -> None:
+        """Say which final tensors there will be, before the first is asked for."""
+        seen: set[int] = set()
+        for each in parameters:
+            if each.view is not None:
+                storage = id(each.view.storage)
+                self.aliased.update({storage} & seen)
+                seen.add(storage)
+                self.evaluator.expect(each.view)
+        drop_what_is_overwritten([each.view for each in parameters if each.view is not None])
+        wanted = {id(s) for each in parameters for s in self._shareable_sources(each)}
+        every = {id(s) for each in parameters for s in self.sources(each)}
+        self.evaluator.unhashed = every - wanted
+        self.ahead.plan(parameters)
+
+    def sources(self, each: DeferredParameter) -> list[SourceTensor]:
+        """The source tensors its bytes follow from."""
+        return each.sources
+
+    def _shareable_sources(self, each: DeferredParameter) -> list[SourceTensor]:
+        return [] if self.reason(each) is not None else self.sources(each)
+
+    def known(self, each: DeferredParameter) -> bool:
+        """Are all digests its recipe needs at hand?"""
+        return all(source.digest is not None for source in self.sources(each))
+
+    def reason(self, each: DeferredParameter) -> str | None:
+        """Why this final tensor stays private, or None."""
+        view = each.view
+        if view is None:
+            return "the loading code gave it memory of its own"
+        if not view.is_whole() or id(view.storage) in self.aliased:
+            return SHARED_STORAGE
+        sources = self.sources(each)
+        if each.private is not None or not sources:
+            return each.private or "it does not come from the checkpoint"
+        smallest = min(source.spec.nbytes for source in sources)
+        if smallest < self.config.min_tensor_bytes:
+            return f"a source of {smallest} bytes is below min_tensor_bytes"
+        return reason_to_keep_private(view) or self.supply.reason(each.name)
+
+    def make(self, each: DeferredParameter) -> ScratchTensor:
+        """Compute a final tensor into borrowed memory; afterwards its digests are known."""
+        view = _view(each)
+        block = self.ahead.take(each)
+        if block is None:
+            block = self.scratch.take(view.storage.nbytes)
+            self.evaluator.fill(view, block[: view.storage.nbytes])
+        self.ahead.begin(self._must_be_read)
+        return ScratchTensor(block, as_view(block[: view.storage.nbytes], view))
+
+    def _must_be_read(self, each: DeferredParameter) -> bool:
+        if each.installed or not each.sources or self.reason(each) is not None:
+            return False
+        return all(source.digest is None for source in each.sources)
+
+    def give_back(self, made: ScratchTensor | None) -> None:
+        """Return borrowed memory."""
+        if made is not None and made.escaped:
+            self.scratch.forget(made.block)
+        elif made is not None:
+            self.scratch.give_back(made.block)
+
+    def content_digest(self, each: DeferredParameter, made: ScratchTensor) -> str:
+        """The digest of the final bytes; not computed again where it is the source's."""
+        source = whole_source(_view(each))
+        if source is not None and source.digest is not None:
+            return source.digest
+        return self.digest_of(made.tensor)
+
+    def digest_of(self, tensor: torch.Tensor) -> str:
+        """Hash the bytes of a dense tensor, wherever it is."""
+        return self.reader.digest_of(tensor)
+
+    def content_name(
+        self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
+    ) -> str:
+        """Name the bytes of a parameter, which are those of `tensor`, as `parts` does."""
+        view = _view(each)
+        if trusted and (source := whole_source(view)) is not None and source.digest is not None:
+            return source.digest
+        return composite_digest(view, tensor_bytes(tensor), self.reader.digest, trusted=trusted)
+
+    def share(
+        self, parameters: Sequence[DeferredParameter], made: ScratchTensor | None = None
+    ) -> None:
+        """Put these parameters into the model, shared where somebody has equal bytes.
+
+        `made` may bring the content of the only parameter of the call; it is not given back.
+        """
+        small: list[tuple[DeferredParameter, ScratchTensor, str]] = []
+        for each in parameters:
+            if each.installed:
+                continue
+            reason = self.reason(each)
+            if reason is not None:
+                self.keep_private(each, reason, made)
+                continue
+            missed = self._share_one(each, made)
+            if missed is None:
+                continue
+            if each.nbytes >= self.supply.own_slab_bytes or made is not None:
+                self._publish([(each, *missed)], borrowed=made is None)
+                continue
+            small.append((each, *missed))
+            if sum(one.nbytes for one, _, _ in small) >= self.supply.batch_bytes:
+                self._publish(small, borrowed=True)
+                small = []
+        self._publish(small, borrowed=True)
+
+    def _share_one(
+        self, each: DeferredParameter, made: ScratchTensor | None
+    ) -> tuple[ScratchTensor, str] | None:
+        """Install a resident with these bytes; or return the bytes and their digest on a miss."""
+        if made is None and self.known(each):
+            resident = self._resident_of(each)
+            if resident is not None:
+                self._install_checked(each, resident)
+                return None
+        return self._share_by_content(each, made)
+
+    def _resident_of(self, each: DeferredParameter) -> AnyResident | None:
+        """The resident that the recipe alone, without a byte read, leads to."""
+        dtype = each.parameter.dtype
+        if not has_name(dtype):
+            return None
+        source = whole_source(_view(each))
+        content = source.digest if source is not None else None
+        shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
+        wanted = ResidentKey(dtype_name(dtype), shape, stride, content or "")
+        return self.supply.by_recipe(self._recipe_key(each), wanted)
+
+    def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
+        """Install a hit by recipe; compared first where verify_bytes or audit ask for it."""
+        verify, audit = self.config.verifies_bytes, self.sampled()
+        if not verify and not audit:
+            self._install(each, resident)
+            return
+        made = self.make(each)
+        if same_bytes(made.tensor, self.supply.map(resident).cpu()):
+            self._install(each, resident)
+        elif verify:
+            self.ledger.collisions += 1
+            self.keep_private(each, COLLISION, made)
+        else:
+            raise_audit(each.name, "the resident", "the tensor made from its checkpoint")
+        self.give_back(made)
+
+    def _share_by_content(
+        self, each: DeferredParameter, made: ScratchTensor | None
+    ) -> tuple[ScratchTensor, str] | None:
+        if made is None and (source := self._poured(each)) is not None:
+            self._pour(each, source)
+            return None
+        here = made if made is not None else self.make(each)
+        if not sharable(here.tensor):
+            self.keep_private(each, "its type or layout cannot be shared", here)
+            self._give_back_own(here, made)
+            return None
+        name = self.content_digest(each, here)
+        resident = self.supply.by_content(key_anywhere(here.tensor, name))
+        if resident is None:
+            return here, name
+        if self.agrees(resident, here.tensor):
+            self.supply.note(self._recipe_key(each), resident)
+            self._install(each, resident)
+        else:
+            self.keep_private(each, COLLISION, here)
+        self._give_back_own(here, made)
+        return None
+
+    def pours(self, each: DeferredParameter) -> bool:
+        """Is it read straight into shared memory, without memory to be made in first?"""
+        return self._poured(each) is not None
+
+    def _poured(self, each: DeferredParameter) -> SourceTensor | None:
+        """What it is read from, if so: a second copy might not fit, and it is not on its way."""
+        if each.installed or each.nbytes <= POUR_BYTES or self.config.hash_algorithm != "blake3":
+            return None
+        if self.ahead.has(each) or not self.supply.local or self.reason(each) is not None:
+            return None
+        alone = self.evaluator.alone(_view(each))
+        return None if id(alone) in self.evaluator.unhashed else alone
+
+    def _pour(self, each: DeferredParameter, source: SourceTensor) -> None:
+        parameter = each.parameter
+        shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+        geometry = ResidentKey(dtype_name(parameter.dtype), shape, stride, "")
+        try:
+            resident = read_into_slab(geometry, each.nbytes, partial(self.reader.pour, source))
+        except SharedMemoryError as error:
+            self.keep_private(each, str(error))
+            return
+        self.ahead.begin(self._must_be_read)
+        first = registry.publish(resident)
+        if first is not resident and not self.agrees(first, tensor := resident.map()):
+            self.keep_private(each, COLLISION, ScratchTensor(tensor, tensor))
+            return
+        self._install(each, first, made=first is resident)
+        registry.publish_record(self._recipe_key(each), first)
+
+    def _give_back_own(self, here: ScratchTensor, lent: ScratchTensor | None) -> None:
+        if here is not lent:
+            self.give_back(here)
+
+    def _publish(
+        self, missed: Sequence[tuple[DeferredParameter, ScratchTensor, str]], *, borrowed: bool
+    ) -> None:
+        if not missed:
+            return
+        wanted = [
+            ResidentRequest(self._recipe_key(each), made.tensor, name)
+            for each, made, name in missed
+        ]
+        try:
+            residents = self.supply.make(wanted)
+        except SharedMemoryError as error:
+            self._publish_nothing(missed, str(error), borrowed=borrowed)
+            return
+        for (each, made, _), (resident, new) in zip(missed, residents, strict=True):
+            # Somebody may have come first, be it another tensor of this very call.
+            if new or self.agrees(resident, made.tensor):
+                self._install(each, resident, made=new)
+                self.supply.note(self._recipe_key(each), resident)
+            else:
+                self.keep_private(each, COLLISION, made)
+            if borrowed:
+                self.give_back(made)
+
+    def _publish_nothing(
+        self,
+        missed: Sequence[tuple[DeferredParameter, ScratchTensor, str]],
+        reason: str,
+        *,
+        borrowed: bool,
+    ) -> None:
+        """No shared memory, descriptor or mapping to be had: the model loads all the same."""
+        for each, made, _ in missed:
+            self.keep_private(each, reason, made)
+            if borrowed:
+                self.give_back(made)
+
+    def _install(
+        self, each: DeferredParameter, resident: AnyResident, *, made: bool = False
+    ) -> None:
+        try:
+            tensor = self.supply.map(resident)
+        except SharedMemoryError as error:
+            self.keep_private(each, str(error))
+            return
+        if made:
+            self.own.add(resident)
+        self.place(each, tensor)
+        self.enter(each.name, each.nbytes, resident, made=made, sources=self.sources(each))
+
+    def enter(
+        self,
+        name: str,
+        nbytes: int,
+        used: object,
+        *,
+        made: bool,
+        sources: Iterable[SourceTensor] = (),
+    ) -> None:
+        """Account for a final tensor that is, or is part of, `used`: a resident or a record."""
+        shared = not made and used is not None and used not in self.own
+        self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
+
+    def place(self, each: DeferredParameter, tensor: torch.Tensor) -> None:
+        """Give the parameter its memory."""
+        replace_data(each.parameter, tensor)
+        each.installed = True
+        if each.view is not None:
+            self.evaluator.release(each.view)
+
+    def keep_private(
+        self, each: DeferredParameter, reason: str, made: ScratchTensor | None = None
+    ) -> None:
+        """Give the parameter memory of its own, with the content plain loading would give it."""
+        view = _view(each)
+        key = id(view.storage)
+        if key not in self._flat:
+            flat = torch.empty(view.storage.nbytes, dtype=torch.uint8)
+            if made is not None:
+                as_view(flat, view).copy_(made.tensor)
+            else:
+                self.evaluator.fill(view, flat)
+            self._flat[key] = self.supply.private(flat)
+        self.place(each, as_view(self._flat[key], view))
+        self.ledger.add(each.name, each.nbytes, shared=False, sources=self.sources(each))
+        self.ledger.skip(each.name, reason)
+
+    def _recipe_key(self, each: DeferredParameter) -> str:
+        recipe = self.book.digest(_view(each))
+        return f"recipe:{self.config.hash_algorithm}:{self._state}:{recipe}"
+
+    def sampled(self) -> bool:
+        """Is this hit one of those to audit?"""
+        return self.config.audit > 0 and self._rng.random() < self.config.audit
+
+    def agrees(self, resident: AnyResident, tensor: torch.Tensor) -> bool:
+        """On a hit by content: compare when asked to. Counts a collision, or AuditError."""
+        verify = self.config.verifies_bytes
+        if not (verify or self.sampled()):
+            return True
+        if same_bytes(tensor.cpu(), self.supply.map(resident).cpu()):
+            return True
+        if not verify:
+            raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
+        self.ledger.collisions += 1
+        return False
+
+
+def _view(each: DeferredParameter) -> View:
+    assert each.view is not None, f"{each.name} was not deferred"
+    return each.view

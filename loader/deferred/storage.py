@@ -1,0 +1,199 @@
+"""Deferred tensors: what a model's own loading code would do, written down instead of done.
+
+A deferred tensor is an ordinary meta tensor; its identity is its storage. Views need no record:
+dtype, shape, stride and offset say everything. What is recorded are writes into a storage and
+operations that make a new one.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tensor_dedup.digest import digest
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.torch_dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+    from tensor_dedup.loader.checkpoint_io.storage_view import Placed
+
+
+class ExpressionKind(enum.Enum):
+    """Where the first content of a storage comes from."""
+
+    SOURCE = "source"  # the tensor of a checkpoint, as it is in the file
+    PARAMETER = "parameter"  # what the model's constructor left there
+    NODE = "node"  # the result of an operation
+    EMPTY = "empty"  # nothing yet: torch.empty and its kin
+
+
+class Target(enum.Enum):
+    """Stands in a write's arguments where the tensor that is written was."""
+
+    HERE = 0
+
+
+class Const:
+    """A real tensor met while tracing, copied at that moment.
+
+    The copy lives as long as a recipe mentions it; its digest is its identity.
+    """
+
+    __slots__ = ("digest", "value")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.value = tensor.detach().clone()
+        self.digest = digest(byte_view(self.value.contiguous()).numpy().data)
+
+
+# Not frozen, here and below: a frozen dataclass takes three times as long to make, and tracing
+# makes three for every source tensor. Nobody changes one.
+@dataclass(eq=False, slots=True)
+class View:
+    """A view of a storage at one moment: after its first `version` writes.
+
+    `shape`, `stride` and `offset` are in elements of `dtype`.
+    """
+
+    storage: VirtualStorage
+    version: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    def is_whole(self) -> bool:
+        """Does the view hold every byte of its storage once, without gaps?"""
+        whole = self.numel * self.dtype.itemsize == self.storage.nbytes
+        return whole and self.offset == 0 and _is_packed(self.shape, self.stride)
+
+    def is_contiguous(self) -> bool:
+        """Row-major and without gaps, so that its bytes are one range of the storage."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """One recorded in-place operation. `args` and `kwargs` are snapshots, the target in place."""
+
+    func: torch._ops.OpOverload
+    target: View
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    overwrites: bool  # the old content of the target does not matter
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """The operation whose output number `index` is the first content of a storage.
+
+    `layout`: where in the storage that output lay when it was made.
+    """
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int
+    layout: View
+
+
+@dataclass(eq=False, slots=True)
+class VirtualStorage:
+    """The storage of a deferred tensor: its first content and the log of writes into it.
+
+    `untyped` keeps the meta storage alive while tracing, so that its address stays its name. A
+    tensor would not do: the loading code may give it other data.
+    """
+
+    kind: ExpressionKind
+    nbytes: int
+    untyped: torch.UntypedStorage
+    source: SourceTensor | None = None
+    initial: torch.Tensor | None = None  # PARAMETER: the constructor's tensor, as bytes
+    operation: Operation | None = None
+    writes: list[Write] = field(default_factory=list)
+    private: str | None = None  # why it must not be shared
+    # What recipe.py found out about the first so many writes: they never change.
+    starts: list[int] | None = None
+    based: dict[int, bool] | None = None
+    reached: dict[int, Reach] | None = None
+    ordered: dict[int, list[Write]] | None = None
+
+    def view(self, tensor: torch.Tensor) -> View:
+        """Snapshot `tensor`, a meta tensor over this storage, as it is now."""
+        return View(
+            self,
+            len(self.writes),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+
+
+class Reach(NamedTuple):
+    """What a recipe mentions: storages at their versions, each once, and every view, in order."""
+
+    storages: list[tuple[VirtualStorage, int]]
+    mentioned: list[View]
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous CPU tensor, flat, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
+    """`view` over real memory: `flat` holds the storage's bytes (1-d, uint8)."""
+    usable = flat.numel() - flat.numel() % view.dtype.itemsize
+    typed = flat[:usable].view(view.dtype)
+    return torch.as_strided(typed, view.shape, view.stride, typed.storage_offset() + view.offset)
+
+
+def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
+    """A view of a deferred source, which is contiguous. UnsupportedError: it is none of its bytes.
+
+    Nothing is recorded: which bytes a view means, it says itself.
+    """
+    if place.lazy:
+        raise UnsupportedError(
+            f"{place.name} is stored conjugated or negated; save it as it is", tensor=place.name
+        )
+    dtype = torch_dtype(place.dtype)
+    count = source.nbytes - place.start
+    count -= count % dtype.itemsize
+    flat = source.view(-1).view(torch.uint8)[place.start : place.start + count].view(dtype)
+    return flat.as_strided(place.shape, place.stride, flat.storage_offset())
+
+
+def span_of(view: View) -> tuple[int, int]:
+    """First byte of a view in its storage, and the one behind the last; there may be gaps."""
+    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
+    itemsize = view.dtype.itemsize
+    return view.offset * itemsize, (view.offset + last + 1) * itemsize
+
+
+def _is_packed(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for step, size in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,385 @@
+"""The tracer: runs a model's own `load_weights` over deferred tensors and logs what it does.
+
+One `TorchDispatchMode` sees every operation. Views are left alone; writes and new storages are
+recorded (`virtual.py`); what depends on data is answered with real data, read for the purpose.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.deferred.operations import (
+    OVERWRITERS,
+    Op,
+    is_random,
+    kind_of,
+    needs_data,
+    varies,
+    written,
+)
+from tensor_dedup.loader.deferred.storage import (
+    Const,
+    ExpressionKind,
+    Operation,
+    Target,
+    View,
+    VirtualStorage,
+    Write,
+    span_of,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+
+aten = torch.ops.aten
+
+
+class UntraceableError(UnsupportedError):
+    """This model's loading code does something the tracer cannot defer: load it plainly."""
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Apply `change` to every tensor in nested lists and tuples of arguments."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(item, change) for item in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+class Tracer:
+    """The deferred storages of one load.
+
+    `evaluate` turns a view into a real tensor on `device`, where the model will be; it is called
+    for what depends on data.
+    Used by one thread; `recording()` is active in that thread alone.
+    """
+
+    def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:
+        self._evaluate = evaluate
+        self._device = device
+        self._evaluating = False
+        self._storages: dict[int, VirtualStorage] = {}
+        self.data_reads: list[str] = []
+
+    def source(self, source: SourceTensor, dtype: torch.dtype) -> torch.Tensor:
+        """A deferred tensor for `source`, whose bytes are not read."""
+        with torch._C._DisableTorchDispatch():  # our own meta tensor, made in the model's code
+            meta = torch.empty(source.spec.shape, dtype=dtype, device="meta")
+        self._add(ExpressionKind.SOURCE, meta).source = source
+        return meta
+
+    def parameter(self, initial: torch.Tensor) -> torch.Tensor:
+        """A deferred flat byte tensor in place of `initial`, the bytes the constructor left."""
+        meta = torch.empty(initial.numel(), dtype=torch.uint8, device="meta")
+        self._add(ExpressionKind.PARAMETER, meta).initial = initial
+        return meta
+
+    def find(self, tensor: torch.Tensor) -> VirtualStorage | None:
+        """The deferred storage under `tensor`, or None for a real tensor."""
+        if not tensor.is_meta:
+            return None
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def view(self, tensor: torch.Tensor) -> View | None:
+        """A snapshot of a deferred tensor, or None for a real one."""
+        storage = self.find(tensor)
+        return None if storage is None else _plain_view(storage, tensor)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While active in this thread, operations on deferred tensors are logged.
+
+        Raises UntraceableError when the code starts a thread: its writes would go unseen.
+        """
+        with _no_new_threads(lambda: self._evaluating), _Mode(self):
+            yield
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Within `recording`: what runs is ours and not the model's, and may use a pool."""
+        before, self._evaluating = self._evaluating, True
+        try:
+            yield
+        finally:
+            self._evaluating = before
+
+    def held(self) -> int:
+        """How many deferred storages some tensor still refers to."""
+        return sum(
+            torch._C._storage_Use_Count(storage.untyped._cdata) > 1
+            for storage in self._storages.values()
+        )
+
+    def close(self) -> None:
+        """Forget what was recorded, so that it goes now: storages and views refer to each other."""
+        for storage in self._storages.values():
+            storage.writes.clear()
+            storage.initial = storage.operation = storage.reached = storage.ordered = None
+        self._storages.clear()
+
+    def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Send `torch.zeros(..., device=param.device)` to the device the parameter stands for."""
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "meta":
+            return kwargs
+        return {**kwargs, "device": self._device}
+
+    def _add(self, kind: ExpressionKind, meta: torch.Tensor) -> VirtualStorage:
+        untyped = meta.untyped_storage()
+        storage = VirtualStorage(kind, untyped.nbytes(), untyped)
+        self._storages[untyped._cdata] = storage
+        return storage
+
+    def _snapshot(self, tensor: torch.Tensor) -> View | Const:
+        storage = self.find(tensor)
+        if storage is not None:
+            return _plain_view(storage, tensor)
+        _refuse_foreign(tensor)
+        self._evaluating = True  # hashing may start the pool: those threads are ours
+        try:
+            return Const(tensor)
+        finally:
+            self._evaluating = False
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = self.find(tensor)
+        if storage is None:
+            _refuse_foreign(tensor)
+            return tensor
+        self._evaluating = True
+        try:
+            return self._evaluate(_plain_view(storage, tensor))
+        finally:
+            self._evaluating = False
+
+    def run(self, func: Any, kind: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do, record or answer one operation that has at least one deferred argument."""
+        if kind is Op.REFUSED:
+            raise UntraceableError(f"{func} replaces the memory of a deferred tensor")
+        if kind is Op.DATA and needs_data(func, args):
+            self.data_reads.append(str(func))
+            return func(
+                *_map(args, self._real), **{k: _map(v, self._real) for k, v in kwargs.items()}
+            )
+        if kind is Op.MUTATE:
+            return self._mutate(func, args, kwargs)
+        return self._fresh(func, args, kwargs, kind)
+
+    def copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do or record a `copy_`: nearly everything that loading code does."""
+        target, value = args[0], args[1]
+        storage = self.find(target)
+        if storage is None:
+            if self.find(value) is None:
+                return func(*args, **kwargs)
+            _refuse_foreign(target)
+            return func(target, self._real(value), **kwargs)
+        if value.shape != target.shape:
+            value = value.expand(target.shape)  # the error plain loading would raise
+        if value is target or not target.numel():
+            return target
+        place, taken = _plain_view(storage, target), self._snapshot(value)
+        if isinstance(taken, View) and taken.storage is storage and _overlap(place, taken):
+            # What it gives follows from the order in which elements are copied, which torch does
+            # not promise.
+            raise UntraceableError("a tensor is copied over a part of itself")
+        storage.writes.append(Write(func, place, (Target.HERE, taken), {}, True))
+        return target
+
+    def _mutate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        touched = [args[i] if i < len(args) else kwargs.get(n) for i, n in written(func)]
+        if len(touched) != 1 or not isinstance(touched[0], torch.Tensor):
+            raise UntraceableError(f"{func} writes several tensors at once")
+        target = touched[0]
+        storage = self.find(target)
+        if storage is None:
+            return self._write_real(func, target, args, kwargs)
+        self._rehearse(func, target, args, kwargs)
+        if not target.numel():
+            return target
+        if is_random(func):
+            return self._write_random(func, storage, target, args, kwargs)
+        place = lambda t: Target.HERE if t is target else self._snapshot(t)  # noqa: E731
+        write = Write(
+            func,
+            _plain_view(storage, target),
+            _map(args, place),
+            {k: _map(v, place) for k, v in kwargs.items()},
+            func in OVERWRITERS,
+        )
+        storage.writes.append(write)
+        if varies(func, args, kwargs):
+            storage.private = f"{func} is not deterministic"
+        return target
+
+    def _rehearse(
+        self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Do it on meta tensors, for the errors that plain loading would raise here and now."""
+        shape, nbytes = target.shape, target.untyped_storage().nbytes()
+        func(*_map(args, _to_meta), **{k: _map(v, _to_meta) for k, v in kwargs.items()})
+        if target.shape != shape or target.untyped_storage().nbytes() != nbytes:
+            raise UntraceableError(f"{func} resizes a deferred tensor")
+
+    def _write_real(
+        self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Write into a real tensor, now and with real data."""
+        _refuse_foreign(target)
+        keep = lambda t: t if t is target else self._real(t)  # noqa: E731
+        return func(*_map(args, keep), **{k: _map(v, keep) for k, v in kwargs.items()})
+
+    def _write_random(
+        self,
+        func: Any,
+        storage: VirtualStorage,
+        target: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Draw random numbers now, in the program's order, and record what was drawn."""
+        # With the strides of the target, which decide which element gets which number.
+        value = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
+        value.copy_(self._real(target))
+        swap = lambda t: value if t is target else self._real(t)  # noqa: E731
+        func(*_map(args, swap), **{k: _map(v, swap) for k, v in kwargs.items()})
+        drawn = (Target.HERE, Const(value))
+        storage.writes.append(
+            Write(aten.copy_.default, _plain_view(storage, target), drawn, {}, True)
+        )
+        storage.private = f"{func} is not deterministic"
+        return target
+
+    def _fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: Op) -> Any:
+        if is_random(func):
+            raise UntraceableError(f"{func} makes random numbers out of a deferred tensor")
+        meta_kwargs = {k: _map(v, _to_meta) for k, v in kwargs.items()}
+        if meta_kwargs.get("device") is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        meta_kwargs.pop("pin_memory", None)
+        out = func(*_map(args, _to_meta), **meta_kwargs)
+        new = [t for t in _tensors(out) if t.is_meta and self.find(t) is None]
+        if new:
+            self._record_outputs(func, args, kwargs, out, kind)
+        return out
+
+    def _record_outputs(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, kind: Op
+    ) -> None:
+        snapshots = _map(args, self._snapshot)
+        named = {k: _map(v, self._snapshot) for k, v in kwargs.items()}
+        inputs = [self.find(t) for t in (*_tensors(args), *_tensors(list(kwargs.values())))]
+        private = next((s.private for s in inputs if s is not None and s.private), None)
+        if private is None and varies(func, args, kwargs):
+            private = f"{func} is not deterministic"
+        for index, tensor in enumerate(_tensors(out)):
+            if self.find(tensor) is None:
+                storage = self._add(
+                    ExpressionKind.EMPTY if kind is Op.EMPTY else ExpressionKind.NODE, tensor
+                )
+                layout = _plain_view(storage, tensor)
+                storage.operation = Operation(func, snapshots, named, index, layout)
+                storage.private = private
+
+
+class _Dispatch:
+    """What the mode does. Apart from it, because a mode that defines `__torch_dispatch__` itself
+    gets it wrapped for the compiler, which costs more than all that is done here."""
+
+    _tracer: Tracer
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kind = kind_of(func)
+        if kind is Op.VIEW:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if kind is Op.COPY:
+            return self._tracer.copy(func, args, kwargs)
+        if _has_deferred(self._tracer, args, kwargs):
+            return self._tracer.run(func, kind, args, kwargs)
+        return func(*args, **self._tracer.on_real_device(kwargs))
+
+
+class _Mode(_Dispatch, TorchDispatchMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracer = tracer
+
+
+def _has_deferred(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if any(tracer.find(t) is not None for t in _tensors(args)):
+        return True
+    return any(tracer.find(t) is not None for t in _tensors(list(kwargs.values())))
+
+
+def _plain_view(storage: VirtualStorage, tensor: torch.Tensor) -> View:
+    """Snapshot a deferred tensor whose elements are what its memory holds."""
+    if tensor.is_neg() or tensor.is_conj():
+        raise UntraceableError("a lazily negated or conjugated tensor is not what its memory holds")
+    return storage.view(tensor)
+
+
+def _overlap(a: View, b: View) -> bool:
+    """May two views of one storage have bytes in common, and not be the same view?"""
+    if (a.dtype, a.shape, a.stride, a.offset) == (b.dtype, b.shape, b.stride, b.offset):
+        return False
+    (first, last), (start, stop) = span_of(a), span_of(b)
+    return first < stop and start < last
+
+
+def _refuse_foreign(tensor: torch.Tensor) -> None:
+    """Raise for a meta tensor that is not ours: nobody knows what it would hold."""
+    if tensor.is_meta:
+        raise UntraceableError("a meta tensor of the model's own has no content to record")
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _no_new_threads(ours: Callable[[], bool]) -> Iterator[None]:
+    """Refuse threads started by the traced code: a dispatch mode is active in one thread only.
+
+    Without this a loader that copies from a pool would silently leave its parameters as they were.
+    `ours`: is the code that runs now our own, which may use a pool?
+    """
+    tracing = threading.get_ident()
+    original = threading.Thread.start
+
+    @functools.wraps(original)
+    def start(self: threading.Thread) -> None:
+        if threading.get_ident() == tracing and not ours():
+            raise UntraceableError(f"the model's loading code starts threads ({self.name})")
+        original(self)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = original  # type: ignore[method-assign]

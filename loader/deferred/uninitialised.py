@@ -1,0 +1,97 @@
+"""Memory that nobody has written since `torch.empty` gave it out: what it holds is chance.
+
+A constructor leaves some parameters so, for the checkpoint to fill, and gives others a content:
+only who watches it can tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensor_dedup.loader.deferred.operations import written
+from tensor_dedup.loader.residents.weak_storage import WeakStorage, number_of
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.deferred.storage import VirtualStorage
+
+_EMPTY = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_permuted",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
+
+
+class UninitialisedStorages:
+    """The storages made by `torch.empty` and its kin while `watching`, and not written there.
+
+    Holds none of them. One thread: what another one makes or writes is not seen.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, WeakStorage] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While active in this thread, see what is made and written."""
+        with _Mode(self):
+            yield
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Has nothing been written to the memory of this tensor?"""
+        return number_of(tensor.untyped_storage()) in self._storages
+
+    def made(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storages[number_of(storage)] = WeakStorage(storage)
+
+    def touched(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            self._storages.pop(number_of(value.untyped_storage()), None)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                self.touched(each)
+
+
+def surely_unwritten(storage: VirtualStorage) -> int:
+    """At least so many bytes of a storage did nothing write that was recorded.
+
+    A lower bound that never errs on the side of more: writes that overlap count twice.
+    """
+    done = sum(write.target.numel * write.target.dtype.itemsize for write in storage.writes)
+    return max(0, storage.nbytes - done)
+
+
+class _Dispatch:
+    """Apart from the mode, as the tracer's, which says why."""
+
+    _untouched: UninitialisedStorages
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func._schema.name in _EMPTY and isinstance(out, torch.Tensor):
+            self._untouched.made(out)
+        for position, name in written(func):
+            target = args[position] if position < len(args) else kwargs.get(name)
+            self._untouched.touched(target)
+        return out
+
+
+class _Mode(_Dispatch, TorchDispatchMode):
+    def __init__(self, untouched: UninitialisedStorages) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._untouched = untouched

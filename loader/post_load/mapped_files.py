@@ -1,0 +1,188 @@
+"""Files that finished tensors are mapped from: what hints know of their bytes, and what is learned.
+
+A loader that maps a checkpoint and copies nothing leaves parameters that are ranges of a file. Such
+a range is found by its address, never by a name: the kernel says which file, by device and inode,
+lies at which offset there. So a digest remembered of that range is that of the parameter, and it
+need not be read when its bytes are resident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tensor_dedup.errors import ChangedFileError, UnreadableFileError
+from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
+from tensor_dedup.loader.residents.mappings import is_as_mapped
+from tensor_dedup.loader.residents.param_data import param_data
+
+if TYPE_CHECKING:
+    import torch
+
+    from tensor_dedup.loader.residents.process_mappings import FileMapping, ProcessMappings
+
+# How much of a file the kernel is asked to read beyond what is hashed now.
+_AHEAD_BYTES: Final = 64 << 20
+# Of what it is asked for at once it reads no more than a device's read_ahead_kb.
+_ASK_BYTES: Final = 1 << 20
+
+
+@dataclass(slots=True)
+class _File:
+    """A mapped file, open. `known` by (start, nbytes): of hints; `learned`: hashed by this load.
+
+    `asked` is where the part ends that the kernel was asked to read.
+    """
+
+    fd: int
+    path: str
+    identity: FileIdentity
+    began_ns: int
+    known: Mapping[tuple[int, int], str]
+    learned: dict[tuple[int, int], str] = field(default_factory=dict)
+    asked: int = 0
+
+    @property
+    def quiet(self) -> bool:
+        """Was it left alone for so long that a change would show in its times?"""
+        return self.began_ns - max(self.identity.mtime_ns, self.identity.ctime_ns) >= QUIET_NS
+
+
+class FileRange(NamedTuple):
+    """Where a tensor's bytes are: in which file, from where on, how many."""
+
+    file: _File
+    start: int
+    nbytes: int
+
+    @property
+    def remembered(self) -> str | None:
+        """The digest that a hint gives for it."""
+        return self.file.known.get((self.start, self.nbytes))
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill with the bytes from `offset` on. Any thread, until the origins are closed.
+
+        ChangedFileError when the file has become shorter; UnreadableFileError.
+        """
+        done = 0
+        while done < len(into):
+            count = self._read(into[done:], offset + done)
+            if not count:
+                raise ChangedFileError(
+                    f"{self.file.path} became shorter while it was being loaded; load it again",
+                    path=self.file.path,
+                )
+            done += count
+
+    def _read(self, into: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self.file.fd, [into], self.start + offset)
+        except OSError as error:
+            raise UnreadableFileError(
+                f"{self.file.path} cannot be read at byte {self.start + offset} "
+                f"({error.strerror}); look at the disk or share it is on",
+                path=self.file.path,
+                errno=error.errno,
+            ) from error
+
+
+class MappedFiles:
+    """The files one load meets in memory. Owns a descriptor of each until `close`. One thread."""
+
+    def __init__(self, algorithm: str, *, trust: bool) -> None:
+        """`trust`: use what hints say; without it they are only written."""
+        self._algorithm = algorithm
+        self._trust = trust
+        self._hints = HintIndex()
+        self._files: dict[tuple[str, int], _File | None] = {}
+
+    def place(self, tensor: torch.Tensor, memory: ProcessMappings) -> FileRange | None:
+        """The file range that a gap-free tensor is; None when it is memory."""
+        mapped = memory.file(tensor)
+        if mapped is None:
+            return None
+        address, nbytes = param_data(tensor).data_ptr(), tensor.nbytes
+        if address + nbytes > mapped.end or not is_as_mapped(address, nbytes):
+            return None
+        file = self._file(mapped)
+        return (
+            None
+            if file is None
+            else FileRange(file, mapped.offset + address - mapped.start, nbytes)
+        )
+
+    def _file(self, mapped: FileMapping) -> _File | None:
+        which = mapped.device, mapped.inode
+        if which not in self._files:
+            self._files[which] = self._open(mapped)
+        return self._files[which]
+
+    def _open(self, mapped: FileMapping) -> _File | None:
+        """The mapped file itself; None where its path leads to another one by now, or nowhere."""
+        try:
+            fd = os.open(mapped.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        identity = FileIdentity.of(fd)
+        major, minor = os.major(identity.device), os.minor(identity.device)
+        if (f"{major:02x}:{minor:02x}", identity.inode) != (mapped.device, mapped.inode):
+            os.close(fd)
+            return None
+        known = self._hints.lookup(fd, self._algorithm) if self._trust else {}
+        return _File(fd, mapped.path, identity, time.time_ns(), known)
+
+    def expect(self, places: Iterable[FileRange]) -> None:
+        """Have the kernel begin to read what is hashed next, and what lies behind it.
+
+        A page fault reads a few pages, and its thread waits for them: a cold file comes in pieces
+        too small for the disk. It costs little where the file is in memory.
+        """
+        for place in sorted(places, key=lambda each: (id(each.file), each.start)):
+            stop = place.start + place.nbytes
+            if stop > place.file.asked:
+                start = max(place.start, place.file.asked)
+                place.file.asked = min(stop + _AHEAD_BYTES, place.file.identity.size)
+                for at in range(start, place.file.asked, _ASK_BYTES):
+                    os.posix_fadvise(place.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
+
+    def learn(self, place: FileRange, digest: str) -> None:
+        """Enter what was hashed there. StaleHintError when a hint said otherwise."""
+        remembered = place.remembered
+        if remembered is None:
+            place.file.learned[place.start, place.nbytes] = digest
+        elif remembered != digest:
+            self._hints.forget(place.file.fd)
+            raise StaleHintError(
+                f"{place.file.path}: bytes {place.start} to {place.start + place.nbytes} hash to "
+                f"{digest}, remembered as {remembered}; something wrote to the file without "
+                "changing its times",
+                path=place.file.path,
+            )
+
+    def finish(self) -> None:
+        """Remember what was hashed. ChangedFileError when a file is not what it was."""
+        for file in self._files.values():
+            if file is None:
+                continue
+            if FileIdentity.of(file.fd) != file.identity:
+                raise ChangedFileError(
+                    f"{file.path} changed while it was being loaded; load it again", path=file.path
+                )
+            if file.learned:
+                self._hints.record(
+                    file.fd, file.identity, file.began_ns, self._algorithm, file.learned
+                )
+
+    def close(self) -> None:
+        """Close every descriptor; twice does no harm."""
+        files, self._files = self._files, {}
+        with contextlib.ExitStack() as closing:
+            for file in files.values():
+                if file is not None:
+                    closing.callback(os.close, file.fd)

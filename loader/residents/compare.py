@@ -1,0 +1,63 @@
+"""Comparing a resident with what it stands for, and saying so when they differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from tensor_dedup.config import FORGEABLE
+from tensor_dedup.digest import submit
+from tensor_dedup.errors import AuditError, ChangedFileError
+from tensor_dedup.loader.residents.resident import tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tensor_dedup.loader.residents.process_mappings import ProcessMappings
+    from tensor_dedup.loader.residents.resident import Resident
+
+COLLISION = "another tensor has the same digest"
+
+
+def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
+    """Stop a load whose audit found a difference. AuditError."""
+    raise AuditError(
+        f"audit: {name}: {shared} differs from {rebuilt}; this model was not loaded. "
+        "Load with tensor_dedup=False and report this with the output of `tensor-dedup --version`",
+        tensor=name,
+    )
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Are two dense tensors of one dtype and geometry equal bit by bit (NaN payloads included)?"""
+    if a.dtype != b.dtype or a.nbytes != b.nbytes:
+        return False
+    return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
+
+
+def is_forgeable(digest: str) -> bool:
+    """Can bytes be made that have this digest, or what was cast from it? Equal ones may differ."""
+    return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
+
+
+def require_as_hashed(
+    made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
+) -> None:
+    """Are copies out of mapped files the bytes that were hashed there before? ChangedFileError.
+
+    Anybody may have written to a file in between, and its times need not tell. Asked before
+    anybody else can get the copies.
+    """
+    copied = [(file, each) for tensor, each in made if (file := memory.file(tensor)) is not None]
+    views = [tensor_bytes(resident.map(writable=False)) for _, resident in copied]
+    hashes = [submit(view, algorithm) for view in views]
+    for (file, resident), found in zip(copied, hashes, strict=True):
+        if found.result() != resident.key.digest:
+            raise ChangedFileError(
+                f"{file.path} changed while it was being loaded; load it again", path=file.path
+            )
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)

@@ -1,0 +1,109 @@
+"""The process-wide table of residents, and of the records that layer keys lead to.
+
+It holds both weakly: when the last model that uses a resident is dropped, the resident is gone.
+"""
+
+import os
+import sys
+import threading
+from typing import Final
+from weakref import WeakValueDictionary
+
+from tensor_dedup.loader import report
+from tensor_dedup.loader.residents.resident import Resident
+from tensor_dedup.types import ResidentKey
+
+# A weak reference (72) and its slot in a dict (about 100 when two thirds full).
+_ENTRY_BYTES: Final = 172
+
+
+class Registry:
+    """Residents by key and layer records by layer key. Safe from any thread and after fork."""
+
+    def __init__(self) -> None:
+        self._residents: WeakValueDictionary[tuple[ResidentKey, int], Resident] = (
+            WeakValueDictionary()
+        )
+        self._records: WeakValueDictionary[str, object] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
+        """The living resident of that key, held by the caller from now on.
+
+        `copy`: a key has further residents where tensors of one model have equal bytes and must
+        not become one.
+        """
+        return self._residents.get((key, copy))
+
+    def publish(self, resident: Resident, copy: int = 0) -> Resident:
+        """Enter a resident, or return the one that was there first: use what is returned."""
+        # Two steps that must not be torn: setdefault of a weak dictionary is not atomic.
+        with self._lock:
+            first = self._residents.get((resident.key, copy))
+            if first is not None:
+                return first
+            self._residents[resident.key, copy] = resident
+            return resident
+
+    def entries(self) -> list[tuple[int, Resident]]:
+        """All residents alive now, each with the number of the copy it is."""
+        with self._lock:
+            return [(copy, resident) for (_, copy), resident in self._residents.items()]
+
+    def residents(self) -> list[Resident]:
+        """All residents alive now."""
+        return list(self._residents.values())
+
+    def lookup_record(self, key: str) -> object | None:
+        """What `publish_record` entered under that layer key, while somebody else holds it."""
+        return self._records.get(key)
+
+    def publish_record(self, key: str, record: object) -> object:
+        """Enter a layer's record, or return the one that was there first."""
+        with self._lock:
+            first = self._records.get(key)
+            if first is not None:
+                return first
+            self._records[key] = record
+            return record
+
+    def records(self) -> dict[str, object]:
+        """All layer records alive now, by layer key."""
+        return dict(self._records)
+
+    def resident_bytes(self) -> int:
+        """Bytes of the slabs behind the residents, each counted once, and of packed copies.
+
+        A packed copy counts as the plain weight it was made from.
+        """
+        slabs = {r.slab.serial: r.slab.nbytes for r in self.residents()}
+        # Several records may lead to one packed copy; weak references to one object are one.
+        packed = {
+            id(opaque): int(getattr(record, "opaque_bytes", 0))
+            for record in self.records().values()
+            if (opaque := getattr(record, "opaque", None)) is not None
+        }
+        return sum(slabs.values()) + sum(packed.values())
+
+    def overhead_bytes(self) -> int:
+        """An estimate of what the tables, keys and residents themselves take; not the tensors."""
+        residents = self.residents()
+        return (
+            sum(_ENTRY_BYTES + sys.getsizeof(r) + _key_bytes(r.key) for r in residents)
+            + sum(_ENTRY_BYTES + sys.getsizeof(key) for key in list(self._records))
+            + sys.getsizeof(self._residents)
+            + sys.getsizeof(self._records)
+        )
+
+    def _renew_lock(self) -> None:
+        # A thread that does not exist in the child may have held it.
+        self._lock = threading.Lock()
+
+
+def _key_bytes(key: ResidentKey) -> int:
+    return sum(map(sys.getsizeof, (key, key.shape, key.stride, key.digest)))
+
+
+registry: Final = Registry()
+os.register_at_fork(after_in_child=registry._renew_lock)
+report.measure_with(registry.overhead_bytes, registry.resident_bytes)

@@ -1,0 +1,286 @@
+"""Residents: final tensors in memory now, once for all models of this process.
+
+The bytes lie in sealed slabs (`tensor_dedup.loader.residents.slab`). Every model maps its own
+copy-on-write view, so a resident can be written through any tensor without anyone else noticing.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import torch
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.residents.device_mappings import PLACES
+from tensor_dedup.loader.residents.geometry import dense
+from tensor_dedup.loader.residents.mappings import MAPPINGS, any_page_copied
+from tensor_dedup.loader.residents.slab import (
+    ALIGNMENT,
+    ByteArray,
+    Slab,
+    SlabUsageError,
+    SlabWriter,
+    bytes_at,
+    capacity_for,
+)
+from tensor_dedup.loader.torch_dtypes import dtype_name, has_name, torch_dtype
+from tensor_dedup.types import ResidentKey
+
+__all__ = [
+    "Resident",
+    "Slab",
+    "SlabBuilder",
+    "dense",
+    "pack",
+    "read_into_slab",
+    "resident_key",
+    "sharable",
+    "shares_memory",
+    "tensor_bytes",
+]
+
+
+Write = Callable[[memoryview, int], None]
+
+
+def sharable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can become a resident: on the CPU, gap-free, its bytes are its values."""
+    return tensor.device.type == "cpu" and sharable_anywhere(tensor)
+
+
+def sharable_anywhere(tensor: torch.Tensor) -> bool:
+    """The same wherever the tensor is."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and has_name(tensor.dtype)
+        and dense(tensor.shape, tensor.stride())
+    )
+
+
+def _require_sharable(tensor: torch.Tensor) -> None:
+    if not sharable(tensor):
+        raise UnsupportedError(
+            f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} with shape "
+            f"{tuple(tensor.shape)} and stride {_stride(tensor)} cannot be shared; keep it private",
+            dtype=str(tensor.dtype),
+            shape=tuple(tensor.shape),
+            device=str(tensor.device),
+        )
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a sharable tensor in the order of memory, without a copy.
+
+    The view keeps the storage alive. Raises UnsupportedError for a tensor with gaps.
+    """
+    _require_sharable(tensor)
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    # Detached, or the view would keep a Parameter's graph and attributes alive too.
+    return memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor.detach())).cast("B")
+
+
+def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:
+    """The key of a sharable tensor whose `tensor_bytes` have this digest."""
+    _require_sharable(tensor)
+    return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
+
+
+def key_anywhere(tensor: torch.Tensor, digest: str) -> ResidentKey:
+    """`resident_key` wherever a gap-free tensor is."""
+    return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
+
+
+def _tensor_over(
+    array: ByteArray, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+    # set_, and not as_strided: a view would carry its flat base along.
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(stride))
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+class SlabBuilder:
+    """Fills one slab with tensors, then seals it. One thread at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: bytes, as `capacity_for` says; the slab is cut to what was used."""
+        self._writer = SlabWriter(capacity)
+        self._offsets: dict[int, int] = {}
+
+    def add(self, tensor: torch.Tensor, beyond: int = 0) -> int:
+        """Copy a sharable tensor and return its offset: faster than filling a reserved one.
+
+        `beyond`: so many bytes after an aligned address. Raises UnsupportedError,
+        OutOfMemoryError, SlabUsageError.
+        """
+        return self._writer.write(tensor_bytes(tensor), beyond)
+
+    def reserve(
+        self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+    ) -> torch.Tensor:
+        """A writable tensor in the slab, all zero, at 64 bytes (at a page from 64 KiB on).
+
+        Drop it, and every view of it, before `seal`. Raises UnsupportedError for a geometry
+        with gaps, OutOfMemoryError, SlabUsageError.
+        """
+        if not dense(shape, stride):
+            raise UnsupportedError(
+                f"shape {tuple(shape)} with stride {tuple(stride)} has gaps or overlaps; "
+                "keep it private",
+                shape=tuple(shape),
+                stride=tuple(stride),
+            )
+        nbytes = _count(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
+        offset, array = self._writer.view(nbytes)
+        self._offsets[ctypes.addressof(array)] = offset
+        return _tensor_over(array, dtype, shape, stride)
+
+    def offset_of(self, reserved: torch.Tensor) -> int:
+        """Offset in the slab of a tensor that `reserve` returned (0 for one without bytes)."""
+        if reserved.nbytes == 0:
+            return 0
+        offset = self._offsets.get(reserved.data_ptr())
+        if offset is None:
+            raise SlabUsageError(
+                "this tensor was not reserved here; pass the one reserve() returned"
+            )
+        return offset
+
+    def seal(self) -> Slab:
+        """Make the bytes immutable. SlabBusyError while a reserved tensor is in use."""
+        return self._writer.seal()
+
+
+class Resident:
+    """A final tensor in memory: `nbytes` at `offset` of a slab. Immutable, safe from any thread.
+
+    It lives as long as somebody refers to it or to a tensor that it mapped; the registry does
+    not count.
+    """
+
+    __slots__ = ("__weakref__", "key", "nbytes", "offset", "slab")
+
+    def __init__(self, key: ResidentKey, slab: Slab, offset: int, nbytes: int) -> None:
+        """Raise SlabUsageError when `nbytes` are not what the key's geometry needs."""
+        needed = _count(key.shape) * torch_dtype(key.dtype).itemsize
+        if nbytes != needed or offset + nbytes > slab.nbytes:
+            raise SlabUsageError(
+                f"{nbytes} bytes at {offset} of a slab of {slab.nbytes} for a tensor of {needed}",
+                nbytes=nbytes,
+                needed=needed,
+                offset=offset,
+            )
+        self.key: Final = key
+        self.slab: Final = slab
+        self.offset: Final = offset
+        self.nbytes: Final = nbytes
+
+    def map(self, *, writable: bool = True) -> torch.Tensor:
+        """A new tensor over the resident's bytes, with a mapping of its own.
+
+        A write through it copies the pages written (PROT_READ with `writable=False`: a write
+        stops the process). The mapping goes when the storage dies. Works in forked children.
+        Raises OutOfMemoryError.
+        """
+        dtype = torch_dtype(self.key.dtype)
+        if self.nbytes == 0:
+            return torch.empty_strided(self.key.shape, self.key.stride, dtype=dtype, device="cpu")
+        array = self.slab.map(self.offset, self.nbytes, self, writable=writable)
+        return _tensor_over(array, dtype, self.key.shape, self.key.stride)
+
+
+def pack(
+    tensors: Iterable[tuple[torch.Tensor, str]], *, as_aligned: bool = False
+) -> list[Resident]:
+    """Copy tensors with their digests into one new slab; residents in the same order.
+
+    The digests are those of `tensor_bytes`, and not checked. `as_aligned`: each is as far from a
+    multiple of 64 as the tensor is now, because sums of products may be rounded by it. Raises
+    UnsupportedError when one is not sharable, OutOfMemoryError.
+    """
+    items = list(tensors)
+    keys = [resident_key(tensor, digest) for tensor, digest in items]
+    beyond = [t.data_ptr() % ALIGNMENT if as_aligned and t.nbytes else 0 for t, _ in items]
+    sizes = (t.nbytes + more for (t, _), more in zip(items, beyond, strict=True))
+    builder = SlabBuilder(capacity_for(sizes))
+    offsets = [builder.add(t, more) for (t, _), more in zip(items, beyond, strict=True)]
+    slab = builder.seal()
+    return [
+        Resident(key, slab, offset, tensor.nbytes)
+        for key, offset, (tensor, _) in zip(keys, offsets, items, strict=True)
+    ]
+
+
+def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write], str]) -> Resident:
+    """A resident of bytes that are nowhere yet, in a slab of its own.
+
+    `source(write)` calls `write(piece, offset)` for every piece, from any threads, and returns the
+    digest of all when the last call has returned; of `geometry` the digest does not count. What it
+    raises; OutOfMemoryError.
+    """
+    writer = SlabWriter(capacity_for([nbytes]))
+    start = writer.take(nbytes)
+    digest = source(lambda piece, offset: writer.put(piece, start + offset))
+    key = ResidentKey(geometry.dtype, geometry.shape, geometry.stride, digest)
+    return Resident(key, writer.seal(), start, nbytes)
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same physical memory now, whatever their addresses.
+
+    True for the same range of the same storage, and for the same range of one resident mapped
+    twice as long as neither side has written to a page of it (on a GPU: was made private). Tensors
+    must agree in size and, unless gap-free, in geometry. Without bytes: only within one storage.
+    Safe from any thread. Raises UnsupportedError where /proc/self/pagemap cannot be read.
+    """
+    if a.layout is not torch.strided or b.layout is not torch.strided or not _same_extent(a, b):
+        return False
+    if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
+        return a.storage_offset() * a.itemsize == b.storage_offset() * b.itemsize
+    span = _span(a)
+    if span == 0 or a.device != b.device or a.is_meta:
+        return False
+    first, second = a.data_ptr(), b.data_ptr()
+    if not first or not second:  # of classes of their own, whose values are elsewhere
+        return False
+    if first == second or PLACES.same(first, second, span):
+        return True
+    return a.device.type == "cpu" and _same_slab_pages(first, second, span)
+
+
+def _same_extent(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.nbytes != b.nbytes:
+        return False
+    if dense(a.shape, a.stride()) and dense(b.shape, b.stride()):
+        return True
+    return a.shape == b.shape and a.stride() == b.stride() and a.itemsize == b.itemsize
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element, both included."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.itemsize
+
+
+def _same_slab_pages(first: int, second: int, nbytes: int) -> bool:
+    place = MAPPINGS.find(first, nbytes)
+    if place is None or place != MAPPINGS.find(second, nbytes):
+        return False
+    return not any_page_copied(first, nbytes) and not any_page_copied(second, nbytes)

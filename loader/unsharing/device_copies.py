@@ -1,0 +1,121 @@
+"""Copies of residents on other devices, each there once for all models of this process.
+
+For devices whose memory cannot be mapped read-only (`tensor_dedup.loader.cuda.devices` says which
+can): ordinary tensors, within one process. Such memory is not copied when somebody writes to it:
+who writes in place must have made its own first (`tensor_dedup.loader.unsharing.private`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tensor_dedup.loader.residents.weak_storage import WeakStorage, number_of
+from tensor_dedup.loader.torch_dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.residents.identity import ReplicaKey
+    from tensor_dedup.types import ResidentKey
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy:
+    """A tensor that is all of a storage of a device. It does not keep the storage alive."""
+
+    known: ReplicaKey
+    device: torch.device
+    reference: WeakStorage
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, holding the storage from now on; None when nobody held it any more."""
+        storage = self.reference.storage()
+        if storage is None:
+            return None
+        key = self.known.key
+        empty = torch.empty(0, dtype=torch_dtype(key.dtype), device=self.device)
+        return empty.set_(storage, 0, key.shape, key.stride)
+
+
+class DeviceCopies:
+    """All of them, by key, copy and device, and by storage. Safe from any thread and after fork."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[ReplicaKey, torch.device], DeviceCopy] = {}
+        self._by_storage: dict[int, DeviceCopy] = {}
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
+        # A thread that does not exist in the child may have held it.
+        self._lock = threading.Lock()
+
+    def lookup(self, known: ReplicaKey, device: torch.device) -> torch.Tensor | None:
+        """The tensor with that key and copy on a device, held by the caller from now on."""
+        found = self._by_key.get((known, device))
+        return None if found is None else found.tensor()
+
+    def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
+        """Enter a tensor under a key, which the caller answers for. False: it cannot be entered.
+
+        It must be all of its storage and have the key's geometry.
+        """
+        storage = tensor.untyped_storage()
+        whole = storage.nbytes() == tensor.nbytes
+        if not whole or _geometry(tensor) != _geometry_of(known.key):
+            return False
+        found = DeviceCopy(known, tensor.device, WeakStorage(storage))
+        with self._lock:
+            self._forget_the_dead()
+            self._by_key[known, tensor.device] = found
+            self._by_storage[found.reference.number] = found
+        return True
+
+    def known(self, tensor: torch.Tensor) -> DeviceCopy | None:
+        """The entry that a tensor is; None when it is none, or not as it was entered."""
+        if tensor.device.type == "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
+            return None
+        found = self._by_storage.get(number_of(tensor.untyped_storage()))
+        if found is None or tensor.storage_offset() != 0:
+            return None
+        return found if _geometry(tensor) == _geometry_of(found.known.key) else None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Does any of this tensor's memory belong to an entry?"""
+        if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
+            return False
+        return number_of(tensor.untyped_storage()) in self._by_storage
+
+    def alive(self) -> Iterator[tuple[DeviceCopy, torch.Tensor]]:
+        """Every entry that somebody uses, with its tensor."""
+        for found in list(self._by_key.values()):
+            tensor = found.tensor()
+            if tensor is not None:
+                yield found, tensor
+
+    def __len__(self) -> int:
+        """How many are in use."""
+        return sum(not found.reference.expired for found in list(self._by_key.values()))
+
+    def _forget_the_dead(self) -> None:
+        for place, found in list(self._by_key.items()):
+            if found.reference.expired:
+                del self._by_key[place]
+        for number, found in list(self._by_storage.items()):
+            if found.reference.expired:
+                del self._by_storage[number]
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _geometry_of(key: ResidentKey) -> tuple[object, ...]:
+    return torch_dtype(key.dtype), tuple(key.shape), tuple(key.stride)
+
+
+COPIES: Final = DeviceCopies()

@@ -1,0 +1,74 @@
+"""What parameters are: which residents or copies of them, if nobody has written to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.residents.identity import ReplicaKey
+from tensor_dedup.loader.residents.mappings import MAPPINGS, is_as_mapped
+from tensor_dedup.loader.residents.param_data import param_data
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import Resident, resident_key, sharable
+from tensor_dedup.loader.unsharing.device_copies import COPIES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaKey, Resident]]:
+    """Those that are unwritten mappings of residents, by id, with what they are mappings of."""
+    places = [(each, place) for each in parameters if (place := _place(each)) is not None]
+    if not places:
+        return {}
+    known = {(r.slab.serial, r.offset): (copy, r) for copy, r in registry.entries()}
+    found = {}
+    for parameter, place in places:
+        copy, resident = known.get(place, (0, None))
+        data = param_data(parameter)
+        if resident is None or not sharable(data) or not is_as_mapped(*_range(data)):
+            continue
+        if resident.key == resident_key(data, resident.key.digest):
+            found[id(parameter)] = ReplicaKey(resident.key, copy), resident
+    return found
+
+
+def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
+    """What each of them is, here or on another device, by id; without those that are private."""
+    every = list(parameters)
+    found = {number: known for number, (known, _) in residents_of(every).items()}
+    for parameter in every:
+        data = param_data(parameter)
+        copy = COPIES.known(data)
+        known = copy.known if copy is not None else DEVICES.known(data)
+        if known is not None:
+            found[id(parameter)] = known
+    return found
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Is it read-only memory that models share on a GPU?"""
+    return DEVICES.holds(param_data(tensor))
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Is it a mapping of a resident, written or not?"""
+    return _place(tensor) is not None
+
+
+def is_mapping_of(tensor: torch.Tensor, resident: Resident) -> bool:
+    """Is it a mapping of this one, written or not?"""
+    return _place(tensor) == (resident.slab.serial, resident.offset)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
+        return None
+    return MAPPINGS.find(*_range(param_data(tensor)))
+
+
+def _range(data: torch.Tensor) -> tuple[int, int]:
+    return data.data_ptr(), data.nbytes

@@ -1,0 +1,152 @@
+"""Memory that is shared without copy-on-write, and making a tensor's own before it is written.
+
+An ordinary mapping of a resident needs none of this: the kernel gives the writer a page of its
+own. Three kinds of memory do: residents on a GPU, where a write ends the process's use of it;
+copies on other devices, where a neighbour would see the write; and mappings made under
+TENSOR_DEDUP_READ_ONLY=1, where a write stops the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.devices import DEVICES, with_room
+from tensor_dedup.loader.residents import slab
+from tensor_dedup.loader.residents.mappings import MAPPINGS
+from tensor_dedup.loader.residents.param_data import param_data, set_param_data
+from tensor_dedup.loader.residents.slab import OutOfMemoryError
+from tensor_dedup.loader.residents.weak_storage import WeakStorage, number_of
+from tensor_dedup.loader.unsharing.device_copies import COPIES
+from tensor_dedup.memory_manager.errors import BackendError
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.residents.resident import Resident
+
+_log = logging.getLogger(__name__)
+READ_ONLY_VARIABLE: Final = "TENSOR_DEDUP_READ_ONLY"
+
+
+def read_only() -> bool:
+    """Are residents mapped so that a write stops the process? For finding who writes."""
+    return os.environ.get(READ_ONLY_VARIABLE) == "1"
+
+
+def map_shared(resident: Resident) -> torch.Tensor:
+    """A mapping for a model: copy-on-write, or read-only where that was asked for."""
+    return resident.map(writable=not read_only())
+
+
+def needs_private_copy(tensor: torch.Tensor) -> bool:
+    """Would a write to this tensor be seen by others, or stop the process?"""
+    if tensor.layout is not torch.strided or not tensor.nbytes:
+        return False
+    data = param_data(tensor)
+    if DEVICES.holds(data):
+        return True
+    if data.device.type == "cpu":
+        return MAPPINGS.is_read_only(data.data_ptr())
+    return COPIES.holds(data)
+
+
+def make_private(tensors: Iterable[torch.Tensor]) -> int:
+    """Give each of them that is guarded memory of its own; bytes copied.
+
+    Objects, values and geometry stay, and so does what several of them have in common; on the CPU
+    addresses too. Nobody may use them meanwhile in another thread.
+    """
+    own = PrivateCopies()
+    for tensor in tensors:
+        if needs_private_copy(tensor):
+            own.give(tensor)
+    return own.nbytes
+
+
+def make_private_in_place(tensor: torch.Tensor) -> int:
+    """Make a whole mapping of a GPU's shared memory this model's own, where it is; bytes copied.
+
+    0 when the tensor is in none, or it cannot be replaced there: `PrivateCopies` does what this
+    does not. Waits for all work of the GPU.
+    """
+    try:
+        return _replaced_in_place(tensor)
+    except (BackendError, UnsupportedError) as error:
+        _log.debug("not in place: %s", str(error))
+        return 0
+
+
+def require_private_in_place(tensors: Sequence[torch.Tensor]) -> int:
+    """Make all that they are in of GPUs' shared memory this model's own, where it is; bytes copied.
+
+    For whoever has noted addresses, as captured graphs have. OutOfMemoryError: no address and no
+    value has changed. Some of it may be the model's own by then.
+    """
+    done = 0
+    try:
+        for each in tensors:
+            done += _replaced_in_place(each)
+    except (BackendError, UnsupportedError) as error:
+        missing = sum({_end(t): t.nbytes for t in tensors if DEVICES.holds(param_data(t))}.values())
+        raise OutOfMemoryError(
+            f"weights that are shared on a GPU cannot be written, and {missing} bytes of them not "
+            f"be copied where they are: {error.message}. Nothing was written and nothing moved; "
+            "free memory there, or start engines that are to be written with tensor_dedup=False",
+            nbytes=missing,
+            copied=done,
+        ) from error
+    return done
+
+
+def _end(tensor: torch.Tensor) -> int:
+    return param_data(tensor).data_ptr() + tensor.nbytes
+
+
+def _replaced_in_place(tensor: torch.Tensor) -> int:
+    """Raise BackendError, UnsupportedError: it is as it was."""
+    data = param_data(tensor)
+    if not DEVICES.holds(data):
+        return 0
+    found = (gpu.mapping_behind(data) for gpu in DEVICES.opened())
+    mapping = next((each for each in found if each is not None), None)
+    if mapping is None:
+        return 0
+    mapping.make_private()
+    return mapping.nbytes
+
+
+class PrivateCopies:
+    """Copies of the storages that some tensors are in, one of each. One thread.
+
+    On the CPU each lies where the mapping lay, so that nothing that knows the address is misled.
+    """
+
+    def __init__(self) -> None:
+        # The first keeps its number from being given to another storage, and no memory.
+        self._copies: dict[int, tuple[WeakStorage, torch.UntypedStorage]] = {}
+        self.nbytes = 0
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Make it the same part of the copy of its storage; its object stays."""
+        data = param_data(tensor)
+        if data.device.type == "cpu" and not DEVICES.holds(data):
+            self.nbytes += slab.make_private(data.data_ptr(), data.nbytes)
+            return
+        empty = torch.empty(0, dtype=data.dtype, device=data.device)
+        storage = self._copy(data.untyped_storage())
+        set_param_data(
+            tensor, empty.set_(storage, data.storage_offset(), data.shape, data.stride())
+        )
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        found = self._copies.get(number_of(storage))
+        if found is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            found = WeakStorage(storage), with_room(whole.device, whole.clone).untyped_storage()
+            self._copies[number_of(storage)] = found
+            self.nbytes += storage.nbytes()
+        return found[1]

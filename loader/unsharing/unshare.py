@@ -1,0 +1,185 @@
+"""Taking sharing back, and checking it: `unshare` and `verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.hashing import digest_of
+from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord
+from tensor_dedup.loader.residents.identity import is_of_bytes
+from tensor_dedup.loader.residents.mappings import is_as_mapped
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.unsharing.device_copies import COPIES
+from tensor_dedup.loader.unsharing.lookup import is_mapped
+from tensor_dedup.loader.unsharing.private import (
+    PrivateCopies,
+    make_private_in_place,
+    needs_private_copy,
+    require_private_in_place,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentCheck:
+    """What `verify` found: residents and bytes hashed, keys whose bytes differ, and what cannot be
+    hashed: packed copies, by layer key, and copies on devices that were cast there."""
+
+    residents: int
+    nbytes: int
+    mismatches: tuple[str, ...]
+    not_verifiable: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Did every resident that can be hashed match?"""
+        return not self.mismatches
+
+    def __str__(self) -> str:
+        """One line for people; another for each resident whose bytes have changed."""
+        lines = [
+            f"{self.residents} residents of {self.nbytes} bytes hashed again: "
+            + ("all as they were" if self.ok else f"{len(self.mismatches)} DIFFER"),
+            *(f"  differs: {name}" for name in self.mismatches),
+        ]
+        if self.not_verifiable:
+            lines[0] += f"; {len(self.not_verifiable)} packed or cast copies cannot be hashed"
+        return "\n".join(lines)
+
+
+def verify() -> ResidentCheck:
+    """Hash every resident of this process again. Safe from any thread; takes as long as hashing.
+
+    What is on GPUs is hashed there, or fetched for it like that on other devices, tensor by tensor:
+    whether a write went past the hardware's protection only its bytes can tell. Packed copies are
+    opaque: they are listed by layer key and never read.
+    """
+    unknown = [
+        key
+        for key, record in registry.records().items()
+        if isinstance(record, LayerRecord) and record.opaque is not None and record.key == key
+    ]
+    hashed, nbytes, mismatches = 0, 0, []
+    for name, tensor in _shared_tensors(unknown):
+        hashed, nbytes = hashed + 1, nbytes + tensor.nbytes
+        if not _hashes_to(tensor, name):
+            mismatches.append(name)
+    return ResidentCheck(hashed, nbytes, tuple(mismatches), tuple(sorted(unknown)))
+
+
+def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is shared, with the digest it must have; what cannot be hashed goes into `unknown`."""
+    for resident in registry.residents():
+        yield resident.key.digest, resident.map(writable=False)
+    for entry, tensor in COPIES.alive():
+        if is_of_bytes(entry.known.key) and not tensor.is_meta:
+            yield entry.known.key.digest, tensor
+        else:
+            unknown.append(f"{entry.device}:{entry.known.key.digest}")
+    for gpu in DEVICES.opened():
+        for known, lent in gpu.alive():
+            if is_of_bytes(known.key):
+                yield known.key.digest, gpu.seen(lent)
+            else:
+                unknown.append(f"{gpu.device}:{known.key.digest}")
+
+
+def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
+    algorithm = name.partition(":")[0] if ":" in name else "blake3"
+    return digest_of(tensor, algorithm) == name
+
+
+def unshare(target: object) -> int:
+    """Give a model memory of its own for all of its that others may share; bytes copied.
+
+    `target`: an engine that runs in this process (`LLM`), a module, or an object with a `modules()`
+    or `components` of modules. On the CPU nothing moves: compiled code goes on with the addresses
+    it has. On a GPU whole slabs become private, at the addresses they have, so that captured graphs
+    go on with them; where its memory cannot be replaced in place, and on other devices, addresses
+    change, but never an engine's. A packed copy is never written by anybody and stays shared.
+    Nobody may use the model meanwhile in another thread. Raises UnsupportedError for anything else,
+    OutOfMemoryError.
+    """
+    engine = _engine_model(target)
+    replaced = 0 if engine is None else leave_gpus(engine)
+    own = PrivateCopies()
+    for module in _modules(target):
+        _forget_records(module)
+        for tensor in chain(module.parameters(), module.buffers()):
+            replaced += make_private_in_place(tensor)
+            if needs_private_copy(tensor) or is_mapped(tensor):
+                own.give(tensor)
+    return own.nbytes + replaced
+
+
+def leave_gpus(model: nn.Module) -> int:
+    """Give a model all it has on GPUs to itself, where it is: there no write is a copy.
+
+    Host memory stays shared. The bytes copied. OutOfMemoryError: it has the values and addresses
+    that it had, and must not be written.
+    """
+    return require_private_in_place([*model.parameters(), *model.buffers()])
+
+
+def let_go_of_written(model: nn.Module) -> int:
+    """Give the parameters and buffers that were written since they were shared all of their memory.
+
+    The bytes copied. Copy-on-write has kept others from seeing the writes; but a mapping keeps what
+    it was made of, so memory nobody reads any more would stay as long as the model. On the CPU
+    only. Nobody may write meanwhile. Raises OutOfMemoryError.
+    """
+    own = PrivateCopies()
+    for module in model.modules():
+        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            if is_mapped(tensor) and not is_as_mapped(tensor.data_ptr(), tensor.nbytes):
+                vars(module).pop(RECORD, None)
+                own.give(tensor)
+    return own.nbytes
+
+
+def _forget_records(model: nn.Module) -> None:
+    """A layer's record keeps the residents it leads to, and this layer is none of them now."""
+    for module in model.modules():
+        vars(module).pop(RECORD, None)
+
+
+def _modules(target: object) -> Iterator[nn.Module]:
+    if isinstance(target, nn.Module):
+        yield target
+        return
+    components = getattr(target, "components", None)
+    if isinstance(components, dict):
+        yield from (each for each in components.values() if isinstance(each, nn.Module))
+        return
+    model = _engine_model(target)
+    if model is None:
+        raise UnsupportedError(
+            f"unshare takes an engine of this process, a pipeline or a module, not "
+            f"{type(target).__name__}; for an engine in another process call it there "
+            "(`LLM.collective_rpc`)"
+        )
+    yield model
+
+
+def _engine_model(target: object) -> nn.Module | None:
+    """The model of a vLLM engine that runs in this process."""
+    found: Any = target
+    for name in (
+        "llm_engine",
+        "model_executor",
+        "driver_worker",
+        "worker",
+        "model_runner",
+        "model",
+    ):
+        found = getattr(found, name, None)
+        if found is None:
+            return None
+    return found if isinstance(found, nn.Module) else None

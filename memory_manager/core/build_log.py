@@ -1,0 +1,54 @@
+"""What a client has built of a checkpoint: one line in the log, when it is quiet again.
+
+A load makes a put for each batch and each large tensor, hundreds in all, which nobody reads.
+"""
+
+from typing import Final
+
+from tensor_dedup.memory_manager.core.ledger import SlabState
+from tensor_dedup.memory_manager.core.manager_state import (
+    ClientState,
+    ManagerState,
+    PutState,
+    Tally,
+)
+
+# Longer than the pauses inside of most loads; a load that pauses for longer has several lines.
+QUIET_S: Final = 3.0
+
+
+def count(connection: ClientState, put: PutState, now: float, slab: SlabState) -> None:
+    """A put has made tensors of its slab resident."""
+    tally = connection.tallies.setdefault(put.checkpoint, Tally(put.opened, now))
+    tally.tensors += len(slab.residents)
+    tally.nbytes += slab.nbytes
+    tally.until = now
+
+
+def look(world: ManagerState, now: float) -> None:
+    """Say what is complete by now, as far as anybody can tell."""
+    for connection in world.connections.values():
+        busy = {put.checkpoint for put in connection.puts.values() if put.active}
+        for name, tally in list(connection.tallies.items()):
+            if name not in busy and now - tally.until >= QUIET_S:
+                del connection.tallies[name]
+                _say(world, connection, name, tally)
+
+
+def say_all(world: ManagerState, connection: ClientState) -> None:
+    """Say everything: the client, or the manager, ends."""
+    for name, tally in connection.tallies.items():
+        _say(world, connection, name, tally)
+    connection.tallies.clear()
+
+
+def _say(world: ManagerState, connection: ClientState, name: str, tally: Tally) -> None:
+    world.note(
+        "built",
+        checkpoint=repr(name),
+        tensors=tally.tensors,
+        MiB=f"{tally.nbytes / (1 << 20):.1f}",
+        seconds=f"{tally.until - tally.since:.1f}",
+        pid=connection.pid,
+        by=repr(connection.name),
+    )

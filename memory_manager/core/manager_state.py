@@ -1,0 +1,237 @@
+"""The state that all parts of the core share. One thread; time comes in as seconds, monotonic."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tensor_dedup.memory_manager.core.effects import Effect, Forget, FreeSlab, Note, Send
+from tensor_dedup.memory_manager.core.ledger import Ledger, ResidentEntry, SlabState
+from tensor_dedup.memory_manager.core.put_states import ACTIVE, Event, State, advance
+from tensor_dedup.memory_manager.core.records import KeyRecord, Records
+from tensor_dedup.memory_manager.errors import RefusedError
+from tensor_dedup.memory_manager.protocol.layout import MEMORY, SlabLayout
+from tensor_dedup.memory_manager.protocol.limits import Code
+from tensor_dedup.memory_manager.protocol.messages import DigestSpan, Refused, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the manager is told when it starts; sizes in bytes, times in seconds."""
+
+    budget: int
+    pid: int = 0
+    name: str = ""
+    backend: str = "memfd"
+    hardware_readonly: bool = False
+    hashes_itself: bool = True
+    mappings_hold: bool = True
+    device: str = ""
+    layout: SlabLayout = MEMORY
+    build_timeout_s: float = 30.0
+    hello_timeout_s: float = 5.0
+    max_puts: int = 64  # of one connection
+    max_leases: int = 1 << 18  # of one connection
+    first_put: int = 1  # generations of two managers should not meet
+
+
+@dataclass(slots=True, eq=False)
+class PutState:
+    """The right of one connection to build some layers. Its number is its generation."""
+
+    number: int
+    connection: int
+    process: int
+    keys: set[str]
+    progress: float
+    checkpoint: str
+    state: State = State.RESERVED
+    slab: int | None = None
+    spans: tuple[tuple[int, int, str], ...] = ()
+    held: list[ResidentEntry] = field(default_factory=list)
+    opened: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Does it hold its layers?"""
+        return self.state in ACTIVE
+
+    def step(self, event: Event) -> None:
+        """Go to the next state, or BadTransition."""
+        self.state = advance(self.state, event)
+
+    def silent(self, now: float) -> float:
+        """Seconds since its builder was heard of; none while the manager itself is at work."""
+        if self.state in (State.ALLOCATING, State.SEALING):
+            return 0.0
+        return max(0.0, now - self.progress)
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What a client has built of a checkpoint since it was last said."""
+
+    since: float
+    until: float
+    tensors: int = 0
+    nbytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A parked Wait."""
+
+    key: str
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class ClientState:
+    """One client. `name` is None until it has said hello."""
+
+    number: int
+    process: int
+    pid: int
+    since: float
+    name: str | None = None
+    leases: dict[int, ResidentEntry] = field(default_factory=dict)
+    leased: Counter[str] = field(default_factory=Counter)
+    puts: dict[int, PutState] = field(default_factory=dict)
+    waiting: Waiting | None = None
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by checkpoint
+
+    @property
+    def builds(self) -> bool:
+        """Does it hold a reservation?"""
+        return any(put.active for put in self.puts.values())
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """Who is charged. It outlives its connections while it may have memory mapped."""
+
+    number: int
+    connections: set[int] = field(default_factory=set)
+    lingering: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class PendingOffer:
+    """A slab that was handed back and is being hashed: by a client, or (0) by an earlier manager.
+
+    `checkpoints`: those of each tensor, where an earlier manager knew.
+    """
+
+    connection: int
+    spans: tuple[DigestSpan, ...]
+    checkpoint: str
+    checkpoints: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class ManagerState:
+    """Everything the core knows, and what it wants done."""
+
+    settings: Settings
+    ledger: Ledger
+    records: Records = field(default_factory=Records)
+    connections: dict[int, ClientState] = field(default_factory=dict)
+    processes: dict[int, Process] = field(default_factory=dict)
+    builders: dict[str, PutState] = field(
+        default_factory=dict
+    )  # layer key -> the put that holds it
+    filling: dict[int, PutState] = field(default_factory=dict)  # slab -> its put, while busy
+    offers: dict[int, PendingOffer] = field(default_factory=dict)
+    inherited: dict[str, KeyRecord] = field(default_factory=dict)  # whose tensors are awaited
+    counters: Counter[str] = field(default_factory=Counter)
+    effects: list[Effect] = field(default_factory=list)
+    stopping: bool = False
+    next_put: int = 1
+    next_lease: int = 1
+
+    def send(self, connection: ClientState, reply: Reply, slabs: Iterable[int] = ()) -> None:
+        """Answer a client, if it is still there."""
+        if connection.number in self.connections:
+            self.effects.append(Send(connection.number, reply, tuple(slabs)))
+
+    def refuse(self, connection: ClientState, code: Code, text: str) -> None:
+        """Tell a client no."""
+        self.counters["refusals"] += 1
+        self.send(connection, Refused(code, text[:2048]))
+
+    def note(self, event: str, **facts: object) -> None:
+        """A line in the log."""
+        self.effects.append(Note(event, facts))
+
+    def detail(self, event: str, **facts: object) -> None:
+        """A line in the log that only who looks for it wants to read."""
+        self.effects.append(Note(event, facts, detail=True))
+
+    def may_lease(self, connection: ClientState, count: int) -> bool:
+        """May this client have so many leases more?"""
+        return len(connection.leases) + count <= self.settings.max_leases
+
+    def lease(
+        self, connection: ClientState, resident: ResidentEntry, checkpoint: str, now: float
+    ) -> int:
+        """Lend a tensor; the lease's id. Whether it may be lent was asked before."""
+        self.ledger.hold(resident, now, leased=True)
+        self.ledger.attribute(resident, checkpoint)
+        number = self.next_lease
+        self.next_lease += 1
+        connection.leases[number] = resident
+        connection.leased[resident.digest] += 1
+        return number
+
+    def unlease(self, connection: ClientState, number: int, now: float) -> None:
+        """Take a lease back; an unknown number is nothing: it may have been released before."""
+        resident = connection.leases.pop(number, None)
+        if resident is None:
+            return
+        self.ledger.let_go(resident, now, leased=True)
+        connection.leased[resident.digest] -= 1
+        if not connection.leased[resident.digest]:
+            del connection.leased[resident.digest]
+
+    def charge(self, slab: SlabState, process: int) -> None:
+        """Keep a slab charged until the process has ended."""
+        if process in self.processes:
+            self.ledger.linger(slab, process)
+            self.processes[process].lingering.add(slab.number)
+
+    def enter_record(self, key: str, record: KeyRecord) -> bool:
+        """Enter a record whose tensors are resident; False when the key has one."""
+        if not self.records.put(key, record):
+            return False
+        for digest in record.digests:
+            self.ledger.residents[digest].records.add(key)
+        while (oldest := self.records.oldest_in_excess()) is not None:
+            self.drop_record(oldest)
+        return True
+
+    def drop_record(self, key: str) -> None:
+        """Forget a record; its tensors stay."""
+        record = self.records.drop(key)
+        for digest in record.digests if record else ():
+            resident = self.ledger.residents.get(digest)
+            if resident is not None:
+                resident.records.discard(key)
+
+    def forget_if_idle(self, number: int) -> None:
+        """Stop watching a process that has neither a connection nor memory."""
+        process = self.processes.get(number)
+        if process is not None and not process.connections and not process.lingering:
+            del self.processes[number]
+            self.effects.append(Forget(number))
+
+    def settle(self) -> None:
+        """Turn what the ledger let go into effects."""
+        for key in list(self.ledger.orphans):
+            self.drop_record(key)
+        self.ledger.orphans.clear()
+        self.effects.extend(FreeSlab(slab) for slab in self.ledger.freed)
+        self.ledger.freed.clear()
+
+
+def refusal(code: Code, text: str) -> RefusedError:
+    """What a handler raises to refuse a request."""
+    return RefusedError(text, code=code)

@@ -1,0 +1,331 @@
+"""Puts: reserve, allocate, seal, publish; take-over."""
+
+from tensor_dedup.memory_manager.core import build_log
+from tensor_dedup.memory_manager.core.effects import AllocateSlab, SealAndHash
+from tensor_dedup.memory_manager.core.ledger import SlabState
+from tensor_dedup.memory_manager.core.manager_state import (
+    ClientState,
+    ManagerState,
+    PutState,
+    refusal,
+)
+from tensor_dedup.memory_manager.core.put_states import Event, State
+from tensor_dedup.memory_manager.core.records import KeyRecord
+from tensor_dedup.memory_manager.core.wait_queue import wake
+from tensor_dedup.memory_manager.protocol.layout import offsets_of
+from tensor_dedup.memory_manager.protocol.limits import Code
+from tensor_dedup.memory_manager.protocol.messages import (
+    Abandon,
+    Allocated,
+    Done,
+    Progress,
+    Publish,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    SlabRef,
+)
+from tensor_dedup.memory_manager.protocol.messages import Allocate as AllocateRequest
+
+
+def reserve(world: ManagerState, now: float, connection: ClientState, message: Reserve) -> None:
+    """Grant what nobody has built or is building; take over from builders that fell silent."""
+    if len(connection.puts) >= world.settings.max_puts:
+        raise refusal("limit", "this client holds as many puts as one may; finish or abandon some")
+    answers = Reserved(0, [])
+    granted = set[str]()
+    for key in message.keys:
+        _take_over(world, now, connection, key)
+        if key in world.records:
+            answers.answers.append("ready")
+        elif key in world.builders or key in granted:
+            answers.answers.append("building")
+        else:
+            answers.answers.append("granted")
+            granted.add(key)
+    number = _open_put(world, now, connection, granted, message.checkpoint) if granted else 0
+    world.send(connection, Reserved(number, answers.answers))
+
+
+def _open_put(
+    world: ManagerState, now: float, connection: ClientState, keys: set[str], checkpoint: str
+) -> int:
+    number = world.next_put
+    world.next_put += 1
+    put = PutState(number, connection.number, connection.process, keys, now, checkpoint, opened=now)
+    connection.puts[number] = put
+    world.builders.update(dict.fromkeys(keys, put))
+    return number
+
+
+def _take_over(world: ManagerState, now: float, connection: ClientState, key: str) -> None:
+    put = world.builders.get(key)
+    if put is None or put.connection == connection.number:
+        return
+    if put.silent(now) < world.settings.build_timeout_s:
+        return
+    world.counters["takeovers"] += 1
+    world.note("taken over", put=put.number, key=key, silent_s=round(put.silent(now), 1))
+    put.step(Event.TAKE_OVER)
+    slab = world.ledger.slabs[put.slab] if put.slab is not None else None
+    if slab is not None:
+        # The old builder may write into it for ever: nobody else will ever see it.
+        world.charge(slab, put.process)
+        if not slab.residents:
+            world.ledger.drop(slab)
+    _let_go(world, now, put)
+
+
+def _let_go(world: ManagerState, now: float, put: PutState) -> None:
+    """A put holds neither its layers nor its tensors any longer."""
+    for resident in put.held:
+        world.ledger.let_go(resident, now, leased=False)
+    put.held = []
+    if put.slab is not None and put.slab in world.ledger.slabs:
+        world.ledger.slabs[put.slab].owned = False
+    keys, put.keys = put.keys, set()
+    for key in sorted(keys):
+        del world.builders[key]
+        wake(world, key, "free")
+
+
+def _mine(connection: ClientState, number: int, now: float) -> PutState:
+    """The put of that number, which has just been heard of."""
+    put = connection.puts.get(number)
+    if put is None or not put.active:
+        raise refusal(
+            "stale_put",
+            f"put {number} is not yours or was taken over: drop its memory, abandon it, and build "
+            "privately",
+        )
+    put.progress = now
+    return put
+
+
+def allocate(
+    world: ManagerState, now: float, connection: ClientState, message: AllocateRequest
+) -> None:
+    """Charge a slab and have it made."""
+    put = _mine(connection, message.put, now)
+    put.step(Event.ALLOCATE)
+    layout = world.settings.layout
+    offsets, nbytes = offsets_of((piece.nbytes for piece in message.pieces), layout)
+    slab = world.ledger.add(nbytes, now)
+    if slab is None:
+        put.step(Event.NO_MEMORY)
+        raise refusal(
+            "no_room",
+            f"no room for {nbytes} bytes: {world.ledger.charged} of {world.ledger.budget} bytes "
+            "are in use; build privately, or give the manager a larger --budget",
+        )
+    put.slab = slab.number
+    put.spans = tuple(
+        (offset, piece.nbytes, piece.digest)
+        for offset, piece in zip(offsets, message.pieces, strict=True)
+    )
+    _start(world, put, slab)
+    world.effects.append(AllocateSlab(slab.number, nbytes))
+
+
+def _start(world: ManagerState, put: PutState, slab: SlabState) -> None:
+    slab.busy = True
+    world.filling[slab.number] = put
+
+
+def allocated(
+    world: ManagerState, now: float, number: int, failure: tuple[Code, str] | None
+) -> None:
+    """The backend has made a slab, or could not."""
+    put, slab = world.filling.pop(number), world.ledger.slabs[number]
+    connection = world.connections.get(put.connection)
+    if not world.ledger.idle(slab) or connection is None:
+        _refuse_late(world, connection, put)
+        return
+    put.progress = now
+    if failure is not None:
+        put.step(Event.NO_MEMORY)
+        put.slab, put.spans = None, ()
+        world.ledger.drop(slab)
+        world.refuse(connection, *failure)
+        return
+    put.step(Event.ALLOCATED)
+    reply = Allocated(SlabRef(number, slab.nbytes), [offset for offset, _, _ in put.spans])
+    world.send(connection, reply, (number,))
+
+
+def _refuse_late(world: ManagerState, connection: ClientState | None, put: PutState) -> None:
+    """The put ended before its request did: every request has a reply, this one too."""
+    if connection is not None:
+        world.refuse(connection, "stale_put", f"put {put.number} was abandoned meanwhile")
+
+
+def progress(_world: ManagerState, now: float, connection: ClientState, message: Progress) -> None:
+    """The builder is alive. A put that was taken over is told so at its next request."""
+    put = connection.puts.get(message.put)
+    if put is not None:
+        put.progress = now
+
+
+def seal(world: ManagerState, now: float, connection: ClientState, message: Seal) -> None:
+    """Have the slab sealed and hashed."""
+    put = _mine(connection, message.put, now)
+    spans = _announced(put.spans, message.digests)
+    put.step(Event.SEAL)
+    put.spans = spans
+    slab = world.ledger.slabs[put.slab or 0]
+    _start(world, put, slab)
+    world.effects.append(SealAndHash(slab.number, put.spans))
+
+
+def _announced(
+    spans: tuple[tuple[int, int, str], ...], digests: list[str]
+) -> tuple[tuple[int, int, str], ...]:
+    """What is announced when all is written: nothing more, or every piece's digest."""
+    if not digests:
+        return spans
+    if len(digests) != len(spans):
+        raise refusal("wrong_state", f"{len(digests)} digests for {len(spans)} tensors; send all")
+    for (_, _, before), now in zip(spans, digests, strict=True):
+        if before not in ("", now):
+            raise refusal("mismatch", f"a tensor was announced as {before}, and now as {now}")
+    return tuple((at, size, now) for (at, size, _), now in zip(spans, digests, strict=True))
+
+
+def hashed(
+    world: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
+) -> None:
+    """The backend has sealed and hashed a slab, or could not."""
+    put, slab = world.filling.pop(number), world.ledger.slabs[number]
+    connection = world.connections.get(put.connection)
+    if not world.ledger.idle(slab) or connection is None:
+        _refuse_late(world, connection, put)
+        return
+    put.progress = now
+    problem = announced_problem(put.spans, result)
+    if problem is not None:
+        _not_sealed(world, now, connection, put, problem)
+        return
+    put.step(Event.HASHED)
+    digests = list(result)
+    for (offset, nbytes, _), digest in zip(put.spans, digests, strict=True):
+        resident = world.ledger.enter(slab, offset, nbytes, digest)
+        world.ledger.hold(resident, now, leased=False)
+        world.ledger.attribute(resident, put.checkpoint)
+        put.held.append(resident)
+    if slab.residents:
+        build_log.count(connection, put, now, slab)
+    else:  # every tensor was resident elsewhere when the hash was known
+        put.slab = None
+        world.ledger.drop(slab)
+    world.detail(
+        "sealed", put=put.number, pid=connection.pid, tensors=len(digests), nbytes=slab.nbytes
+    )
+    world.send(connection, Sealed(digests))
+
+
+def announced_problem(
+    spans: tuple[tuple[int, int, str], ...], result: list[str] | tuple[Code, str]
+) -> tuple[Code, str] | None:
+    """What is wrong with a hashed slab: the backend's refusal, or other bytes than announced."""
+    if isinstance(result, tuple):
+        return result
+    for index, ((_, _, announced), found) in enumerate(zip(spans, result, strict=True)):
+        if announced not in ("", found):
+            return "mismatch", (
+                f"tensor {index} was announced as {announced} and hashes to {found}; "
+                "build privately, and hash the source again"
+            )
+    return None
+
+
+def _not_sealed(
+    world: ManagerState,
+    now: float,
+    connection: ClientState,
+    put: PutState,
+    problem: tuple[Code, str],
+) -> None:
+    if problem[0] == "still_writable":
+        put.step(Event.STILL_WRITABLE)
+    else:
+        put.step(Event.MISMATCH)
+        _close(world, now, connection, put)
+    world.refuse(connection, *problem)
+
+
+def _close(world: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
+    """A put has ended: forget it, and its slab unless that has become resident."""
+    del connection.puts[put.number]
+    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    if slab is not None and not slab.residents:
+        world.ledger.drop(slab)
+    _let_go(world, now, put)
+
+
+def publish(world: ManagerState, now: float, connection: ClientState, message: Publish) -> None:
+    """Enter a layer record whose tensors this client holds."""
+    put = _mine(connection, message.put, now) if message.put else None
+    if put is not None:
+        if message.key not in put.keys:
+            raise refusal("wrong_state", f"layer {message.key} is not reserved by this put")
+        put.step(Event.PUBLISH)
+    elif message.key in world.builders:
+        raise refusal("being_built", f"layer {message.key} is being built by another client")
+    _require_held(connection, put, message)
+    record = KeyRecord(message.record, tuple(message.digests))
+    new = world.enter_record(message.key, record)
+    world.counters["published"] += new
+    if put is not None:
+        _published(world, now, connection, put, message.key)
+    world.send(connection, Done(count=int(new)))
+
+
+def _require_held(connection: ClientState, put: PutState | None, message: Publish) -> None:
+    held = {resident.digest for resident in put.held} if put is not None else set()
+    missing = [d for d in message.digests if d not in connection.leased and d not in held]
+    if missing:
+        raise refusal(
+            "not_resident",
+            f"{len(missing)} tensors of layer {message.key} are not leased by this client, the "
+            f"first is {missing[0]}",
+        )
+
+
+def _published(
+    world: ManagerState, now: float, connection: ClientState, put: PutState, key: str
+) -> None:
+    put.keys.discard(key)
+    del world.builders[key]
+    world.detail("published", key=key, put=put.number, pid=connection.pid)
+    wake(world, key, "ready")
+    if not put.keys:
+        put.step(Event.FINISH)
+        _close(world, now, connection, put)
+
+
+def abandon(world: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
+    """End a put. The client says that it has let the memory go, so it is not charged further."""
+    put = connection.puts.get(message.put)
+    if put is None:
+        world.send(connection, Done())
+        return
+    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    revoked = put.state is State.REVOKED
+    put.step(Event.ABANDON)
+    if revoked and slab is not None:
+        world.processes[put.process].lingering.discard(slab.number)
+        world.ledger.unlinger(slab, put.process)
+    _close(world, now, connection, put)
+    world.send(connection, Done(count=1))
+
+
+def gone(world: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
+    """The connection of a put is closed; its process may still have the memory mapped."""
+    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    if slab is not None and put.state in (State.WRITING, State.SEALING):
+        world.charge(slab, put.process)
+    if put.active:
+        world.note("builder gone", put=put.number, pid=connection.pid, layers=len(put.keys))
+    put.step(Event.GONE)
+    _close(world, now, connection, put)

@@ -1,0 +1,104 @@
+"""Look-ups and leases."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tensor_dedup.memory_manager.core.ledger import ResidentEntry
+from tensor_dedup.memory_manager.core.manager_state import ClientState, ManagerState, refusal
+from tensor_dedup.memory_manager.protocol.limits import MAX_DESCRIPTORS, MAX_MESSAGE
+from tensor_dedup.memory_manager.protocol.messages import (
+    Extent,
+    Found,
+    FoundDigests,
+    LayerHit,
+    Lookup,
+    LookupDigests,
+    Release,
+    SlabRef,
+)
+
+# Upper bounds of what a part takes in a datagram.
+_EXTENT_BYTES = 120
+_HIT_BYTES = 32
+_SLAB_BYTES = 24
+_ROOM = MAX_MESSAGE - 256
+
+
+@dataclass(slots=True)
+class _Page:
+    """A reply that grows until the next item would not fit."""
+
+    slabs: dict[int, int] = field(default_factory=dict)  # number -> position
+    nbytes: int = 0
+
+    def take(self, residents: Sequence[ResidentEntry], extra: int) -> bool:
+        """Make room for an item that needs these tensors; False when it does not fit."""
+        new = dict.fromkeys(r.slab for r in residents if r.slab not in self.slabs)
+        nbytes = extra + _EXTENT_BYTES * len(residents) + _SLAB_BYTES * len(new)
+        if len(self.slabs) + len(new) > MAX_DESCRIPTORS or self.nbytes + nbytes > _ROOM:
+            return False
+        self.nbytes += nbytes
+        for slab in new:
+            self.slabs[slab] = len(self.slabs)
+        return True
+
+    def refs(self, world: ManagerState) -> list[SlabRef]:
+        return [SlabRef(number, world.ledger.slabs[number].nbytes) for number in self.slabs]
+
+
+def lookup(world: ManagerState, now: float, connection: ClientState, message: Lookup) -> None:
+    """Answer as many layers as fit one reply."""
+    page, layers = _Page(), list[LayerHit | None]()
+    lend = _lender(world, now, connection, message.checkpoint, page)
+    for key in message.keys:
+        record = world.records.get(key)
+        residents = [world.ledger.residents[d] for d in record.digests] if record else []
+        may = world.may_lease(connection, len(residents))
+        if not may or not page.take(residents, _HIT_BYTES + (len(record.record) if record else 0)):
+            break
+        hit = LayerHit(record.record, [lend(r) for r in residents]) if record else None
+        layers.append(hit)
+    _require_some(len(layers))
+    hits = sum(layer is not None for layer in layers)
+    world.counters["hits"] += hits
+    world.counters["misses"] += len(layers) - hits
+    world.send(connection, Found(layers, page.refs(world)), page.slabs)
+
+
+def lookup_digests(
+    world: ManagerState, now: float, connection: ClientState, message: LookupDigests
+) -> None:
+    """Answer as many digests as fit one reply."""
+    page, extents = _Page(), list[Extent | None]()
+    lend = _lender(world, now, connection, message.checkpoint, page)
+    for digest in message.digests:
+        resident = world.ledger.residents.get(digest)
+        may = resident is None or world.may_lease(connection, 1)
+        if not may or not page.take([resident] if resident else [], 2):
+            break
+        extents.append(lend(resident) if resident else None)
+    _require_some(len(extents))
+    world.send(connection, FoundDigests(extents, page.refs(world)), page.slabs)
+
+
+def _require_some(answered: int) -> None:
+    # One item always fits a page, so nothing but the number of leases stops the first.
+    if not answered:
+        raise refusal("limit", "this client holds as many leases as one may; release some")
+
+
+def _lender(
+    world: ManagerState, now: float, connection: ClientState, checkpoint: str, page: _Page
+) -> Callable[[ResidentEntry], Extent]:
+    def lend(resident: ResidentEntry) -> Extent:
+        number = world.lease(connection, resident, checkpoint, now)
+        position = page.slabs[resident.slab]
+        return Extent(position, resident.offset, resident.nbytes, resident.digest, number)
+
+    return lend
+
+
+def release(world: ManagerState, now: float, connection: ClientState, message: Release) -> None:
+    """Take leases back."""
+    for number in message.leases:
+        world.unlease(connection, number, now)

@@ -1,0 +1,67 @@
+"""Messages to datagrams and back. No I/O here.
+
+A datagram is `MAGIC`, the version (2 bytes, little-endian) and one msgspec struct in MessagePack.
+The version stands outside of the struct, so that a peer of another version is told so instead of
+being taken for garbage. Any bytes are either a message or a ProtocolError.
+"""
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from tensor_dedup.memory_manager.errors import ProtocolError
+from tensor_dedup.memory_manager.protocol.limits import MAX_MESSAGE
+from tensor_dedup.memory_manager.protocol.messages import Reply, Request
+
+MAGIC: Final = b"TD"
+VERSION: Final = 2  # 2: Welcome names the device, and says who hashes
+HEADER_BYTES: Final = 4
+
+_Struct = TypeVar("_Struct")
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_HEADER: Final = MAGIC + VERSION.to_bytes(2, "little")
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The datagram of a message. ProtocolError when it is larger than the other side accepts."""
+    data = _HEADER + _encoder.encode(message)
+    if len(data) > MAX_MESSAGE:
+        raise ProtocolError(
+            f"{type(message).__name__}: {len(data)} bytes, limit {MAX_MESSAGE}; send less at once",
+            nbytes=len(data),
+        )
+    return data
+
+
+def decode_request(data: bytes) -> Request:
+    """The request in a datagram, or ProtocolError (`version` in its facts: theirs, if another)."""
+    return _decode(data, _requests)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """The reply in a datagram, or ProtocolError."""
+    return _decode(data, _replies)
+
+
+def _decode(data: bytes, decoder: "msgspec.msgpack.Decoder[_Struct]") -> _Struct:
+    _check_header(data)
+    try:
+        return decoder.decode(memoryview(data)[HEADER_BYTES:])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"no message of version {VERSION}: {error}") from error
+
+
+def _check_header(data: bytes) -> None:
+    if len(data) > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {len(data)} bytes, limit {MAX_MESSAGE}")
+    if len(data) < HEADER_BYTES or data[:2] != MAGIC:
+        raise ProtocolError("this is no message of tensor-dedup")
+    version = int.from_bytes(data[2:HEADER_BYTES], "little")
+    if version != VERSION:
+        raise ProtocolError(
+            f"the other side speaks version {version} of the protocol, this one {VERSION}; "
+            "install the same version of tensor-dedup for both, and restart the manager",
+            version=version,
+        )

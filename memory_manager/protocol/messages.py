@@ -1,0 +1,313 @@
+"""Every message between a client and the manager. No I/O here.
+
+Unknown fields and tags, wrong types and sizes over the limits are refused (see `codec`).
+Descriptors travel beside the message they belong to (see `wire`). PROTOCOL.md says what the
+messages mean.
+"""
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+
+from tensor_dedup.memory_manager.protocol.limits import (
+    MAX_KEYS,
+    MAX_PIECES,
+    MAX_RECORD_DIGESTS,
+    MAX_RELEASES,
+    Code,
+    Digest,
+    Key,
+    Message,
+    Name,
+    Number,
+    Record,
+    Seconds,
+    Size,
+    WirePart,
+)
+from tensor_dedup.memory_manager.protocol.tables import Page, Totals
+
+
+class PutPiece(WirePart, frozen=True):
+    """One tensor of a slab to be written. `digest`: what its bytes will be, "" when not known."""
+
+    nbytes: Size
+    digest: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{64})?\Z")] = ""
+
+
+class DigestSpan(WirePart, frozen=True):
+    """A tensor in a slab: `nbytes` from `offset` have this digest."""
+
+    offset: Number
+    nbytes: Size
+    digest: Digest
+
+
+class Extent(WirePart, frozen=True):
+    """A leased tensor: bytes `offset` to `offset + nbytes` of the reply's slab number `slab`."""
+
+    slab: Number
+    offset: Number
+    nbytes: Size
+    digest: Digest
+    lease: Number
+
+
+class SlabRef(WirePart, frozen=True):
+    """A slab whose descriptor travels with the reply, at the same position."""
+
+    slab: Number
+    nbytes: Size
+
+
+class LayerHit(WirePart, frozen=True):
+    """A layer record, and a lease on each tensor it names."""
+
+    record: Record
+    extents: list[Extent]
+
+
+# What clients say.
+
+
+class Hello(Message, frozen=True):
+    """First message. `name` is for people: which program, model and rank this is."""
+
+    name: Name
+
+
+class Lookup(Message, frozen=True):
+    """Which of these layers are here? Leases what their records name."""
+
+    keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    checkpoint: Name = ""
+
+
+class LookupDigests(Message, frozen=True):
+    """Which of these bytes are here? Leases them. Also how a writer offers what it has computed."""
+
+    digests: Annotated[list[Digest], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
+    checkpoint: Name = ""
+
+
+class Reserve(Message, frozen=True):
+    """Ask to build these layers. What is granted makes one put."""
+
+    keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    checkpoint: Name = ""
+
+
+class Allocate(Message, frozen=True):
+    """Ask for the slab of a put: one for all its tensors, written by this client only."""
+
+    put: Number
+    pieces: Annotated[list[PutPiece], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
+
+
+class Progress(Message, frozen=True):
+    """The builder of a put is alive and getting on. Has no reply."""
+
+    put: Number
+
+
+class Seal(Message, frozen=True):
+    """All is written and unmapped: seal, hash, make it resident.
+
+    `digests`: of the pieces, all of them, where they became known while writing.
+    """
+
+    put: Number
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_PIECES)] = msgspec.field(
+        default_factory=list
+    )
+
+
+class Publish(Message, frozen=True):
+    """Enter a layer record. With `put` 0: a record of old, when nobody builds that layer."""
+
+    put: Number
+    key: Key
+    record: Record
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_RECORD_DIGESTS)]
+
+
+class Abandon(Message, frozen=True):
+    """Give up a put. Its memory is unmapped and its descriptor closed when this is sent."""
+
+    put: Number
+
+
+class Wait(Message, frozen=True):
+    """Wait until a layer is published, given up, or its builder has been silent for too long."""
+
+    key: Key
+    timeout_s: Seconds
+
+
+class Release(Message, frozen=True):
+    """These leases are no longer used, their mappings are gone. Has no reply."""
+
+    leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
+
+
+class Offer(Message, frozen=True):
+    """Hand back a sealed slab of a manager that is gone; its descriptor travels with this."""
+
+    nbytes: Size
+    pieces: Annotated[list[DigestSpan], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
+    checkpoint: Name = ""
+
+
+class Status(Message, frozen=True):
+    """Ask for the totals."""
+
+
+class Rows(Message, frozen=True):
+    """Ask for a page of a table, from row `start`."""
+
+    table: Literal["clients", "checkpoints", "residents", "builds"]
+    start: Number = 0
+
+
+class Pin(Message, frozen=True):
+    """Keep a checkpoint's tensors, by its name, or one tensor, by its digest."""
+
+    name: Name
+    pinned: bool = True
+
+
+class Evict(Message, frozen=True):
+    """Drop what belongs to a checkpoint or has that digest, unless it is in use."""
+
+    name: Name
+
+
+class Stop(Message, frozen=True):
+    """End the manager."""
+
+
+Request: TypeAlias = (
+    Hello
+    | Lookup
+    | LookupDigests
+    | Reserve
+    | Allocate
+    | Progress
+    | Seal
+    | Publish
+    | Abandon
+    | Wait
+    | Release
+    | Offer
+    | Status
+    | Rows
+    | Pin
+    | Evict
+    | Stop
+)
+
+# What the manager answers.
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello. `build_timeout_s`: how long a builder may be silent.
+
+    `hashes_itself`: digests are the manager's word; else every digest must be announced, and is the
+    writer's. `device`: the UUID of the GPU whose memory this is, "" for the machine's memory.
+    """
+
+    pid: Number
+    session: Number
+    backend: Name
+    hardware_readonly: bool
+    build_timeout_s: float
+    hashes_itself: bool = True
+    device: Name = ""
+
+
+class Found(Message, frozen=True):
+    """Answer to Lookup: the first `len(layers)` of the keys; ask again for the others."""
+
+    layers: list[LayerHit | None]
+    slabs: list[SlabRef]
+
+
+class FoundDigests(Message, frozen=True):
+    """Answer to LookupDigests: the first `len(extents)` of the digests; ask for the others."""
+
+    extents: list[Extent | None]
+    slabs: list[SlabRef]
+
+
+class Reserved(Message, frozen=True):
+    """Answer to Reserve, key by key; `put` is 0 when nothing was granted."""
+
+    put: Number
+    answers: list[Literal["granted", "building", "ready"]]
+
+
+class Allocated(Message, frozen=True):
+    """Answer to Allocate: where each piece goes in the slab whose descriptor comes along."""
+
+    slab: SlabRef
+    offsets: list[Number]
+
+
+class Sealed(Message, frozen=True):
+    """Answer to Seal: what the bytes are, piece by piece. They are resident and held by the put."""
+
+    digests: list[Digest]
+
+
+class Waited(Message, frozen=True):
+    """Answer to Wait. `silent_s`: seconds since the builder was last heard of."""
+
+    outcome: Literal["ready", "free", "building", "stalled"]
+    silent_s: float = 0.0
+
+
+class Offered(Message, frozen=True):
+    """Answer to Offer: a lease for each piece; 0 where the bytes could not be taken."""
+
+    leases: list[Number]
+
+
+class Done(Message, frozen=True):
+    """Answer to what has nothing to tell. `count` and `nbytes`: what was concerned."""
+
+    count: Number = 0
+    nbytes: Number = 0
+
+
+class Refused(Message, frozen=True):
+    """The request was refused, for a reason that programs can compare and people can read."""
+
+    code: Code
+    text: Annotated[str, msgspec.Meta(max_length=2048)]
+
+
+Reply: TypeAlias = (
+    Welcome
+    | Found
+    | FoundDigests
+    | Reserved
+    | Allocated
+    | Sealed
+    | Waited
+    | Offered
+    | Done
+    | Refused
+    | Totals
+    | Page
+)
+
+# Who must bring a descriptor, and how many. All others bring none.
+DESCRIPTORS_OF_REQUEST: Final[dict[type[Message], int]] = {Offer: 1}
+WITHOUT_REPLY: Final = (Progress, Release)
+
+
+def descriptors_of_reply(reply: Reply) -> int:
+    """How many descriptors come with a reply."""
+    if isinstance(reply, Allocated):
+        return 1
+    return len(reply.slabs) if isinstance(reply, Found | FoundDigests) else 0

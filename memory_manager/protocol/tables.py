@@ -1,0 +1,85 @@
+"""What a manager tells about itself: totals, and the rows of its tables. Sizes in bytes."""
+
+import msgspec
+
+from tensor_dedup.memory_manager.protocol.limits import Message, Number, WirePart
+
+
+class Totals(Message, frozen=True):
+    """Answer to Status; sizes in bytes."""
+
+    pid: Number
+    name: str
+    uptime_s: float
+    budget: int
+    charged: int
+    resident_bytes: int
+    residents: int
+    slabs: int
+    records: int
+    pinned_bytes: int
+    leased_bytes: int
+    lingering_bytes: int
+    leases: int
+    clients: int
+    builds: int
+    waiting: int
+    hits: int
+    misses: int
+    published: int
+    evicted_bytes: int
+    takeovers: int
+    refusals: int
+    pins: list[str]
+
+
+class ClientRow(WirePart, frozen=True):
+    """A connected process and what it holds."""
+
+    pid: int
+    name: str
+    leases: int
+    leased_bytes: int
+    builds: int
+    connected_s: float
+
+
+class CheckpointRow(WirePart, frozen=True):
+    """A checkpoint as clients named it; `nbytes` are its residents', shared ones included."""
+
+    name: str
+    residents: int
+    nbytes: int
+    leased_bytes: int
+    pinned: bool
+
+
+class ResidentRow(WirePart, frozen=True):
+    """One tensor."""
+
+    digest: str
+    nbytes: int
+    leases: int
+    pinned: bool
+    checkpoints: list[str]
+
+
+class BuildRow(WirePart, frozen=True):
+    """A put that is under way."""
+
+    put: int
+    pid: int
+    state: str
+    keys: int
+    nbytes: int
+    silent_s: float
+
+
+class Page(Message, frozen=True):
+    """Answer to Rows: the list of that table, `total` rows in all."""
+
+    total: Number
+    clients: list[ClientRow] = msgspec.field(default_factory=list)
+    checkpoints: list[CheckpointRow] = msgspec.field(default_factory=list)
+    residents: list[ResidentRow] = msgspec.field(default_factory=list)
+    builds: list[BuildRow] = msgspec.field(default_factory=list)

@@ -1,0 +1,115 @@
+"""Datagrams with descriptors over a Unix socket, for both sides. No policy here.
+
+SOCK_SEQPACKET keeps the bounds of messages and the descriptors of each message with it. Whoever
+receives owns the descriptors: every one that is not handed on is closed here.
+"""
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from tensor_dedup.memory_manager.errors import ProtocolError
+from tensor_dedup.memory_manager.protocol.limits import MAX_DESCRIPTORS, MAX_MESSAGE
+
+_INT_BYTES: Final = array.array("i").itemsize
+_SO_PEERPIDFD: Final = 77  # Linux 6.5
+_UCRED: Final = struct.Struct("3i")
+_BUFFER: Final = 2 * MAX_MESSAGE
+_ANCILLARY: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
+
+
+class Peer(NamedTuple):
+    """Who is at the other end, as the kernel says."""
+
+    pid: int
+    uid: int
+
+
+class Datagram(NamedTuple):
+    """One message as it came. `data` is empty when the other side has hung up.
+
+    `truncated`: descriptors were lost, because there were too many or this process has none left.
+    """
+
+    data: bytes
+    descriptors: list[int]
+    truncated: bool = False
+
+
+def new_socket() -> socket.socket:
+    """An unconnected socket of the right kind."""
+    return configure(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+
+
+def configure(connection: socket.socket) -> socket.socket:
+    """Make sure that the largest message fits."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    return connection
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Who has connected, or listens. OSError when the kernel does not say."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(raw)
+    return Peer(pid, uid)
+
+
+def pidfd_of(connection: socket.socket, pid: int) -> int | None:
+    """A descriptor that tells when the peer's process has ended; None when it has already.
+
+    OSError when there is no descriptor left.
+    """
+    with contextlib.suppress(OSError):
+        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, _INT_BYTES)
+        fd = int.from_bytes(raw, "little")
+        os.set_inheritable(fd, False)
+        return fd
+    # An older kernel. The pid may have been reused by now: then the charge ends with that process.
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except ProcessLookupError:
+        return None
+
+
+def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send one message, whole or not at all. OSError; BlockingIOError when it would wait."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+    connection.sendmsg([data], ancillary if descriptors else [], socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket) -> Datagram:
+    """Receive one message. OSError, and ProtocolError for one that was cut: its rest is lost."""
+    try:
+        data, ancillary, flags, _ = _receive(connection)
+    except ConnectionResetError:
+        # The other side hung up before it had read everything. Linux says so first, once; what it
+        # said before, which is why, comes next.
+        data, ancillary, flags, _ = _receive(connection)
+    descriptors = [fd for level, kind, raw in ancillary for fd in _rights(level, kind, raw)]
+    if flags & socket.MSG_CTRUNC:
+        close_all(descriptors)
+        descriptors = []
+    if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE:
+        close_all(descriptors)
+        raise ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
+    return Datagram(data, descriptors, bool(flags & socket.MSG_CTRUNC))
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int, object]:
+    return connection.recvmsg(MAX_MESSAGE + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+
+
+def _rights(level: int, kind: int, raw: bytes) -> list[int]:
+    if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
+        return []
+    return list(array.array("i", raw[: len(raw) - len(raw) % _INT_BYTES]))
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close what nobody takes."""
+    for fd in descriptors:
+        os.close(fd)

@@ -1,0 +1,199 @@
+"""Tensors survive a restart under systemd: descriptors wait in its store (FDSTORE).
+
+At the end the manager sends every sealed slab to systemd, and an index (a memory file, too) of what
+lies where. The next one finds them as inherited descriptors. It trusts neither: the index is
+decoded strictly, and slabs are checked like any that a client hands back, and hashed where the
+manager can. A GPU's it cannot: what ties them to their digests is the names of their descriptors,
+which are never used twice.
+"""
+
+import array
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from tensor_dedup.memory_manager.backends.base import Memory
+from tensor_dedup.memory_manager.core.manager_state import ManagerState
+from tensor_dedup.memory_manager.protocol.limits import (
+    Digest,
+    Key,
+    Message,
+    Name,
+    Record,
+    Size,
+    WirePart,
+)
+from tensor_dedup.memory_manager.protocol.messages import DigestSpan
+from tensor_dedup.memory_manager.protocol.wire import close_all
+
+_FIRST_FD: Final = 3
+_INDEX: Final = "index"
+_MAX_INDEX: Final = 1 << 30
+_NOTIFY_S: Final = 5.0
+
+
+class HandoverTensor(WirePart, frozen=True):
+    """Where a tensor lies, and which checkpoints consist of it."""
+
+    span: DigestSpan
+    checkpoints: list[Name]
+
+
+class HandoverSlab(WirePart, frozen=True):
+    """A slab; its descriptor is stored under this name and the index's generation."""
+
+    name: Name
+    nbytes: Size
+    tensors: list[HandoverTensor]
+
+
+class HandoverRecord(WirePart, frozen=True):
+    """A layer record."""
+
+    key: Key
+    record: Record
+    digests: list[Digest]
+
+
+class HandoverIndex(Message, frozen=True, tag="Index"):
+    """Everything that the next manager is told.
+
+    `generation`: random, and in the names of the descriptors that belong to this index. systemd may
+    still have older ones, and their slabs have the same numbers.
+    """
+
+    generation: Name
+    slabs: list[HandoverSlab]
+    records: list[HandoverRecord]
+    pins: list[Name]
+
+
+_NOTHING: Final = HandoverIndex("", [], [], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What an earlier manager has left: the index, and descriptors (the caller's now) by slab."""
+
+    index: HandoverIndex
+    descriptors: dict[str, int]
+
+
+def _room() -> int:
+    """How many slabs systemd keeps for this service, beside the index."""
+    text = os.environ.get("FDSTORE", "")
+    return int(text) - 1 if text.isdecimal() else 0
+
+
+def _stored(name: str, generation: str) -> str:
+    return f"{name}-{generation}"
+
+
+def describe(world: ManagerState, memories: Mapping[int, Memory], room: int) -> HandoverIndex:
+    """What is handed over now: at most `room` sealed slabs with their tensors, records, pins.
+
+    Pinned slabs come first, then those used last.
+    """
+    ledger = world.ledger
+    fit = [s for number, s in ledger.slabs.items() if s.residents and number in memories]
+    fit.sort(key=lambda slab: (not ledger.pinned_slab(slab), -slab.used))
+    slabs = [
+        HandoverSlab(
+            f"slab-{slab.number}",
+            slab.nbytes,
+            [
+                HandoverTensor(DigestSpan(r.offset, r.nbytes, r.digest), sorted(r.checkpoints))
+                for r in slab.residents.values()
+            ],
+        )
+        for slab in fit[:room]
+    ]
+    records = [HandoverRecord(key, r.record, list(r.digests)) for key, r in world.records.items()]
+    return HandoverIndex(secrets.token_hex(8), slabs, records, sorted(ledger.pins))
+
+
+def hand_over(world: ManagerState, memories: Mapping[int, Memory]) -> int:
+    """Leave the slabs with systemd, where it keeps descriptors for this service; how many."""
+    room = _room()
+    if room < 1:
+        return 0
+    index = describe(world, memories, room)
+    fd = os.memfd_create(f"tensor-dedup-{_INDEX}", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(msgspec.msgpack.encode(index))
+        for slab in index.slabs:
+            memory = memories[int(slab.name.removeprefix("slab-"))]
+            name = _stored(slab.name, index.generation)
+            notify(f"FDSTORE=1\nFDNAME={name}", (memory.fileno,))
+        # Last: without it the others mean nothing.
+        notify(f"FDSTORE=1\nFDNAME={_stored(_INDEX, index.generation)}", (fd,))
+    finally:
+        os.close(fd)
+    return len(index.slabs)
+
+
+def inherit() -> Inherited:
+    """Take what systemd has kept, and take it out of its store. Nothing, when there is nothing."""
+    descriptors = _inherited_descriptors()
+    for name in descriptors:
+        notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
+    names = [name for name in descriptors if name.startswith(_stored(_INDEX, ""))]
+    found = [_read(name, descriptors.pop(name)) for name in names]
+    # Each speaks of its own slabs only, so any is right; of one that is older, slabs may be gone.
+    index = max(found, key=lambda each: len(_slabs(each, descriptors)), default=_NOTHING)
+    slabs = {name: descriptors.pop(stored) for name, stored in _slabs(index, descriptors).items()}
+    close_all(descriptors.values())
+    return Inherited(index, slabs)
+
+
+def _read(name: str, fd: int) -> HandoverIndex:
+    """The index that is stored under this name; `fd` is closed."""
+    try:
+        data = os.pread(fd, min(os.fstat(fd).st_size, _MAX_INDEX), 0)
+        index = msgspec.msgpack.decode(data, type=HandoverIndex)
+    except (OSError, msgspec.MsgspecError):
+        return _NOTHING  # of another version: the tensors are built again
+    finally:
+        os.close(fd)
+    return index if name == _stored(_INDEX, index.generation) else _NOTHING
+
+
+def _slabs(index: HandoverIndex, descriptors: Mapping[str, int]) -> dict[str, str]:
+    """Of the index's slabs those that are there: what each is stored under."""
+    stored = {slab.name: _stored(slab.name, index.generation) for slab in index.slabs}
+    return {name: under for name, under in stored.items() if under in descriptors}
+
+
+def _inherited_descriptors() -> dict[str, int]:
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return {}
+    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
+    numbers = range(_FIRST_FD, _FIRST_FD + int(os.environ.get("LISTEN_FDS", "0")))
+    found: dict[str, int] = {}
+    for name, fd in zip(names, numbers, strict=False):
+        os.set_inheritable(fd, False)
+        if name in found:
+            os.close(fd)
+        else:
+            found[name] = fd
+    return found
+
+
+def notify(state: str, descriptors: tuple[int, ...] = ()) -> None:
+    """Tell systemd, where it asked to be told."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+    # A supervisor that does not listen costs what it would have kept, and nothing else.
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
+        door.settimeout(_NOTIFY_S)
+        door.connect("\0" + address[1:] if address[0] == "@" else address)
+        door.sendmsg([state.encode()], rights if descriptors else [])

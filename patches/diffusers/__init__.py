@@ -1,1 +1,0 @@
-"""Diffusers: the seams where a tensor becomes a parameter."""

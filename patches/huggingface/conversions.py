@@ -1,0 +1,372 @@
+"""`.to(...)`, `.half()`, `.cuda()` and the like: what was shared before is shared after.
+
+To a GPU: the first model that goes there makes a resident of each, later ones map it, read-only
+(`tensor_dedup.patches.huggingface.gpu_conversions`). To a device whose memory cannot be mapped so:
+they get the copy that the first one made (`tensor_dedup.loader.unsharing.device_copies`). A cast in
+host memory gives every model a private copy, and the same one to each: it is hashed as it is, and
+what it was a cast of is remembered, so that the next model's needs neither a cast nor a hash.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain, count, islice
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tensor_dedup.loader import report
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.manager_use import borrowing_from
+from tensor_dedup.loader.post_load import root_module
+from tensor_dedup.loader.post_load.batch import DedupContext
+from tensor_dedup.loader.post_load.dedup import ModuleDedup
+from tensor_dedup.loader.residents.compare import is_forgeable
+from tensor_dedup.loader.residents.device_mappings import PLACES
+from tensor_dedup.loader.residents.identity import ReplicaKey, cast_key
+from tensor_dedup.loader.residents.mappings import MAPPINGS
+from tensor_dedup.loader.residents.param_data import param_data
+from tensor_dedup.loader.residents.provider import host_provider_for
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.weak_storage import number_of
+from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.loader.unsharing.device_copies import COPIES
+from tensor_dedup.loader.unsharing.lookup import is_mapped, is_on_gpu, replica_keys_of, residents_of
+from tensor_dedup.loader.unsharing.private import map_shared, read_only
+from tensor_dedup.patches.huggingface import writers
+from tensor_dedup.patches.huggingface.gpu_conversions import GpuConversion, PendingTransfer
+from tensor_dedup.seams import ReplacedSeam, usable
+
+if TYPE_CHECKING:
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.cuda.shared import SharedGpu
+    from tensor_dedup.loader.residents.resident import Resident
+
+APPLY: Final = ReplacedSeam(
+    "torch.nn.modules.module:Module._apply",
+    "(self, fn, recurse=True)",
+    "every conversion of a module's parameters goes through it",
+    "a module that is converted gets private weights",
+    "torch 2.13",
+)
+# The functions of torch that give a parameter the same values in another form. Others move
+# memory to where it must stay (share_memory), or have no values (to_empty).
+_TYPES: Final = ("float", "double", "half", "bfloat16")
+_DEVICES: Final = ("cpu", "cuda", "xpu", "mtia", "ipu")
+_CONVERSIONS: Final = frozenset(
+    [
+        "Module.to.<locals>.convert",
+        *(f"Module.{name}.<locals>.<lambda>" for name in (*_TYPES, *_DEVICES)),
+    ]
+)
+# How many copies of one key are tried on a device before a tensor stays private there.
+_TRIED: Final = 16
+
+_WRITTEN: Final = (
+    "a parameter on %s was written in place, in memory that it may share (of %s): other models of "
+    "this process see the write; call unshare(model) before writing"
+)
+_log = logging.getLogger(__name__)
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+_Form = tuple[torch.device, torch.dtype]
+Guard = Callable[[], AbstractContextManager[bool]]
+
+
+class _Conversions(threading.local):
+    """Whether a conversion is under way in this thread: those of its parts belong to it."""
+
+    busy = False
+
+
+class _Watch:
+    """How what is converted is shared: as what was loaded last."""
+
+    config: TensorDedupConfig | None = None
+
+
+_moves: Final = _Conversions()
+_watch: Final = _Watch()
+# The resident that a cast in host memory became, by what was cast, to what.
+_casts: Final[WeakValueDictionary[ReplicaKey, Resident]] = WeakValueDictionary()
+# What models that are offloaded after each use hold in host memory meanwhile: they come back for
+# certain, and then need neither a copy nor a hash.
+_kept: Final[WeakKeyDictionary[nn.Module, set[Resident]]] = WeakKeyDictionary()
+# Which storage parameters on devices came to, and how often they had been written then.
+_versions: Final[MutableMapping[torch.Tensor, tuple[int, int]]] = WeakTensorKeyDictionary()
+
+
+def watch(config: TensorDedupConfig, alone: Guard) -> None:
+    """Keep what is shared shared when it is converted; until nothing is shared any more.
+
+    `alone()` is a context in which no other thread converts; it yields False during a load of
+    this one, which shares by itself.
+    """
+    _watch.config = config
+    if read_only() or len(PLACES):
+        writers.install()
+    if not usable(APPLY) or hasattr(nn.Module._apply, "_tensor_dedup"):
+        return
+    original: Callable[..., Any] = nn.Module._apply
+
+    @functools.wraps(original)
+    def _apply(self: nn.Module, fn: Function, recurse: bool = True) -> Any:
+        nothing = not (len(MAPPINGS) or len(COPIES) or len(PLACES))
+        if nothing and nn.Module._apply is _apply:
+            nn.Module._apply = original  # type: ignore[method-assign]
+        if _moves.busy or getattr(fn, "__qualname__", "") not in _CONVERSIONS:
+            return original(self, fn, recurse)
+        parameters = _shared(self)
+        if not parameters:
+            return original(self, fn, recurse)
+        with alone() as nothing_loads:
+            move = Conversion(self, parameters, fn)
+            move.prepare(parameters)
+            result = _convert(move, lambda: original(self, move, recurse))
+            if nothing_loads:
+                _share_again(self, parameters)
+                move.remember(parameters)
+            _note_versions(self.parameters())  # some may be other objects by now
+        return result
+
+    _apply._tensor_dedup = True  # type: ignore[attr-defined]
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _shared(model: nn.Module) -> list[nn.Parameter]:
+    # Layerwise casting converts before and after every use of a layer: hashing would never end.
+    if hasattr(model, "_diffusers_hook"):
+        return []
+    return [
+        each
+        for each in model.parameters()
+        if is_mapped(each) or is_on_gpu(each) or COPIES.holds(param_data(each))
+    ]
+
+
+def _convert(move: Conversion, convert: Callable[[], Any]) -> Any:
+    _moves.busy = True
+    try:
+        result = convert()
+        move.finish()
+    finally:
+        _moves.busy = False
+    return result
+
+
+def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    private = {id(p) for p in parameters if p.device.type == "cpu" and not is_mapped(p)}
+    if private:
+        config = _watch.config
+        assert config is not None
+        supply = host_provider_for(config.memory_manager, type(model).__name__, as_aligned=True)
+        adoption = ModuleDedup(model, DedupContext(config, supply))
+        adoption.share_again(private)
+
+
+class Conversion:
+    """One conversion of one model, in place of the function that converts. One thread.
+
+    Tensors that are residents, or copies of them, become what another model has made of them
+    already; the others go through the function.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], fn: Function) -> None:
+        self._model = model
+        self._fn = fn
+        # Forgotten when it is not offloaded any more.
+        before = _kept.pop(model, set())
+        self._comes_back = before if hasattr(model, "_hf_hook") else None
+        self._known = _followed(each for each in parameters if type(each) is nn.Parameter)
+        self._targets: dict[_Form, _Form] = {}
+        # Whose queues what is made here may still be in.
+        self._busy = {each.device for each in parameters}
+        # Twins of one model stay apart, wherever they are.
+        whole = list(root_module.root_module(model).parameters())
+        self._in_use = {_storage(each) for each in whole if COPIES.holds(param_data(each))}
+        self._residents = {id(resident) for _, resident in residents_of(whole).values()}
+        self._on_gpus = [k for each in whole if (k := DEVICES.known(param_data(each))) is not None]
+        self._ready: dict[int, torch.Tensor] = {}
+        self._casts: dict[int, ReplicaKey] = {}
+        closure = inspect.getclosurevars(fn).nonlocals if inspect.isfunction(fn) else {}
+        self._format = closure.get("convert_to_format")
+
+    def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have on GPUs what goes to one, before anything is converted."""
+        going: dict[SharedGpu, list[PendingTransfer]] = {}
+        for each in parameters:
+            wanted = self._wanted(each)
+            gpu = None if wanted is None else DEVICES.at(wanted[1])
+            if wanted is None or gpu is None or gpu.holds(each, wanted[0].key):
+                continue
+            going.setdefault(gpu, []).append(
+                PendingTransfer(each, wanted[0], self._known[id(each)])
+            )
+            self._keep(self._known[id(each)])
+        for gpu, items in going.items():
+            self._bring(gpu, items)
+
+    def _bring(self, gpu: SharedGpu, going: Sequence[PendingTransfer]) -> None:
+        config = _watch.config
+        assert config is not None
+        writers.install()
+        borrowing = borrowing_from(config.memory_manager, type(self._model).__name__, gpu.gpu)
+        views = gpu.views_of(root_module.root_module(self._model))
+        move = GpuConversion(gpu, views, borrowing, self._on_gpus)
+        self._ready |= move.bring(going, self._fn)
+        why = move.failed or borrowing.failed or borrowing.refused
+        if why is not None:
+            report.note(str(gpu.device), why)
+
+    def _wanted(self, tensor: torch.Tensor) -> tuple[ReplicaKey, torch.device] | None:
+        """What a tensor that is followed becomes, and where; None: it goes through the function."""
+        known = self._known.get(id(tensor))
+        reformatted = self._format is not None and tensor.dim() in (4, 5)
+        if known is None or reformatted:
+            return None
+        device, dtype = self._target(tensor)
+        key = cast_key(known.key, dtype)
+        return None if key is None else (ReplicaKey(key, known.copy), device)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the function would give, or an equal tensor that is there already."""
+        ready = self._ready.pop(id(tensor), None)
+        if ready is not None:
+            return ready
+        found = self._wanted(tensor)
+        if found is None:
+            return self._fn(tensor)
+        wanted, device = found
+        if (device, torch_dtype(wanted.key.dtype)) == (tensor.device, tensor.dtype):
+            return self._fn(tensor)
+        if tensor.is_meta and device.type != "meta":
+            return self._fn(tensor)  # as torch says it: there are no values
+        if device.type == "cpu":
+            return self._here(tensor, wanted)
+        self._keep(self._known[id(tensor)])
+        why_not = DEVICES.why_not(device)
+        if why_not is not None:
+            report.note(str(device), why_not)
+        return self._there(tensor, wanted, device)
+
+    def _keep(self, known: ReplicaKey) -> None:
+        """Of an offloaded model: keep what it comes back to in host memory."""
+        if self._comes_back is not None:
+            resident = registry.lookup(*known)
+            self._comes_back.update(() if resident is None else (resident,))
+
+    def _target(self, tensor: torch.Tensor) -> _Form:
+        """Where the function puts such a tensor, asked with one that has no elements."""
+        form = tensor.device, tensor.dtype  # a model may be on several devices
+        found = self._targets.get(form)
+        if found is None:
+            probe = self._fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            found = self._targets[form] = probe.device, probe.dtype
+        return found
+
+    def _here(self, tensor: torch.Tensor, known: ReplicaKey) -> torch.Tensor:
+        resident = _casts.get(known) or registry.lookup(known.key, known.copy)
+        if resident is not None and id(resident) not in self._residents:
+            self._residents.add(id(resident))
+            return map_shared(resident)
+        self._casts[id(tensor)] = known
+        return self._fn(tensor)
+
+    def _there(self, tensor: torch.Tensor, known: ReplicaKey, device: torch.device) -> torch.Tensor:
+        for copy in islice(chain([known.copy], count()), _TRIED):
+            wanted = ReplicaKey(known.key, copy)
+            found = COPIES.lookup(wanted, device)
+            if found is None:
+                return self._make(tensor, wanted)
+            if _storage(found) not in self._in_use:
+                self._in_use.add(_storage(found))
+                _use_on_this_stream(found)
+                return found
+        return self._fn(tensor)
+
+    def _make(self, tensor: torch.Tensor, known: ReplicaKey) -> torch.Tensor:
+        made = self._fn(tensor)
+        if COPIES.publish(known, made.detach()):
+            self._in_use.add(_storage(made))
+            self._busy.add(made.device)
+            writers.install()
+        return made
+
+    def finish(self) -> None:
+        """Wait until what was copied is there: the next model may use it on another stream.
+
+        What came to host memory is hashed next. And note what an offloaded model comes back to.
+        """
+        for device in self._busy:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(device)
+        if self._comes_back:
+            _kept[self._model] = self._comes_back
+
+    def remember(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note which residents the casts have become, once they are shared again."""
+        cast = (each for each in parameters if id(each) in self._casts)
+        for number, (_, resident) in residents_of(cast).items():
+            _casts[self._casts[number]] = resident
+
+
+def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
+    """What each of them is, where that alone says what it becomes.
+
+    Where hits are to be compared it does not: what is made of another resident by the same name
+    may be of other bytes. Then casts are hashed, and copies on devices private.
+    """
+    if _watch.config is not None and _watch.config.verifies_bytes:
+        return {}
+    followed = {}
+    for parameter, known in _with_known(parameters):
+        if is_forgeable(known.key.digest):
+            continue
+        storage, version = _state(parameter)
+        noted = _versions.get(parameter)
+        if noted is not None and noted[0] == storage and noted[1] != version:
+            _log.warning(_WRITTEN, parameter.device, known.key.digest)
+        else:
+            followed[id(parameter)] = known
+    return followed
+
+
+def _with_known(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, ReplicaKey]]:
+    every = list(parameters)
+    known = replica_keys_of(every)
+    return ((each, known[id(each)]) for each in every if id(each) in known)
+
+
+def _note_versions(parameters: Iterable[nn.Parameter]) -> None:
+    for each in parameters:
+        if COPIES.holds(param_data(each)):
+            noted, now = _versions.get(each), _state(each)
+            if noted is None or noted[0] != now[0]:
+                _versions[each] = now
+        else:
+            _versions.pop(each, None)
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    """The storage, and how often torch has seen it written through this object."""
+    return _storage(parameter), 0 if parameter.is_inference() else parameter._version
+
+
+def _use_on_this_stream(tensor: torch.Tensor) -> None:
+    # The allocator must not hand the memory out again before what runs on this stream is done.
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return 0
+    return number_of(param_data(tensor).untyped_storage())

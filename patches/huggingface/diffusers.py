@@ -1,0 +1,50 @@
+"""What is replaced in Diffusers during a load, checked by signature when it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from tensor_dedup.patches.huggingface.transformers import Note, Wrap, idle
+from tensor_dedup.seams import ReplacedSeam
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_VERSIONS: Final = "diffusers 0.42 with accelerate 1.15"
+
+SET_TENSOR: Final = ReplacedSeam(
+    "diffusers.models.model_loading_utils:set_module_tensor_to_device",
+    "(module, tensor_name, device, value=None, dtype=None, fp16_statistics=None, "
+    "tied_params_map=None, non_blocking=False, clear_cache=True)",
+    "accelerate's function, as files of every kind are loaded with it: a tensor becomes a "
+    "parameter here, after the cast; sharing it at once keeps a model from being there twice",
+    "weights are shared when their model is complete, with a higher peak",
+    _VERSIONS,
+)
+WARM_UPS: Final = tuple(
+    ReplacedSeam(
+        f"{module}:_caching_allocator_warmup",
+        "(model, expanded_device_map, dtype, hf_quantizer)",
+        "reserves device memory for half a model, before it is known which weights are there",
+        "the allocator of a device is warmed up for whole models",
+        _VERSIONS,
+    )
+    for module in ("diffusers.models.modeling_utils", "diffusers.loaders.single_file_model")
+)
+
+
+def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
+    """What to put where; `note` hears of every tensor that is set, with model and name."""
+
+    def notes(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_tensor(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, tensor_name, *args, **kwargs)
+            note(module, tensor_name)
+            return result
+
+        return set_tensor
+
+    yield SET_TENSOR, notes
+    for seam in WARM_UPS:
+        yield seam, idle

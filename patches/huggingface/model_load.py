@@ -1,0 +1,339 @@
+"""One load of a pipeline or model by Diffusers or Transformers, and what is shared by it.
+
+Loading there is not thread-safe (two threads leave weights on the meta device, with or without
+us), so all loads that share wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Self
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
+from tensor_dedup.loader.heap import release_memory
+from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
+from tensor_dedup.loader.post_load.batch import DedupContext
+from tensor_dedup.loader.post_load.dedup import ModuleDedup
+from tensor_dedup.loader.post_load.mapped_files import MappedFiles
+from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.loader.residents.provider import host_provider_for
+from tensor_dedup.loader.rng import rng_restored_on_failure
+from tensor_dedup.patches.huggingface.conversions import watch
+from tensor_dedup.patches.huggingface.enabled import REFUSAL
+from tensor_dedup.seams import Replacements
+from tensor_dedup.text_table import BETWEEN_PROCESSES
+
+if TYPE_CHECKING:
+    from tensor_dedup.config import TensorDedupConfig
+
+_log = logging.getLogger(__name__)
+# Modules that some entry of the report speaks of.
+_reported: Final[WeakSet[nn.Module]] = WeakSet()
+_DIFFUSERS: Final = "diffusers.models.modeling_utils"
+_OFFLOADED: Final = "accelerate moves its weights about"
+_GIVEN: Final = "whoever called brought it"
+_REFUSED: Final = "it was loaded with tensor_dedup=False"
+_NO_MODULES: Final = "a %s holds no module of torch"
+_SUMS: Final = (
+    "total_bytes",
+    "shared_bytes",
+    "private_bytes",
+    "bytes_materialised",
+    "tensors_total",
+    "tensors_shared",
+)
+
+
+class _State:
+    """The load under way, of the one thread that holds the load lock."""
+
+    def __init__(self) -> None:
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        # In a child the thread whose load it was does not exist.
+        self.load: ModelLoad | None = None
+
+
+class ModelLoad:
+    """Everything that one call of `from_pretrained` loads: a pipeline's models, or one model.
+
+    A context manager: it has files open.
+    """
+
+    def __init__(self, config: TensorDedupConfig, name: str, *, trust: bool = True) -> None:
+        """`trust`: believe hints, where the config does."""
+        self._name = name
+        self._config = config
+        trust = trust and config.verify == "hint"
+        self._origins = MappedFiles(config.hash_algorithm, trust=trust)
+        # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
+        supply = host_provider_for(config.memory_manager, name, as_aligned=True)
+        self._terms = DedupContext(config, supply, self._origins)
+        self._adoptions: dict[int, ModuleDedup] = {}
+        self._settled: set[int] = set()
+        self._left_alone: dict[int, nn.Module] = {}
+        self._offloaded: set[int] = set()
+        self._began = time.perf_counter()
+        self._process = os.getpid()
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # A file that is still read may not be closed: its number may be another one's by then.
+        for each in self._adoptions.values():
+            each.abandon()
+        self._origins.close()
+
+    def note(self, model: nn.Module, name: str) -> None:
+        """Hear that a loader has set a tensor of a model for good.
+
+        Other threads are not heard: they may load something else, and not for us. What a loader's
+        own threads set is shared when its model is complete.
+        """
+        if self.is_here() and not REFUSAL.depth:
+            self._adoption(model).note(name)
+
+    @property
+    def config(self) -> TensorDedupConfig:
+        """What it was asked for."""
+        return self._config
+
+    def is_here(self) -> bool:
+        """Does this thread do it?"""
+        return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
+
+    def leave_alone(self, models: Iterable[nn.Module]) -> None:
+        """Hear that these are parts of what is loaded, and not to be shared."""
+        self._left_alone.update((id(model), model) for model in models)
+
+    def _adoption(self, model: nn.Module) -> ModuleDedup:
+        found = self._adoptions.get(id(model))
+        if found is None:  # holds the model, so that the id stays its own
+            found = self._adoptions[id(model)] = ModuleDedup(model, self._terms)
+        return found
+
+    def settle(self, model: nn.Module) -> None:
+        """A model is complete."""
+        adoption = self._adoption(model)
+        if id(model) in self._settled:
+            return
+        self._settled.add(id(model))
+        if is_offloaded(model):
+            self._offloaded.add(id(model))
+            adoption.abandon()
+            return
+        adoption.settle()
+
+    def finish(
+        self, models: Mapping[str, nn.Module], skipped: Iterable[tuple[str, str]] = ()
+    ) -> ModelReport:
+        """All that was loaded is complete; `models` are those that came of it, by name.
+
+        `skipped`: parts that are none of those, with the reason.
+        """
+        refused = [(n, _REFUSED) for n, m in models.items() if id(m) in self._left_alone]
+        models = {n: m for n, m in models.items() if id(m) not in self._left_alone}
+        for model in [*models.values(), *(a.model for a in list(self._adoptions.values()))]:
+            self.settle(model)
+        self._origins.finish()
+        report = ModelReport(name=self._name, skipped=[*skipped, *refused])
+        names = {id(model): name for name, model in models.items()}
+        inside = {id(part) for a in self._adoptions.values() for part in _parts(a.model)}
+        for key, adoption in self._adoptions.items():
+            if key in inside:  # its whole is in the accounts
+                continue
+            self._enter(report, names.get(key, type(adoption.model).__name__), adoption)
+            _reported.add(adoption.model)
+        report.skipped.sort()
+        if self._config.store is not None:
+            report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
+        terms = self._terms
+        if terms.supply.not_lent is not None:
+            report.skipped.append((BETWEEN_PROCESSES, terms.supply.not_lent))
+        report.collisions = terms.collisions
+        report.known = terms.remembered > 0 and terms.unknown == 0
+        report.bytes_hashed = terms.bytes_hashed
+        report.seconds["hash"] = terms.hash_seconds
+        report.seconds["process"] = terms.process_seconds
+        spent = terms.hash_seconds + terms.process_seconds
+        report.seconds["read"] = max(0.0, time.perf_counter() - self._began - spent)
+        return report
+
+    def _enter(self, report: ModelReport, name: str, adoption: ModuleDedup) -> None:
+        part = ModelReport()
+        adoption.ledger.enter(part)
+        if id(adoption.model) in self._offloaded:
+            part.skipped.append(("", _OFFLOADED))
+        sums = {key: getattr(part, key) for key in _SUMS}
+        for key, value in sums.items():
+            setattr(report, key, getattr(report, key) + value)
+        if name:
+            kind = type(adoption.model).__name__
+            report.components.append({"name": name, "class": kind, **sums})
+        report.skipped += [(".".join(filter(None, (name, n))), why) for n, why in part.skipped]
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    return (part for part in model.modules() if part is not model)
+
+
+_state: Final = _State()
+
+
+def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int]) -> Any:
+    """Call a loader of either framework; share what it loads, and report it.
+
+    `given`: ids of modules that the caller brought, and which are left alone. Waits for other
+    loads. What `call` raises is raised, with everything as it was before.
+    """
+    with LOAD_LOCK:
+        if _state.load is not None:  # a model of a pipeline
+            result = call()
+            for model in modules_of(result).values():
+                if id(model) not in given:
+                    _state.load.settle(model)
+            return result
+        try:
+            with rng_restored_on_failure():
+                return _run(call, config, name, given, trust=True)
+        except StaleHintError as error:
+            # As text: whoever keeps log records must not keep the frames, and memory, of a load.
+            _log.warning("%s; loading again without hints", str(error))
+        return _run(call, config, name, given, trust=False)
+
+
+def _run(
+    call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int], *, trust: bool
+) -> Any:
+    with _loading(config, name, trust=trust) as load:
+        result = call()
+        every = modules_of(result)
+        skipped = [(name, _GIVEN) for name, model in every.items() if id(model) in given]
+        if not every:
+            skipped.append(("", _NO_MODULES % type(result).__name__))
+        models = {name: model for name, model in every.items() if id(model) not in given}
+        add(load.finish(models, skipped))
+    return result
+
+
+def move(target: object, device: Any, config: TensorDedupConfig) -> None:
+    """Bring a pipeline or module to a device, sharing what it has in host memory."""
+    here = torch.device(device).type == "cpu"
+    models = _require_modules(target, "move")
+    if not here:
+        share(target, config)
+    movable: Any = target
+    for each in [movable] if hasattr(target, "to") else models.values():
+        each.to(device)
+    if here:
+        share(target, config)
+
+
+def under_way() -> TensorDedupConfig | None:
+    """The config of the load that this thread is in the middle of."""
+    load = _state.load
+    return load.config if load is not None and load.is_here() else None
+
+
+def leave_alone(loaded: object) -> None:
+    """What was loaded with `tensor_dedup=False` as a part of a load that shares."""
+    load = _state.load
+    if load is not None and load.is_here():
+        load.leave_alone(modules_of(loaded).values())
+
+
+def share(target: object, config: TensorDedupConfig) -> ModelReport:
+    """Share what a pipeline or module holds now. UnsupportedError for anything else."""
+    models = _require_modules(target, "sweep")
+    with LOAD_LOCK:
+        known = all(model in _reported for model in models.values())
+        with ModelLoad(config, type(target).__name__, trust=False) as load:
+            report = load.finish(models)
+        del load
+        release_memory()
+    watch(config, alone)
+    if not known:
+        add(report)
+    return report
+
+
+def _require_modules(target: object, verb: str) -> dict[str, nn.Module]:
+    models = modules_of(target)
+    if not models:
+        raise UnsupportedError(
+            f"{verb} takes a pipeline or a module, not {type(target).__name__}",
+            type=type(target).__name__,
+        )
+    return models
+
+
+@contextmanager
+def alone() -> Iterator[bool]:
+    """While no other thread converts. False: a load is under way in this one."""
+    with MOVE_LOCK:
+        yield under_way() is None
+
+
+@contextmanager
+def _loading(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[ModelLoad]:
+    load = ModelLoad(config, name, trust=trust)
+    with load, Replacements(_replacements(load)):
+        _state.load = load
+        try:
+            yield load
+        finally:
+            _state.load = None
+    watch(config, alone)
+    if _DIFFUSERS in sys.modules:
+        from tensor_dedup.patches.huggingface import offloading
+
+        offloading.install()
+    del load
+    release_memory()
+
+
+def _replacements(load: ModelLoad) -> Iterator[Any]:
+    # Whichever framework loads is imported by now, and the other one needs no seam.
+    if "transformers.modeling_utils" in sys.modules:
+        from tensor_dedup.patches.huggingface import transformers
+
+        yield from transformers.replacements(load.note)
+    if _DIFFUSERS in sys.modules:
+        from tensor_dedup.patches.huggingface import diffusers
+
+        yield from diffusers.replacements(load.note)
+
+
+def modules_of(loaded: object) -> dict[str, nn.Module]:
+    """The modules of a pipeline by name, or a module as ""; of a tuple, those of its first part."""
+    if isinstance(loaded, tuple) and loaded:
+        loaded = loaded[0]  # with output_loading_info the model comes with other things
+    if isinstance(loaded, nn.Module):
+        return {"": loaded}
+    components = getattr(loaded, "components", None)
+    if not isinstance(components, Mapping):
+        return {}
+    found = {id(m): (str(n), m) for n, m in components.items() if isinstance(m, nn.Module)}
+    return dict(found.values())
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Has accelerate taken the weights away, to bring them for each use?"""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    every = (each for hook in hooks for each in getattr(hook, "hooks", (hook,)))
+    return any(getattr(each, "offload", False) for each in every)

@@ -1,0 +1,105 @@
+"""Group offloading of Diffusers: what was shared in host memory comes back to it shared.
+
+Diffusers copies a group of layers to a device before each use, and back afterwards, into memory of
+its own each time. What was not written on the device is given the mapping back that it had.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableMapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import wrapt
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tensor_dedup.loader.residents.compare import same_bytes
+from tensor_dedup.loader.residents.param_data import param_data, set_param_data
+from tensor_dedup.loader.unsharing.lookup import is_mapped
+from tensor_dedup.seams import ReplacedSeam, usable
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
+_WITHOUT: Final = "pipelines with group offloading have host memory of their own"
+_VERSIONS: Final = "diffusers 0.42"
+ONLOAD: Final = ReplacedSeam(
+    "diffusers.hooks.group_offloading:ModuleGroup._transfer_tensor_to_device",
+    "(self, tensor, source_tensor, default_stream)",
+    "a parameter goes to the device here; its mapping is kept meanwhile",
+    _WITHOUT,
+    _VERSIONS,
+)
+OFFLOAD: Final = ReplacedSeam(
+    "diffusers.hooks.group_offloading:ModuleGroup._offload_to_memory",
+    "(self)",
+    "parameters come back here, and would be copied into private memory",
+    _WITHOUT,
+    _VERSIONS,
+)
+
+
+# The mapping of each parameter that is on a device.
+_away: Final[MutableMapping[torch.Tensor, torch.Tensor]] = WeakTensorKeyDictionary()
+
+
+@functools.cache
+def install() -> None:
+    """Wrap what moves groups, loaded already or later. Once a process; idle where none shares."""
+    wrapt.when_imported("diffusers.hooks.group_offloading")(_patch)
+
+
+def _patch(module: ModuleType) -> None:
+    if usable(ONLOAD) and usable(OFFLOAD):
+        group: Any = module.ModuleGroup
+        group._transfer_tensor_to_device = onloading(group._transfer_tensor_to_device)
+        group._offload_to_memory = offloading(group._offload_to_memory)
+
+
+def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a parameter onto its device, and keep the mapping that it had."""
+
+    @functools.wraps(original)
+    def transfer(self: Any, tensor: Any, source_tensor: Any, default_stream: Any) -> Any:
+        # With streams Diffusers keeps what it copies, and gives that back itself.
+        held = source_tensor if self.stream is None and is_mapped(source_tensor) else None
+        result = original(self, tensor, source_tensor, default_stream)
+        if held is not None and not is_mapped(tensor):
+            _away[tensor] = held
+        return result
+
+    return transfer
+
+
+def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take a group back to host memory: to its mappings, where nobody wrote on the device."""
+
+    @functools.wraps(original)
+    def offload(self: Any) -> Any:
+        if len(_away) and self.offload_device.type == "cpu":
+            modules = (module.parameters() for module in self.modules)
+            for parameter in chain(*modules, self.parameters):
+                _come_back(parameter)
+        return original(self)
+
+    return offload
+
+
+def _come_back(parameter: torch.Tensor) -> None:
+    mapping = _away.pop(parameter, None)
+    if mapping is not None and _is_as(param_data(parameter), mapping):
+        set_param_data(parameter, mapping)
+
+
+def _is_as(there: torch.Tensor, mapping: torch.Tensor) -> bool:
+    """By bytes, for torch counts no writes through `.data`; plain Diffusers copies them as well."""
+    if (there.dtype, there.shape, there.stride()) != (
+        mapping.dtype,
+        mapping.shape,
+        mapping.stride(),
+    ):
+        return False
+    return same_bytes(there.to(mapping.device), param_data(mapping))

@@ -1,0 +1,173 @@
+"""`enable`, `disable`, `sweep`, and `tensor_dedup=` for Diffusers and Transformers.
+
+Importing this module loads neither framework, nor torch: their functions are wrapped when they are
+imported, by whomever.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import wrapt
+
+from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.patches.huggingface.enabled import REFUSAL, SWITCH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType, TracebackType
+
+    from tensor_dedup.loader.report import ModelReport
+
+_KEYWORD: Final = "tensor_dedup"
+# Imported with the first load, for it needs torch.
+_LOADS: Final = "tensor_dedup.patches.huggingface.model_load"
+# What loads: class methods whose first argument says what to load. Modules, with the class and
+# the method each of them has; a class that is gone is left out.
+_ENTRIES: Final = {
+    "transformers.modeling_utils": ("PreTrainedModel", "from_pretrained"),
+    "diffusers.models.modeling_utils": ("ModelMixin", "from_pretrained"),
+    "diffusers.pipelines.pipeline_utils": ("DiffusionPipeline", "from_pretrained"),
+    "diffusers.loaders.single_file_model": ("FromOriginalModelMixin", "from_single_file"),
+    "diffusers.loaders.single_file": ("FromSingleFileMixin", "from_single_file"),
+}
+
+
+class Enabled:
+    """What `enable` returns: as a context manager it takes back, at its end, what was enabled."""
+
+    def __init__(self, config: TensorDedupConfig, before: TensorDedupConfig | None) -> None:
+        self.config: Final = config
+        self._before = before
+
+    def __enter__(self) -> TensorDedupConfig:
+        return self.config
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        SWITCH.set(self._before)
+
+
+def enable(config: object = True) -> Enabled:
+    """Share the tensors of all pipelines and models that are loaded from now on, by any thread.
+
+    Use it as a call, until `disable`, or as a context manager. `config`: whatever
+    `TensorDedupConfig.from_any` takes. What was loaded before stays as it is; see `sweep`.
+    Raises ConfigError.
+    """
+    chosen = TensorDedupConfig.from_any(config)
+    install()
+    return Enabled(chosen, SWITCH.set(chosen))
+
+
+def disable() -> None:
+    """Load plainly from now on. What is shared stays shared."""
+    SWITCH.set(None)
+
+
+def sweep(target: object, config: object = None) -> ModelReport:
+    """Share the parameters of a pipeline or module that is in memory already.
+
+    Each parameter keeps its object, and gets the memory of a resident with equal bytes, or becomes
+    one. Nobody may write to it meanwhile, nor run it in another thread. `config` is by default
+    what is enabled. In the `report` when no load of this module is. Raises UnsupportedError.
+    """
+    from tensor_dedup.patches.huggingface import model_load
+
+    return model_load.share(target, _chosen(config))
+
+
+def move(target: object, device: object, config: object = None) -> None:
+    """Bring a pipeline or module to a device, as `.to(device)` does, and share what it has.
+
+    Of tensors that others have there already nothing is copied. What is private in host memory is
+    shared first, as by `sweep`; what is private elsewhere stays so. In memory of other devices a
+    write in place would reach the neighbours: peft, `load_state_dict`, textual inversion and
+    optimizers are kept from it, any other writer needs `unshare` first. Nobody may use the models
+    meanwhile. Raises UnsupportedError for anything but a pipeline or a module, and what `.to` does.
+    """
+    from tensor_dedup.patches.huggingface import model_load
+
+    model_load.move(target, device, _chosen(config))
+
+
+def _chosen(config: object) -> TensorDedupConfig:
+    chosen = SWITCH.config if config is None else TensorDedupConfig.from_any(config)
+    return chosen or TensorDedupConfig()
+
+
+def install() -> None:
+    """Wrap the loaders of both frameworks now, or when they are imported. Idempotent."""
+    for name in _ENTRIES:
+        module = sys.modules.get(name)
+        if module is None:
+            _await(name)
+        else:
+            _patch(module)
+
+
+@functools.cache
+def _await(name: str) -> None:
+    wrapt.register_post_import_hook(_patch, name)
+
+
+def _patch(module: ModuleType) -> None:
+    owner, method = _ENTRIES[module.__name__]
+    found = vars(module).get(owner)
+    # Absent while the module is only half imported; `enable` comes here again.
+    entry = vars(found).get(method) if isinstance(found, type) else None
+    if isinstance(entry, classmethod) and not hasattr(entry.__func__, "_tensor_dedup"):
+        setattr(found, method, classmethod(_wrapped(entry.__func__)))
+
+
+def _wrapped(original: Any) -> Any:
+    @functools.wraps(original)
+    def entry(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.pop(_KEYWORD, None)
+        config = _in_force() if asked is None else TensorDedupConfig.from_any(asked)
+        if asked is not None and config is not None and not config.enabled:
+            return _refused(lambda: original(cls, *args, **kwargs))
+        if config is None or not config.enabled or REFUSAL.depth:
+            return original(cls, *args, **kwargs)
+        from tensor_dedup.patches.huggingface import model_load
+
+        return model_load.run(
+            lambda: original(cls, *args, **kwargs), config, _name(cls, args, kwargs), _given(kwargs)
+        )
+
+    entry._tensor_dedup = True  # type: ignore[attr-defined]
+    return entry
+
+
+def _in_force() -> TensorDedupConfig | None:
+    """What is enabled; within a load, what that one was asked for."""
+    loads = sys.modules.get(_LOADS)
+    return SWITCH.config or (None if loads is None else loads.under_way())
+
+
+def _refused(call: Callable[[], Any]) -> Any:
+    """Load with `tensor_dedup=False`, maybe as a part of a load that shares."""
+    with REFUSAL:
+        result = call()
+    loads = sys.modules.get(_LOADS)
+    if loads is not None:
+        loads.leave_alone(result)
+    return result
+
+
+def _name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What is loaded, for people: a path or an identifier, or else the class."""
+    named = (each for key, each in kwargs.items() if key.startswith("pretrained_model"))
+    first = next(iter(args), next(named, None))
+    return os.fspath(first) if isinstance(first, str | os.PathLike) else cls.__name__
+
+
+def _given(kwargs: Mapping[str, Any]) -> set[int]:
+    return {id(value) for value in kwargs.values()}

@@ -1,0 +1,52 @@
+"""What is replaced in Transformers during a load, checked by signature when it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from tensor_dedup.seams import ReplacedSeam
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_VERSIONS: Final = "transformers 5.19"
+
+SET_PARAMETER: Final = ReplacedSeam(
+    "transformers.core_model_loading:set_param_for_module",
+    "(model, target_name, param_value, loading_info, hf_quantizer)",
+    "a tensor becomes a parameter here, after casts, merges of experts and renamings; sharing it "
+    "at once keeps a model from being in memory twice",
+    "weights are shared when their model is complete, with a higher peak",
+    _VERSIONS,
+)
+WARM_UP: Final = ReplacedSeam(
+    "transformers.modeling_utils:caching_allocator_warmup",
+    "(model, expanded_device_map, hf_quantizer)",
+    "reserves device memory for all weights of a model, before it is known which are there",
+    "the allocator of a device is warmed up for whole models",
+    _VERSIONS,
+)
+
+Note = Callable[["nn.Module", str], None]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
+    """What to put where; `note` hears of every tensor that is set, with model and name."""
+
+    def notes(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_param_for_module(model: nn.Module, target_name: str, *args: Any, **kw: Any) -> Any:
+            result = original(model, target_name, *args, **kw)
+            note(model, target_name)
+            return result
+
+        return set_param_for_module
+
+    yield SET_PARAMETER, notes
+    yield WARM_UP, idle
+
+
+def idle(_original: Callable[..., Any]) -> Callable[..., None]:
+    """A function that does nothing."""
+    return lambda *_args, **_kwargs: None

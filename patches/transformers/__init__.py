@@ -1,1 +1,0 @@
-"""Transformers: the seams where a tensor becomes a parameter."""

@@ -1,0 +1,132 @@
+"""Models whose weights cannot be deferred: loaded by others, and shared afterwards by content.
+
+That saves memory, not reading, and while it loads such a model has all of its memory for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor import model_loader
+
+from tensor_dedup.loader.deferred.by_content import share_by_content, slabs
+from tensor_dedup.loader.deferred.parameters import replace_data
+from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.residents.resident import sharable
+from tensor_dedup.patches.vllm.eplb import BALANCED, eplb_parameters
+from tensor_dedup.patches.vllm.kernels import kept_by_others
+from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from vllm.config import LoadConfig, ModelConfig
+
+    from tensor_dedup.loader.deferred.session import LoadSession
+
+# Formats of vLLM's plug-ins, which bring loaders of their own, and the quantisation that means one.
+OTHER_LOADERS = ("gguf", "bitsandbytes")
+
+
+class QuantisedWhileLoadedError(UntraceableError):
+    """Weights are made while they are read; what they end as can be shared all the same."""
+
+
+def other_format(inner: str, model_config: ModelConfig) -> str | None:
+    """The format whose loader has to load this model, where that is none we can defer."""
+    if inner in OTHER_LOADERS:
+        return inner
+    quantised = str(model_config.quantization)
+    return quantised if inner == "auto" and quantised in OTHER_LOADERS else None
+
+
+def weights_of(model_config: ModelConfig) -> str:
+    """The path of a model's weights: with GGUF its model is the folder of its configuration."""
+    weights = getattr(model_config, "model_weights", "")
+    return str(weights if weights and model_config.quantization == "gguf" else model_config.model)
+
+
+@functools.cache
+def install() -> None:
+    """Keep the format that was asked for where a plug-in puts its own in its place. Idempotent.
+
+    The plug-in for bitsandbytes does so after the arguments are made, and our settings, which are
+    still there, would be passed over without a word.
+    """
+    original: Callable[[LoadConfig], Any] = model_loader.get_model_loader
+
+    @functools.wraps(original)
+    def get_model_loader(load_config: LoadConfig) -> Any:
+        extra: Any = load_config.model_loader_extra_config
+        replaced = load_config.load_format
+        if isinstance(extra, dict) and KEY in extra and replaced in OTHER_LOADERS:
+            mine = {**extra[KEY], "inner": replaced}
+            load_config.model_loader_extra_config = {**extra, KEY: mine}
+            load_config.load_format = LOAD_FORMAT
+        return original(load_config)
+
+    model_loader.get_model_loader = get_model_loader
+
+
+def share_loaded(model: nn.Module, assembly: LoadSession, total: int) -> None:
+    """Replace the parameters of a loaded model by residents with equal bytes, module by module.
+
+    It was loaded under `scales_kept`: what its handlers hold is left as it is.
+    `total`: the bytes of the model in all its forms; what is no parameter is entered as private.
+    """
+    overwritten = {id(parameter) for parameter in eplb_parameters(model)}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        finals = []
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            label = f"{path}.{name}" if path else name
+            reason = _reason(parameter, assembly.config.min_tensor_bytes)
+            if id(parameter) in overwritten:
+                reason = BALANCED
+            if reason is None and parameter.numel():
+                finals.append((label, parameter))
+            else:
+                _enter_private(assembly, label, parameter, reason)
+        for group in slabs([parameter.nbytes for _, parameter in finals]):
+            _share(assembly, [finals[number] for number in group])
+    rest = total - sum(final.nbytes for final in assembly.ledger.finals.values())
+    if rest > 0:
+        assembly.ledger.add("<packed>", rest, shared=False)
+
+
+def _share(assembly: LoadSession, finals: list[tuple[str, nn.Parameter]]) -> None:
+    found = share_by_content(assembly, [(label, each.detach()) for label, each in finals])
+    for (label, parameter), (resident, made) in zip(finals, found, strict=True):
+        if resident is None:
+            _enter_private(assembly, label, parameter, None)
+            continue
+        nbytes = parameter.nbytes
+        try:
+            replace_data(parameter, assembly.supply.map(resident))
+        except UntraceableError as error:
+            _enter_private(assembly, label, parameter, str(error))
+        else:
+            assembly.enter(label, nbytes, resident, made=made)
+
+
+def _reason(parameter: nn.Parameter, least: int) -> str | None:
+    if parameter.nbytes < least:
+        return f"its {parameter.nbytes} bytes are below min_tensor_bytes"
+    if not sharable(parameter.detach()):
+        return "its type or layout cannot be shared"
+    if kept_by_others(parameter):
+        return "something beside the layer keeps its memory"
+    return None
+
+
+def _enter_private(
+    assembly: LoadSession, label: str, parameter: nn.Parameter, reason: str | None
+) -> None:
+    assembly.ledger.add(label, parameter.nbytes, shared=False)
+    if reason is not None:
+        assembly.ledger.skip(label, reason)

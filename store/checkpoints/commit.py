@@ -1,0 +1,404 @@
+"""Committing a step: what is new goes to containers, the rest is only referred to.
+
+    snapshot -> commit
+
+A snapshot is a step's pieces, in memory that nobody writes to until commit has returned; commit may
+run in any thread. A piece is unchanged when its bytes are: a fast hash compares them with those of
+the step this handle saved last; what that does not know gets its digest and is looked up. Names and
+addresses are never asked.
+
+Order: containers, pages and manifest together, the index, then the reference; everything under the
+session's lock, all of it durable before the reference appears.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path, PurePath
+from typing import Self
+
+from tensor_dedup.digest import digest
+from tensor_dedup.store.checkpoints.backpressure import Compress, known
+from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
+from tensor_dedup.store.checkpoints.errors import NamedTwiceError
+from tensor_dedup.store.checkpoints.fast import fast_all
+from tensor_dedup.store.checkpoints.last_step import (
+    LastStep,
+    PageState,
+    PieceTable,
+    Row,
+    StoredPiece,
+    crowded,
+)
+from tensor_dedup.store.checkpoints.memory_writer import Want, Wanted
+from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.piece_writer import PieceWriter
+from tensor_dedup.store.checkpoints.publish_batch import PublishBatch, SyncedFolders
+from tensor_dedup.store.checkpoints.run_cache import RunCache
+from tensor_dedup.store.checkpoints.runs import check_not_pinned, latest_digests
+from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.checkpoints.step_names import step_name
+from tensor_dedup.store.errors import LostHitError, NameTakenError
+from tensor_dedup.store.format import manifests
+from tensor_dedup.store.format.manifests import PAGE_ENTRIES, FileEntry, Manifest
+from tensor_dedup.store.format.names import check_path, file_of
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects, ref_text
+from tensor_dedup.store.os_errors import os_errors
+from tensor_dedup.store.reading.synthesized import RESERVED
+from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.writing.hashing import Hasher
+
+_EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
+_FILE = "(small file)"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSnapshot:
+    """A step as it is to be committed: its notes, its tensors, and small files by their paths.
+
+    `hashes` are the fast hashes of pieces of which they are known already, by name. Those in `same`
+    have one and no bytes: they are what a step that was saved has, too large for a pack. `new`: it
+    replaces nothing. `awaited`, of one that is saved in the background: is its end waited for?
+    """
+
+    notes: Notes
+    pieces: Sequence[NamedValue]
+    files: Mapping[str, bytes]
+    hashes: Mapping[str, bytes] = field(default_factory=dict)
+    same: Mapping[str, StoredPiece] = field(default_factory=dict)
+    new: bool = False
+    awaited: Callable[[], bool] | None = None
+
+    def check(self) -> None:
+        """NamedTwiceError: two parts have one name. EscapingPathError: a file has no fit path."""
+        names = {piece.name for piece in self.pieces}
+        if len(names) != len(self.pieces):
+            what = f"{len(self.pieces)} tensors have {len(names)} names"
+            raise NamedTwiceError.at(self.name, what)
+        paths = [check_path(path, PurePath(self.name)) for path in self.files]
+        within = {parent for path in paths for parent in path.parents}
+        taken = [path for path in paths if str(path) in RESERVED or path in within]
+        if taken:
+            what = f"{taken[0]} is where other files are exported to"
+            raise NamedTwiceError.at(self.name, what, file=str(taken[0]))
+
+    def as_new(self) -> Self:
+        """The same, that may replace no step."""
+        return replace(self, new=True)
+
+    @property
+    def name(self) -> str:
+        """What it will be called in the store."""
+        return step_name(self.notes.run, self.notes.step)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save did. `new_bytes` were nowhere in the store, `stored_bytes` went to the disk for
+    them, with the bookkeeping; `seconds` until it was durable.
+    """
+
+    name: str
+    step: int
+    manifest: str
+    tensors: int
+    nbytes: int
+    new_tensors: int
+    new_bytes: int
+    stored_bytes: int
+    seconds: float
+
+
+class Saver:
+    """Commits the steps of one handle, one at a time. Any thread."""
+
+    def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
+        self._objects = objects
+        self._compress = known(compress)
+        self._keeper = RunCache(objects, workers)
+        self._lock = threading.Lock()
+        self._settled = SyncedFolders()
+        self.reset()
+
+    @property
+    def root(self) -> Path:
+        """The folder of the store."""
+        return self._objects.layout.root
+
+    def reset(self) -> None:
+        """As new, in a forked child: what held any lock is not there any more."""
+        self._lock = threading.Lock()
+        self._deltas = Deltas() if self._compress is not None else None
+        self._last = self._shown = LastStep()
+
+    def close(self) -> None:
+        """Let go of what is kept, and forget the last step: the next save asks the store."""
+        with self._lock:
+            self._last = self._shown = LastStep()
+            self._keeper.close()
+
+    def large(self) -> dict[bytes, StoredPiece]:
+        """What lies outside packs of the step that was committed last, by fast hash.
+
+        It waits for no commit that is under way, and a sweep may come before the next.
+        """
+        last = self._shown
+        with os_errors(self._objects.layout.root):
+            known = last.known(_alive(self._objects, last))
+        return {key: each for key, each in known.items() if each.nbytes >= PACK_BELOW}
+
+    def commit(self, snapshot: StepSnapshot) -> Saved:
+        """Store a step under its name, in place of one that has it. All or nothing.
+
+        NoSpaceError, StoreIOError and all else that StoreError is: what was saved before is as it
+        was, and the name may be there or not only when the disk failed in the very end.
+        PinnedStepError: the step was pinned, perhaps while this was written. NameTakenError: one
+        that is to be new is there.
+        """
+        began = time.monotonic()
+        snapshot.check()
+        with self._lock:
+            last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
+            with self._keeper.session() as (index, hasher):
+                encoding = self._encoding(index, last, snapshot)
+                batch = PublishBatch(self._objects, hasher, self._settled)
+                stocker = PieceWriter(self._objects, index, hasher, batch, encoding)
+                work = _Commit(self._objects, hasher, stocker, batch, last, snapshot)
+                with work:
+                    manifest = work.run()
+            self._last = self._shown = work.next
+        return work.result(manifest, time.monotonic() - began)
+
+    def _encoding(
+        self, index: StoreIndex, last: LastStep, snapshot: StepSnapshot
+    ) -> Encoding | None:
+        if self._deltas is None:
+            return None
+        self._deltas.haste.begin(snapshot.awaited if self._compress == "auto" else None)
+
+        def before() -> Mapping[str, bytes]:
+            run = snapshot.notes.run
+            return last.digests() if last.pages else latest_digests(self._objects, run)
+
+        return Encoding(self._objects, index, self._deltas, before)
+
+
+class _Commit:
+    """One commit, in a session. Leaving it removes what was not published."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        hasher: Hasher,
+        stocker: PieceWriter,
+        batch: PublishBatch,
+        last: LastStep,
+        snapshot: StepSnapshot,
+    ) -> None:
+        self._objects, self._hasher = objects, hasher
+        self._stocker, self._batch = stocker, batch
+        self._last, self._snapshot = last, snapshot
+        self._undo = ExitStack()
+        self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
+        self._bookkeeping = 0
+        self.next = LastStep()
+
+    def __enter__(self) -> Self:
+        self._undo.enter_context(self._batch)
+        self._undo.enter_context(self._stocker)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def run(self) -> str:
+        """Store and commit; the manifest's name."""
+        rows = self._rows()
+        alive = _alive(self._objects, self._last)
+        parts = rows.pages()
+        kept = [self._kept(number, part, alive) for number, part in enumerate(parts)]
+        known = self._known(parts, kept, alive)
+        self.next.pages = [
+            page or self._page(part, known) for part, page in zip(parts, kept, strict=True)
+        ]
+        return self._publish()
+
+    def _rows(self) -> PieceTable:
+        # Here all tensors are read: nothing else is done for each of them when none has changed.
+        taken, whole = self._snapshot.pieces, [None] * len(self._snapshot.files)
+        names = [*whole, *(piece.name for piece in taken)]
+        dtypes = [*whole, *(piece.dtype for piece in taken)]
+        return PieceTable(
+            self._hashes(names), names, dtypes, [*whole, *(each.shape for each in taken)]
+        )
+
+    def _hashes(self, names: Sequence[str | None]) -> list[bytes]:
+        known = self._snapshot.hashes
+        if not known:
+            return fast_all(self._hasher, self._data)
+        there = [None if name is None else known.get(name) for name in names]
+        pairs = zip(self._data, there, strict=True)
+        found = iter(fast_all(self._hasher, [data for data, key in pairs if key is None]))
+        return [key or next(found) for key in there]
+
+    def _kept(self, number: int, part: PieceTable, alive: set[ContainerId]) -> PageState | None:
+        """The page of the last step, when this one has the same and all of it is there."""
+        page = self._last.page(number)
+        if page is None or page.rows != part or not page.containers <= alive:
+            return None
+        status = self._objects.files.status(self._objects.layout.manifest(page.name))
+        return page if status is not None and status.size == page.file_bytes else None
+
+    def _known(
+        self,
+        parts: Sequence[PieceTable],
+        kept: Sequence[PageState | None],
+        alive: set[ContainerId],
+    ) -> dict[bytes, StoredPiece]:
+        """Where the pieces of the pages that are not kept are; what is nowhere is written.
+
+        Containers that have become too many are put together, those of kept pages too.
+        """
+        changed = [number for number, page in enumerate(kept) if page is None]
+        known = self._last.known(alive) if changed else {}
+        wanted: dict[bytes, Want] = {}
+        elsewhere: dict[bytes, StoredPiece] = {}
+        places = []
+        for number in changed:
+            for at, row in enumerate(parts[number], number * PAGE_ENTRIES):
+                if row[0] in known:
+                    if known[row[0]].small:
+                        places.append((known[row[0]].places, known[row[0]].nbytes))
+                elif row[1] is not None and row[1] in self._snapshot.same:
+                    elsewhere[row[0]] = self._snapshot.same[row[1]]
+                else:
+                    self._want(wanted, row, memoryview(self._data[at]), known)
+        pages = [page for page in kept if page is not None]
+        packs = crowded(chain(places, *(page.weights.items() for page in pages)))
+        again = self._lying_in(packs, parts, known, pages)
+        if wanted or again:
+            known |= self._stocker.store(wanted, again)
+        if elsewhere := {key: each for key, each in elsewhere.items() if key not in wanted}:
+            known |= self._stocker.find(elsewhere)
+        for page in pages:
+            if not again.keys().isdisjoint(page.held):
+                page.take({**page.held, **{key: known[key] for key in again}})
+        return known
+
+    def _want(
+        self,
+        wanted: dict[bytes, Want],
+        row: Row,
+        view: memoryview,
+        known: dict[bytes, StoredPiece],
+    ) -> None:
+        if view.nbytes:
+            wanted[row[0]] = (row[1] or _FILE, row[2], view.cast("B"))
+        else:
+            known[row[0]] = _EMPTY
+
+    def _lying_in(
+        self,
+        packs: set[ContainerId],
+        parts: Sequence[PieceTable],
+        known: Mapping[bytes, StoredPiece],
+        pages: Sequence[PageState],
+    ) -> Wanted:
+        """The small pieces of this step that are read from some of these containers."""
+        if not packs:
+            return {}
+        held = {key: each for page in pages for key, each in page.held.items()} | dict(known)
+        rows = (row for part in parts for row in part)
+        return {
+            row[0]: (row[1] or _FILE, row[2], memoryview(data).cast("B"))
+            for row, data in zip(rows, self._data, strict=True)
+            if row[0] in held and held[row[0]].small and not packs.isdisjoint(held[row[0]].places)
+            if row[1] not in self._snapshot.same
+        }
+
+    def _page(self, part: PieceTable, known: Mapping[bytes, StoredPiece]) -> PageState:
+        name, blob = manifests.encode_page(
+            [manifests.Piece(known[row[0]].digest, known[row[0]].nbytes, *row[1:]) for row in part]
+        )
+        self._batch.write(blob, self._objects.layout.manifest(name))
+        self._bookkeeping += len(blob)
+        return PageState(part, known, name, len(blob))
+
+    def _publish(self) -> str:
+        objects, snapshot = self._objects, self._snapshot
+        manifest, blob = manifests.encode_manifest(self._manifest())
+        self._batch.write(blob, objects.layout.manifest(manifest))
+        text = ref_text(snapshot.name, manifest)
+        reference = self._batch.write(text, None)
+        self._bookkeeping += len(blob) + len(text)
+        self._batch.publish()
+        self._stocker.index()
+        self._check_hits()
+        with objects.naming():
+            # Here nobody can pin it any more before it is replaced.
+            check_not_pinned(objects, snapshot.notes.run, snapshot.notes.step)
+            target = objects.layout.refs / file_of(snapshot.name)
+            if snapshot.new and objects.files.status(target) is not None:
+                what = f"{snapshot.name!r} is there already"
+                raise NameTakenError.at(objects.layout.root, what, name=snapshot.name)
+            objects.files.rename(reference, target)
+            objects.files.sync_folder(objects.layout.refs)
+        return manifest
+
+    def _manifest(self) -> Manifest:
+        pages = self.next.pages
+        return Manifest(
+            [FileEntry(path, len(data), 1, "") for path, data in self._snapshot.files.items()],
+            [bytes.fromhex(page.name) for page in pages],
+            sum(len(page.rows) for page in pages),
+            sum(page.nbytes for page in pages),
+            self._snapshot.notes.to_texts(),
+        )
+
+    def _check_hits(self) -> None:
+        """Look all containers up again, and make those durable that others have written.
+
+        LostHitError: one is not there any more.
+        """
+        files, layout = self._objects.files, self._objects.layout
+        for container in {each for page in self.next.pages for each in page.containers}:
+            path = layout.container(container.name, container.kind)
+            path, size = self._last.containers.get(container, (path, None))
+            status = files.status(path)
+            if status is None or size not in (None, status.size):
+                what = f"the container {container.name} was removed meanwhile"
+                raise LostHitError.at(layout.root, what)
+            self.next.containers[container] = (path, status.size)
+        own = {each.container for each in self._stocker.sealed}
+        new = self.next.containers.keys() - self._last.containers.keys() - own
+        self._batch.settle(self.next.containers[container][0] for container in sorted(new))
+
+    def result(self, manifest: str, seconds: float) -> Saved:
+        """What it did."""
+        return Saved(
+            name=self._snapshot.name,
+            step=self._snapshot.notes.step,
+            manifest=manifest,
+            tensors=len(self._snapshot.pieces),
+            nbytes=sum(page.nbytes for page in self.next.pages),
+            new_tensors=self._stocker.pieces,
+            new_bytes=self._stocker.nbytes,
+            stored_bytes=self._stocker.stored_bytes + self._bookkeeping,
+            seconds=seconds,
+        )
+
+
+def _alive(objects: Objects, last: LastStep) -> set[ContainerId]:
+    """The containers of a step that are still what they were."""
+    files, bad = objects.files, set(objects.bad_containers())
+    return {
+        container
+        for container, (path, size) in last.containers.items()
+        if (status := files.status(path)) is not None
+        and status.size == size
+        and container.name not in bad
+    }

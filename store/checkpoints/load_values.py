@@ -1,0 +1,63 @@
+"""Reading a step back: all its tensors, verified, in the order in which they were saved."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tensor_dedup.store.buffers import BufferPool
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, value
+from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.checkpoints.state import Value
+
+# A region of memory is let go when the tensors in it are copied.
+_REGION = 64 << 20
+_AHEAD = 2
+# Up to so much, threads take longer to begin than one takes to read it all.
+_ALONE_BYTES = 4 << 20
+_ALONE_PIECES = 256
+
+
+def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
+    """The tensors of an open step by name: arrays of their own, or pieces of their own.
+
+    CorruptTensorError, MissingObjectError: one is right nowhere. Memory: the step, and a little.
+    """
+    tensors = {tensor.name: tensor for tensor in checkpoint}
+    named = defaultdict(list)
+    for tensor in tensors.values():
+        named[bytes.fromhex(tensor.digest) if tensor.nbytes else b""].append(tensor)
+    found: dict[str, Value] = {}
+    for tensor in named.pop(b"", ()):
+        found[tensor.name] = _value(tensor, memoryview(b""))
+    sizes = {digest: same[0].nbytes for digest, same in named.items()}
+    for digest, view in _read(checkpoint, sizes, threads):
+        for tensor in named[digest]:
+            found[tensor.name] = _value(tensor, view[: tensor.nbytes])
+    return {name: found[name] for name in tensors}
+
+
+def _read(
+    checkpoint: StoredCheckpoint, sizes: Mapping[bytes, int], threads: int
+) -> Iterator[tuple[bytes, memoryview]]:
+    """The bytes of pieces, in any order; valid until the next is asked for."""
+    if len(sizes) <= _ALONE_PIECES and sum(sizes.values()) <= _ALONE_BYTES:
+        for digest, nbytes in sizes.items():
+            yield digest, memoryview(checkpoint.read_piece(digest, 0, nbytes, nbytes))
+        return
+    waiting = dict(sizes)
+    with BulkReader(checkpoint, threads, BufferPool(0), verify=True, mapped=False) as filler:
+        for filled in filler.fill(plan(checkpoint, sizes, _REGION), _AHEAD):
+            for record in filled.span.records:
+                start = record.offset - filled.span.start
+                if waiting.pop(record.digest, None) is not None:
+                    yield record.digest, filled.memory[start : start + record.nbytes]
+        yield from filler.read(list(waiting.items()), _AHEAD * _REGION)
+
+
+def _value(tensor: StoredTensor, view: memoryview) -> "Value":
+    if tensor.dtype in NUMPY_CODES:
+        return value(NamedValue(tensor.name, tensor.dtype, tensor.shape, view))
+    return NamedValue(tensor.name, tensor.dtype, tensor.shape, bytearray(view))

@@ -1,0 +1,127 @@
+"""One step of what several ranks have saved: their tensors are stored, a manifest refers to them.
+
+Each rank commits its part under a name of its own. While those names are there, gc takes nothing
+of it; when the step has its name they go. A run of somebody else may be called like a part: what is
+one is told by its notes, and nothing else under such a name is replaced or forgotten.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from tensor_dedup.store.checkpoints.errors import (
+    NamedTwiceError,
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.runs import manifest_of, pinned_steps
+from tensor_dedup.store.checkpoints.step_names import parse, step_name
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NameTakenError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.manifests import (
+    PAGE_ENTRIES,
+    Manifest,
+    Piece,
+    encode_manifest,
+    encode_page,
+)
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.store import Store
+
+# What the manifest of a part names as its adapter; a finished step's is another.
+PART_ADAPTER: Final = "dcp part"
+
+
+class TakenPartError(NameTakenError):
+    """A step of another run has the name that the part of a rank needs."""
+
+    advice = "call no run RUN/part-... while StoreWriter saves into RUN"
+
+
+def part_run(run: str, rank: int | str) -> str:
+    """The run that the part of a rank belongs to until its step is finished."""
+    return f"{run}/part-{rank}"
+
+
+def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
+    """Commit the step of these notes: all parts of the ranks, the first one's files.
+
+    NamedTwiceError: two ranks have saved one name. UnknownNameError: a part is missing.
+    PinnedStepError: the step is there, and pinned.
+    """
+    objects, names = store.objects, [part_run(notes.run, rank) for rank in ranks]
+    with store.locked():
+        if notes.step in pinned_steps(objects, notes.run):
+            what = f"the step {notes.step} of {notes.run!r} is pinned"
+            raise PinnedStepError.at(store.path, what, run=notes.run, step=notes.step)
+        parts = [objects.ref(step_name(name, notes.step)) for name in names]
+        contents = [objects.manifest(part) for part in parts]
+        pieces = [
+            piece
+            for part, content in zip(parts, contents, strict=True)
+            for piece in objects.pieces(part, content)
+        ]
+        _check(notes, pieces)
+        pages = list(_pages(objects, pieces))
+        nbytes = sum(piece.nbytes for piece in pieces)
+        files = contents[0].files
+        manifest, blob = encode_manifest(
+            Manifest(files, pages, len(pieces), nbytes, notes.to_texts())
+        )
+        objects.publish(blob, objects.layout.manifest(manifest))
+        objects.set_ref(step_name(notes.run, notes.step), manifest, replace=True)
+
+
+def check_free(store: Store, part: str, step: int) -> None:
+    """Whether a part may be saved as this step: nobody else has one. TakenPartError."""
+    with store.locked():
+        try:
+            _, _, notes = manifest_of(store.objects, part, step)
+        except UnknownStepError:
+            return
+        except NotATrainingError:
+            notes = None
+    if notes is None or notes.adapter != PART_ADAPTER:
+        name = step_name(part, step)
+        raise TakenPartError.at(store.path, f"{name!r} is no part of a step", name=name)
+
+
+def forget_parts(store: Store, run: str) -> None:
+    """Forget all parts of a run: those of a finished step, and those of steps nobody finished."""
+    called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
+    with store.locked():
+        for name in store.objects.names():
+            step = parse(name)
+            if step is None or step.pin or called_so.fullmatch(step.run) is None:
+                continue
+            if _is_part(store.objects, step.run, step.step):
+                with suppress(UnknownNameError):
+                    store.objects.drop_ref(name)
+
+
+def _is_part(objects: Objects, run: str, step: int) -> bool:
+    """What cannot be read may be anybody's."""
+    with suppress(UnknownStepError, NotATrainingError, DamagedFileError, MissingObjectError):
+        return manifest_of(objects, run, step)[2].adapter == PART_ADAPTER
+    return False
+
+
+def _check(notes: Notes, pieces: Sequence[Piece]) -> None:
+    names = [piece.name for piece in pieces if piece.name is not None]
+    if len(set(names)) != len(names):
+        what = f"{len(names)} tensors of all ranks have {len(set(names))} names"
+        raise NamedTwiceError.at(step_name(notes.run, notes.step), what)
+
+
+def _pages(objects: Objects, pieces: Sequence[Piece]) -> Iterable[bytes]:
+    for start in range(0, len(pieces), PAGE_ENTRIES):
+        name, blob = encode_page(pieces[start : start + PAGE_ENTRIES])
+        objects.publish(blob, objects.layout.manifest(name))
+        yield bytes.fromhex(name)

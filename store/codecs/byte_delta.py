@@ -1,0 +1,55 @@
+"""Small differences from a base, a byte each: for fine-tunes in 16 bits or fewer.
+
+A weight that moved did so by a few of its last places. The few that moved further follow in full. A
+fine-tune of MiniLM in bf16: planes of XOR 13.6 %, of differences 11.9 %, this 11.7 % and decoded
+quicker than either. Half a byte each, two to a byte, is 11.6 % and took half as long again.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tensor_dedup.store.codecs.elements import SIGNED, join, split, words
+from tensor_dedup.store.codecs.interface import Effort
+from tensor_dedup.store.codecs.sparse_index import read_places, streams_of
+from tensor_dedup.store.codecs.streams import Reader, pack
+
+_BLOCK = 256 << 10  # elements: what two passes find in a processor's cache
+
+
+@dataclass(frozen=True, slots=True)
+class ByteDelta:
+    """`step`, followed by the width."""
+
+    name: str
+    width: int
+    against_base: bool = True
+
+    def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
+        """As Codec says."""
+        values, rest = words(data, self.width)
+        if base is not None:
+            values = values - words(base, self.width)[0]
+        signed = values.view(SIGNED[self.width])
+        steps = signed.astype(np.int8)
+        far = np.flatnonzero(steps != signed)
+        steps[far] = 0
+        return pack([steps.view(np.uint8), *streams_of(far), *split(values[far]), rest], effort)
+
+    def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
+        """As Codec says."""
+        values, rest = words(out, self.width)
+        under = words(base, self.width)[0] if base is not None else np.zeros_like(values)
+        reader = Reader(blob, self.name)
+        steps = reader.take(len(values)).view(np.int8)
+        far = read_places(reader, len(values))
+        differences = np.empty(len(far), values.dtype)
+        join([reader.take(len(far)) for _ in range(self.width)], differences)
+        rest[:] = reader.take(len(rest))
+        reader.end()
+        signed = values.view(SIGNED[self.width])
+        for at in range(0, len(values), _BLOCK):
+            signed[at : at + _BLOCK] = steps[at : at + _BLOCK]
+            sums = values[at : at + _BLOCK]
+            np.add(sums, under[at : at + _BLOCK], out=sums)
+        values[far] = under[far] + differences

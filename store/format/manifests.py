@@ -1,0 +1,157 @@
+"""What one checkpoint is made of: files, each a sequence of pieces named by digest. No I/O.
+
+A piece is a tensor, or bytes that are kept verbatim: a safetensors header, a whole small file.
+Putting a file's pieces one behind the other gives the file. Pieces are paged, 256 to a page, in the
+order in which they came; manifests and pages are named by the digest of their frame, so a
+checkpoint that grows at its end shares all its full pages with what it was before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+
+import msgspec
+
+from tensor_dedup.digest import digest
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.names import check_path
+from tensor_dedup.store.format.tables import DIGEST_BYTES
+
+MANIFEST = b"mani"
+PAGE = b"page"
+PAGE_ENTRIES = 256
+_ALIAS = "alias "
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A tensor, or, without a name, bytes kept verbatim."""
+
+    digest: bytes
+    nbytes: int
+    name: str | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A file: the next `pieces` pieces. `prefix` stands before the names of its tensors."""
+
+    path: str
+    nbytes: int
+    pieces: int
+    prefix: str
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The files, the digests of the pages, how many pieces and bytes they have, and notes."""
+
+    files: list[FileEntry]
+    pages: list[bytes]
+    pieces: int
+    nbytes: int
+    notes: dict[str, str]
+
+
+class ManifestPage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The next pieces: 256, but for the last page."""
+
+    pieces: list[Piece]
+
+
+Objects = Mapping[str, bytes]
+
+
+def build(
+    files: Sequence[FileEntry],
+    pieces: Sequence[Piece],
+    second_names: Mapping[str, str] | None = None,
+) -> tuple[str, dict[str, bytes]]:
+    """A manifest's name, and all frames (its pages first, itself last) by their names.
+
+    `second_names` are further names of tensors, and which tensors' they are.
+    """
+    objects: dict[str, bytes] = {}
+    pages = []
+    for start in range(0, len(pieces), PAGE_ENTRIES):
+        name, blob = encode_page(pieces[start : start + PAGE_ENTRIES])
+        pages.append(bytes.fromhex(name))
+        objects[name] = blob
+    nbytes = sum(piece.nbytes for piece in pieces)
+    notes = {f"{_ALIAS}{alias}": name for alias, name in (second_names or {}).items()}
+    name, blob = encode_manifest(Manifest(list(files), pages, len(pieces), nbytes, notes))
+    objects[name] = blob
+    return name, objects
+
+
+def encode_page(pieces: Sequence[Piece]) -> tuple[str, bytes]:
+    """The name and the frame of a page of up to PAGE_ENTRIES pieces."""
+    blob = frames.encode(PAGE, ManifestPage(list(pieces)))
+    return digest(blob), blob
+
+
+def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
+    """The name and the frame of a manifest."""
+    blob = frames.encode(MANIFEST, manifest)
+    return digest(blob), blob
+
+
+def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
+    """The manifest called `name`, checked; no path in it leads outside an export."""
+    manifest = frames.decode(_named(blob, name, path), MANIFEST, Manifest, path)
+    expected = -(-manifest.pieces // PAGE_ENTRIES)
+    if len(manifest.pages) != expected or any(len(p) != DIGEST_BYTES for p in manifest.pages):
+        raise DamagedFileError.at(path, f"{len(manifest.pages)} pages, {expected} expected")
+    paths = {check_path(file.path, path) for file in manifest.files}
+    within = {parent for file in paths for parent in file.parents}
+    if len(paths) != len(manifest.files) or paths & within:
+        raise DamagedFileError.at(path, "two of its files have one path")
+    if sum(file.pieces for file in manifest.files) > manifest.pieces:
+        raise DamagedFileError.at(path, "its files have more pieces than it has")
+    return manifest
+
+
+def aliases(manifest: Manifest) -> dict[str, str]:
+    """Second names of tensors, and which tensors' they are."""
+    notes = manifest.notes.items()
+    return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
+
+
+def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
+    """The page called `name`, checked."""
+    page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
+    for piece in page.pieces:
+        named = piece.name is not None
+        alike = named == (piece.dtype is not None) == (piece.shape is not None)
+        if len(piece.digest) != DIGEST_BYTES or piece.nbytes < 0 or not alike:
+            raise DamagedFileError.at(path, "one of its pieces contradicts itself")
+    return page
+
+
+def _named(blob: bytes, name: str, path: PurePath) -> bytes:
+    if digest(blob) != name:
+        raise DamagedFileError.at(path, "its bytes do not have the digest it is named by")
+    return blob
+
+
+def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) -> None:
+    """Compare what a manifest says of its pieces with the pieces. DamagedFileError."""
+    if len(pieces) != manifest.pieces or sum(p.nbytes for p in pieces) != manifest.nbytes:
+        raise DamagedFileError.at(path, f"{manifest.pieces} pieces expected, {len(pieces)} found")
+    for file, held in by_file(manifest, pieces):
+        if sum(piece.nbytes for piece in held) != file.nbytes:
+            raise DamagedFileError.at(path, f"{file.path} is not {file.nbytes} bytes")
+
+
+def by_file(
+    manifest: Manifest, pieces: Sequence[Piece]
+) -> Iterator[tuple[FileEntry, Sequence[Piece]]]:
+    """Each file with its pieces."""
+    at = 0
+    for file in manifest.files:
+        yield file, pieces[at : at + file.pieces]
+        at += file.pieces
+
+
+def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """The pieces that belong to no file: the tensors of a training checkpoint."""
+    return pieces[sum(file.pieces for file in manifest.files) :]

@@ -1,0 +1,163 @@
+"""What a container says about itself: which bytes lie where, and their digests. No I/O.
+
+The table of a slab, pack or delta is the frame at its end, that of a raw file a file beside it. A
+container is named by the digest of its table's frame, which holds the digest of everything else.
+"""
+
+import struct
+from itertools import pairwise
+from pathlib import PurePath
+from typing import NamedTuple
+
+import msgspec
+
+from tensor_dedup.digest import combine, digest
+from tensor_dedup.errors import IntegrityError
+from tensor_dedup.store.codecs.names import AGAINST_BASE
+from tensor_dedup.store.codecs.records import head_bytes
+from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
+
+KIND = b"tabl"
+PLAIN = "raw"  # the codec of bytes that are stored as they are
+DIGEST_BYTES = 32
+ENCODED = "delta"  # the kind of container whose records are all encoded
+ALIGNMENT = {"raw": 1, "slab": 4096, "pack": 64, ENCODED: 64, EXTERNAL: 1}
+_TAIL = struct.Struct("<Q8s")
+_TAIL_MAGIC = b"TDSTEND\x01"
+TAIL_BYTES = _TAIL.size
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Some bytes in a container: `stored` of them at `offset`, which `codec` makes `nbytes` again.
+
+    `base` is the digest of the bytes a delta is against; `leaves` the leaf digests of the `nbytes`.
+    """
+
+    digest: bytes
+    offset: int
+    stored: int
+    nbytes: int
+    codec: str
+    base: bytes | None
+    leaves: bytes
+
+    @property
+    def leaf_list(self) -> list[bytes]:
+        """The leaf digests, one each."""
+        return [self.leaves[at : at + 32] for at in range(0, len(self.leaves), 32)]
+
+
+class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A container: its kind, the size of its data, its records by offset.
+
+    `origin` says which file an `external` one indexes (store/format/external.py), else it is None.
+    """
+
+    kind: str
+    data_bytes: int
+    records: list[Record]
+    origin: list[str] | None
+
+
+class Encoded(NamedTuple):
+    """A table as it is written, and the name it gives its container."""
+
+    name: str
+    blob: bytes
+
+
+def encode(table: Table) -> Encoded:
+    """The frame of a table, and its container's name."""
+    blob = frames.encode(KIND, table)
+    return Encoded(digest(blob), blob)
+
+
+def tail(table_at: int) -> bytes:
+    """The last bytes of a slab or pack: where its table begins."""
+    return _TAIL.pack(table_at, _TAIL_MAGIC)
+
+
+def table_start(ending: bytes, size: int, path: PurePath) -> int:
+    """Where the table of a slab or pack of `size` bytes begins, from its last bytes."""
+    if len(ending) != TAIL_BYTES:
+        raise DamagedFileError.at(path, f"{size} bytes are no container", size=size)
+    start, magic = _TAIL.unpack(ending)
+    if magic != _TAIL_MAGIC or start > size - TAIL_BYTES - frames.OVERHEAD:
+        raise DamagedFileError.at(path, "its last bytes do not lead to its table", size=size)
+    if size - start > frames.MAX_FRAME_BYTES:
+        raise DamagedFileError.at(path, f"a table of {size - start} bytes", size=size)
+    return int(start)
+
+
+def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
+    """The table of the container `name`, checked in every respect.
+
+    DamagedFileError: it is not that. NewerFormatError: a codec of a later version.
+    """
+    table = frames.decode(blob, KIND, Table, path)
+    if digest(blob) != name or table.kind != kind:
+        raise DamagedFileError.at(path, f"its table is that of another container ({table.kind})")
+    for record in table.records:
+        _check_record(record, table, path)
+    _check_places(table, path)
+    if kind == EXTERNAL:
+        ExternalFile.from_texts(table.origin, table.data_bytes, path)
+    return table
+
+
+def _check_record(record: Record, table: Table, path: PurePath) -> None:
+    fits = _encoded_fits(record) if table.kind == ENCODED else _plain_fits(record)
+    if fits is None:
+        raise NewerFormatError.at(path, f"the codec {record.codec!r}", codec=record.codec)
+    try:
+        right = combine(record.nbytes, record.leaf_list) == record.digest.hex()
+    except IntegrityError:
+        right = False
+    inside = 0 <= record.offset <= table.data_bytes - record.stored
+    if not right or not inside or not fits or record.nbytes <= 0:
+        raise DamagedFileError.at(path, f"its record at {record.offset} contradicts itself")
+    if record.offset % ALIGNMENT[table.kind]:
+        raise DamagedFileError.at(path, f"its record at {record.offset} is not aligned")
+
+
+def _plain_fits(record: Record) -> bool | None:
+    """Whether sizes and base are those of bytes stored as they are; None: these are not."""
+    if record.codec != PLAIN or record.base is not None:
+        return None
+    return record.stored == record.nbytes
+
+
+def _encoded_fits(record: Record) -> bool | None:
+    """Whether sizes and base are those that its codec makes; None: nobody knows the codec."""
+    against_base = AGAINST_BASE.get(record.codec)
+    if against_base is None:
+        return None
+    base = record.base
+    if against_base != (base is not None):
+        return False
+    if base is not None and (len(base) != DIGEST_BYTES or base == record.digest):
+        return False
+    # What is not smaller would have been stored as it is: no reader need take more than `nbytes`.
+    return head_bytes(record.nbytes) < record.stored < record.nbytes
+
+
+def _check_places(table: Table, path: PurePath) -> None:
+    for before, after in pairwise(table.records):
+        if before.offset + before.stored > after.offset:
+            raise DamagedFileError.at(path, f"its records overlap at {after.offset}")
+    if table.kind in ("raw", EXTERNAL) and any(gaps(table)):
+        raise DamagedFileError.at(path, "its records do not cover the file")
+
+
+def gaps(table: Table) -> list[tuple[int, int]]:
+    """Where the padding of a container begins and how long it is."""
+    found, at = [], 0
+    for record in table.records:
+        if record.offset > at:
+            found.append((at, record.offset - at))
+        at = record.offset + record.stored
+    if at < table.data_bytes:
+        found.append((at, table.data_bytes - at))
+    return found

@@ -1,0 +1,333 @@
+"""Reading many pieces of a store into large memory at once, compared leaf by leaf on the way.
+
+Pieces that lie near each other in a container are one span: one region of memory, with the file's
+own layout, read in large blocks by several threads. A leaf is hashed by the thread that read the
+last of it, while it is in that core's cache. What the page cache has comes from there; the rest is
+read past it, where the file system can: filling the page cache would cost more than the disk.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.buffers import BufferPool, bring_in
+from tensor_dedup.store.files import PAGE, Files, Handle
+from tensor_dedup.store.format.tables import Record
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.os_errors import os_errors
+from tensor_dedup.store.reading.reader import StoredPieces
+
+# Long beside the cost of a request, short beside the time a disk takes for all of it.
+BLOCK_BYTES: Final = 4 * LEAF_BYTES
+# Reading a gap costs less than another request.
+_GAP: Final = 256 << 10
+# Smaller pieces get no mapping of their own: a process may have some 65,000.
+_SMALL: Final = 4 << 20
+# Containers that can only be changed by who changes the store itself.
+_IMMUTABLE: Final = frozenset({"raw", "slab", "pack"})
+
+
+@dataclass(eq=False)
+class _Leaf:
+    """A leaf of a record, and how many blocks it still waits for."""
+
+    record: Record
+    number: int
+    start: int
+    stop: int
+    missing: int = 0
+
+
+@dataclass(eq=False)
+class _Block:
+    """What one request reads: whole pages; leaves it holds any byte of."""
+
+    start: int
+    stop: int
+    leaves: list[_Leaf] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ReadSpan:
+    """Records of one container, near each other. `start` and `stop` are multiples of a page."""
+
+    container: ContainerId
+    handle: Handle
+    records: list[Record]
+
+    @property
+    def start(self) -> int:
+        """Where in the container its memory begins."""
+        return self.records[0].offset // PAGE * PAGE
+
+    @property
+    def stop(self) -> int:
+        """Where in the container its memory ends, perhaps behind the end of the file."""
+        return -(-_end(self.records[-1]) // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A span in memory: record by record at `offset - span.start`. All of it has its digests."""
+
+    span: ReadSpan
+    memory: memoryview
+
+
+def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[ReadSpan]:
+    """The spans that hold these pieces, in the order of containers and offsets; no I/O.
+
+    Pieces that are nowhere as they are (deltas, lost ones) are in none. A span is at most
+    `span_bytes` long, or one piece.
+    """
+    places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
+    places.sort(key=lambda place: (place[0], place[2].offset))
+    spans: list[ReadSpan] = []
+    for container, group in groupby(places, key=lambda place: place[0]):
+        last: ReadSpan | None = None
+        for _, handle, record in group:
+            if last is None or _apart(last, record, span_bytes):
+                last = ReadSpan(container, handle, [])
+                spans.append(last)
+            last.records.append(record)
+    return spans
+
+
+def _apart(span: ReadSpan, record: Record, span_bytes: int) -> bool:
+    far = record.offset - _end(span.records[-1]) > _GAP
+    return far or _end(record) - span.records[0].offset > span_bytes
+
+
+def _end(record: Record) -> int:
+    return record.offset + record.nbytes
+
+
+class BulkReader:
+    """Fills spans, several requests in flight. One thread uses it; close it or use `with`.
+
+    `verify` off compares nothing that can be read: for who knows that the bytes are right.
+    `mapped` maps the containers instead of copying them: memory is then shared with the page cache,
+    and what the kernel reads again later is not compared again.
+    """
+
+    def __init__(
+        self, pieces: StoredPieces, threads: int, pool: BufferPool, *, verify: bool, mapped: bool
+    ) -> None:
+        self._pieces = pieces
+        self._pool = pool
+        self._verify = verify
+        self._mapped = mapped
+        self._direct: dict[ContainerId, Handle | None] = {}
+        self._undo = ExitStack()
+        self._threads = ThreadPoolExecutor(threads, "tensor-dedup-read")
+        self._undo.callback(self._threads.shutdown, cancel_futures=True)
+
+    def __enter__(self) -> "BulkReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads, then close what was opened."""
+        self._undo.close()
+
+    def fill(self, spans: Sequence[ReadSpan], ahead: int | None = None) -> Iterator[Filled]:
+        """The spans, in order, as they are read; `ahead` of them are read in advance, or all.
+
+        CorruptTensorError, MissingObjectError: a piece is right nowhere. StoreIOError.
+        """
+        waiting = list(reversed(spans))
+        started: deque[tuple[_Work, list[Future[None]]]] = deque()
+        while waiting or started:
+            while waiting and (ahead is None or len(started) <= ahead):
+                started.append(self._start(waiting.pop()))
+            yield self._finished(*started.popleft())
+
+    def read(
+        self, pieces: Sequence[tuple[bytes, int]], ahead_bytes: int | None = None
+    ) -> Iterator[tuple[bytes, memoryview]]:
+        """Pieces that are nowhere as they are, digest and size: decoded, always compared, in order.
+
+        The memory may be larger than the piece. As many bytes as `ahead_bytes` (or one piece) are
+        read in advance, or all. Errors as `fill`.
+        """
+        waiting = deque(pieces)
+        started: deque[tuple[bytes, int, memoryview, list[Future[None]]]] = deque()
+        flying = 0
+        while waiting or started:
+            while waiting and (ahead_bytes is None or not started or flying < ahead_bytes):
+                started.append(self._start_piece(*waiting.popleft()))
+                flying += started[-1][1]
+            flying -= started[0][1]
+            yield self._read_piece(*started.popleft())
+
+    def _start_piece(
+        self, digest: bytes, nbytes: int
+    ) -> tuple[bytes, int, memoryview, list[Future[None]]]:
+        large = nbytes >= _SMALL
+        memory = self._pool.take(nbytes) if large else memoryview(bytearray(nbytes))
+
+        def read(start: int) -> None:
+            with memory[start : min(start + BLOCK_BYTES, nbytes)] as view:
+                self._pieces.read_piece_into(digest, start, view, nbytes)
+
+        starts = range(0, nbytes, BLOCK_BYTES)
+        return digest, nbytes, memory, [self._threads.submit(read, start) for start in starts]
+
+    def _read_piece(
+        self, digest: bytes, nbytes: int, memory: memoryview, futures: Sequence[Future[None]]
+    ) -> tuple[bytes, memoryview]:
+        with os_errors(Path(self._pieces.name)):
+            for future in futures:
+                future.result()
+        return digest, memory
+
+    def _finished(self, work: "_Work", futures: Sequence[Future[None]]) -> Filled:
+        # In a function: this generator, which waits meanwhile, must not hold the memory.
+        for future in futures:
+            future.result()
+        with os_errors(work.path):
+            return work.finish()
+
+    def _start(self, span: ReadSpan) -> "tuple[_Work, list[Future[None]]]":
+        memory = self._map(span)
+        mapped = memory is not None
+        if memory is None:
+            memory = self._pool.take(span.stop - span.start)
+        direct = None if mapped else self._direct_handle(span)
+        work = _Work(self._pieces, span, memory, direct, mapped=mapped, verify=self._verify)
+        if mapped and not self._verify:
+            return work, []
+        return work, [self._threads.submit(work.run, block) for block in work.blocks]
+
+    def _map(self, span: ReadSpan) -> memoryview | None:
+        if self._mapped and span.container.kind in _IMMUTABLE:
+            nbytes = _end(span.records[-1]) - span.start
+            with suppress(OSError):  # cut short, or on a file system that maps nothing: read it
+                return self._pieces.door.map(span.handle, span.start, nbytes)
+        return None
+
+    def _direct_handle(self, span: ReadSpan) -> Handle | None:
+        if span.container not in self._direct:
+            files = self._pieces.door
+            try:
+                handle = files.open(span.handle.path, "direct")
+            except OSError:  # a file system that cannot, or gc took the name meanwhile
+                self._direct[span.container] = None
+            else:
+                self._undo.callback(files.close, handle)
+                same = files.status_of(handle) == files.status_of(span.handle)
+                self._direct[span.container] = handle if same else None
+        return self._direct[span.container]
+
+
+class _Work:
+    """One span on its way into memory."""
+
+    def __init__(
+        self,
+        pieces: StoredPieces,
+        span: ReadSpan,
+        memory: memoryview,
+        direct: Handle | None,
+        *,
+        mapped: bool,
+        verify: bool,
+    ) -> None:
+        self.blocks = _blocks(span)
+        self.path = span.handle.path
+        self._pieces = pieces
+        self._span = span
+        self._memory = memory
+        self._direct = direct
+        self._mapped = mapped
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._wrong: dict[int, Record] = {}
+
+    def run(self, block: _Block) -> None:
+        """Read a block, and hash what is complete now."""
+        if self._mapped:
+            # Threads that fault page by page spoil each other's read-ahead.
+            start = block.start - self._span.start
+            bring_in(self._memory, start, min(block.stop - block.start, len(self._memory) - start))
+        whole = self._mapped or self._read(block)
+        ready = []
+        with self._lock:
+            for leaf in block.leaves:
+                leaf.missing -= 1
+                if not whole:
+                    self._wrong[leaf.record.offset] = leaf.record
+                elif not leaf.missing:
+                    ready.append(leaf)
+        if self._verify:
+            self._compare(ready)
+
+    def _read(self, block: _Block) -> bool:
+        span, door = self._span, self._pieces.door
+        needed = min(block.stop, _end(span.records[-1])) - block.start
+        with self._memory[block.start - span.start : block.stop - span.start] as view:
+            if self._direct is not None and not _is_cached(door, span.handle, block):
+                with suppress(OSError):  # it can after all not read past the cache
+                    if door.pread(self._direct, view, block.start) >= needed:
+                        return True
+            with view[:needed] as part, suppress(OSError):  # what failed once is read again
+                return door.pread(span.handle, part, block.start) == needed
+        return False
+
+    def _compare(self, leaves: Sequence[_Leaf]) -> None:
+        for leaf in leaves:
+            with self._memory[leaf.start - self._span.start : leaf.stop - self._span.start] as view:
+                found = blake3(view).digest()
+            if found != leaf.record.leaves[leaf.number * 32 : leaf.number * 32 + 32]:
+                with self._lock:
+                    self._wrong[leaf.record.offset] = leaf.record
+
+    def finish(self) -> Filled:
+        """When all blocks ran: read again, another way, what was not as it should be."""
+        for record in self._wrong.values():
+            at = record.offset - self._span.start
+            with self._memory[at : at + record.nbytes] as view:
+                self._pieces.read_piece_into(record.digest, 0, view, record.nbytes)
+        return Filled(self._span, self._memory)
+
+
+def _is_cached(files: Files, handle: Handle, block: _Block) -> bool:
+    nbytes = block.stop - block.start
+    found = files.cached_bytes(handle, block.start, nbytes)
+    return found is None or found * 2 > nbytes
+
+
+def _blocks(span: ReadSpan) -> list[_Block]:
+    """Cut a span at pages near the ends of leaves, so that few leaves lie in two blocks."""
+    leaves = [
+        _Leaf(
+            record, number, record.offset + at, min(record.offset + at + LEAF_BYTES, _end(record))
+        )
+        for record in span.records
+        for number, at in enumerate(range(0, record.nbytes, LEAF_BYTES))
+    ]
+    blocks = [_Block(span.start, span.start)]
+    for leaf in leaves:
+        cut = leaf.stop // PAGE * PAGE
+        block = blocks[-1]
+        block.leaves.append(leaf)
+        leaf.missing += 1
+        if cut - block.start >= BLOCK_BYTES:
+            block.stop = cut
+            blocks.append(_Block(cut, cut))
+            if leaf.stop > cut:
+                blocks[-1].leaves.append(leaf)
+                leaf.missing += 1
+    blocks[-1].stop = span.stop
+    return [block for block in blocks if block.stop > block.start]

@@ -1,0 +1,402 @@
+"""Reading a checkpoint back: every byte that is returned has been compared with its digest."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.errors import (
+    BadRangeError,
+    ChangedExternalError,
+    ClosedCheckpointError,
+    CorruptTensorError,
+    DamagedFileError,
+    MissingObjectError,
+    StoreAccessError,
+    UnknownTensorError,
+)
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.manifests import Piece, aliases, by_file, loose
+from tensor_dedup.store.format.tables import PLAIN, Record
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.reading.choose_containers import choose_containers
+from tensor_dedup.store.reading.decoding import Base, fill_leaves, leaves_of, read_range
+from tensor_dedup.store.reading.synthesized import PART, made_of
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a stored checkpoint; `digest` is the one `analyze` and `report` show.
+
+    `alias_of`: its file gives the bytes of that tensor this second name, so they are there once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    digest: str
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a stored checkpoint, as an export writes it."""
+
+    path: str
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """A record in an open container."""
+
+    container: ContainerId
+    handle: Handle
+    record: Record
+
+
+class _BaseLostError(Exception):
+    """What a delta is against cannot be read; the cause says why."""
+
+
+class StoredPieces:
+    """Pieces of a store, open for reading: all containers that hold them are held open.
+
+    So gc cannot take them. Reading may be done from any thread. Close it, or use it as a context
+    manager, when no read is running any more. Not to be used in a forked child.
+    """
+
+    def __init__(
+        self, objects: Objects, index: StoreIndex, wanted: set[bytes], name: str = ""
+    ) -> None:
+        """Open what there is of the pieces with these digests, in a session.
+
+        `name` is the checkpoint's they belong to, for messages.
+        """
+        self.name = name or str(objects.layout.root)
+        self._objects = objects
+        self._open = True
+        self._lock = threading.Lock()
+        self._handles: dict[ContainerId, Handle] = {}
+        self._spots: dict[bytes, list[_Spot]] = {}
+        try:
+            self._open_containers(index, wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_containers(self, index: StoreIndex, wanted: set[bytes]) -> None:
+        self._open_known(index, wanted)
+        if not index.fresh and not all(digest in self for digest in wanted):
+            index.refresh()
+            self._let_go()
+            self._spots = {}
+            self._open_known(index, wanted)
+
+    def _open_known(self, index: StoreIndex, wanted: set[bytes]) -> None:
+        # More than one, also where one would do: gc may take any that is not open.
+        records = self._open_all(index, wanted)
+        bases = {r.base for _, r in records if r.digest in wanted and r.base is not None}
+        for container, record in [*records, *self._open_all(index, bases)]:
+            if record.digest in wanted or record.digest in bases:
+                spot = _Spot(container, self._handles[container], record)
+                self._spots.setdefault(record.digest, []).append(spot)
+
+    def _open_all(self, index: StoreIndex, wanted: set[bytes]) -> list[tuple[ContainerId, Record]]:
+        """Open the containers that hold these pieces; all good records of those newly opened."""
+        found: list[tuple[ContainerId, Record]] = []
+        places = index.find(wanted, external=True)
+        for container in choose_containers(places):
+            if container in self._handles:
+                continue
+            with suppress(MissingObjectError, DamagedFileError, FileNotFoundError):
+                table = self._objects.table(container)
+                bad = self._objects.bad_offsets(container.name)
+                self._handles[container] = self._objects.open_data(container, table)
+                found += [(container, r) for r in table.records if r.offset not in bad]
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the containers go. A second time does nothing."""
+        self._open = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._handles:
+            self.door.close(self._handles.popitem()[1])
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a container is open that should hold the piece with this digest."""
+        return any(
+            spot.record.base is None or self.anchor(spot.record.base) is not None
+            for spot in self._spots.get(digest, ())
+        )
+
+    def records(self, digest: bytes) -> list[Record]:
+        """How a piece is stored, the places tried first first."""
+        with self._lock:
+            return [spot.record for spot in self._spots.get(digest, ())]
+
+    def anchor(self, digest: bytes) -> bytes | None:
+        """What a delta against this piece would be against: itself, or, when it is a delta, what
+        that is against; None when neither is here.
+        """
+        with self._lock:
+            spots = list(self._spots.get(digest, ()))
+        bases = [spot.record.base for spot in spots if spot.record.base is not None]
+        # One step, never more: two deltas may be against each other when no plain copy is left.
+        return next((each for each in (digest, *bases) if self._is_anchor(each)), None)
+
+    def _is_anchor(self, digest: bytes) -> bool:
+        with self._lock:
+            spots = list(self._spots.get(digest, ()))
+        # A file that others may change is no ground to build on.
+        return any(s.record.base is None and s.container.kind != EXTERNAL for s in spots)
+
+    @property
+    def door(self) -> Files:
+        """The way to the disk that its containers were opened through."""
+        return self._objects.files
+
+    def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Handle, Record]]:
+        """Where a piece is stored as it is, for who reads and compares it without this class.
+
+        In the store itself: a file that others may change is read by this class only.
+        """
+        with self._lock:
+            return [
+                (spot.container, spot.handle, spot.record)
+                for spot in self._spots.get(digest, ())
+                if spot.record.codec == PLAIN and spot.container.kind != EXTERNAL
+            ]
+
+    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
+        """A range of the `nbytes` that have a digest, verified: the store's own way to read."""
+        if start == stop:
+            return bytearray()
+
+        def read(spot: _Spot) -> bytearray | None:
+            return read_range(self.door, spot.handle, spot.record, start, stop, self._base(spot))
+
+        return self._from_any(digest, nbytes, read)
+
+    def _base(self, spot: _Spot) -> Base:
+        """What gives the bytes that a record is stored against."""
+
+        def read(start: int, nbytes: int) -> bytearray:
+            digest = spot.record.base or b""
+            try:
+                return self._from_any(digest, nbytes, lambda at: anchored(at, start, nbytes), True)
+            except (CorruptTensorError, MissingObjectError) as error:
+                raise _BaseLostError from error
+
+        def anchored(at: _Spot, start: int, nbytes: int) -> bytearray | None:
+            # No delta: it has no base of its own.
+            return read_range(self.door, at.handle, at.record, start, start + nbytes, read)
+
+        return read
+
+    def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
+        """Fill `view` with bytes from `start` of the `nbytes` that have a digest, verified.
+
+        Where whole leaves are asked for, no other memory is used, and their digests are returned,
+        which is what the bytes were compared with; else nothing. When it raises, `view` may hold
+        anything.
+        """
+        stop = start + view.nbytes
+        whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
+
+        def read(spot: _Spot) -> bytes | None:
+            base = self._base(spot)
+            if whole_leaves:
+                right = fill_leaves(self.door, spot.handle, spot.record, start, view, base)
+                return leaves_of(spot.record, start, view.nbytes) if right else None
+            data = read_range(self.door, spot.handle, spot.record, start, stop, base)
+            if data is not None:
+                view[:] = data
+            return b"" if data is not None else None
+
+        return self._from_any(digest, nbytes, read) if view.nbytes else b""
+
+    def _from_any(
+        self,
+        digest: bytes,
+        nbytes: int,
+        read: Callable[[_Spot], _T | None],
+        anchors_only: bool = False,
+    ) -> _T:
+        """What `read` makes of the first place that is right."""
+        if not self._open:
+            raise ClosedCheckpointError.at(self.name, "it was closed", name=self.name)
+        with self._lock:
+            spots = list(self._spots.get(digest, ()))
+        if anchors_only:
+            spots = [spot for spot in spots if spot.record.base is None]
+        if not spots:
+            changed = self._objects.changed_holding(digest)
+            if changed is not None:
+                raise ChangedExternalError.at(
+                    changed, f"it changed since it was indexed in place for {self.name!r}"
+                )
+            raise MissingObjectError.at(
+                self._objects.layout.root,
+                f"no container holds {digest.hex()} of {self.name!r}",
+                digest=digest.hex(),
+                nbytes=nbytes,
+            )
+        lost: _BaseLostError | None = None
+        for spot in spots:
+            try:
+                for _ in range(2):  # the first may have been hit on its way, not on the disk
+                    data = read(spot)
+                    if data is not None:
+                        return data
+                self._give_up(spot)
+            except _BaseLostError as error:
+                lost = error  # which says nothing against this record
+        raise self._corrupt(spots, digest) from lost
+
+    def _give_up(self, spot: _Spot) -> None:
+        with self._lock:
+            self._spots[spot.record.digest] = [
+                other for other in self._spots[spot.record.digest] if other is not spot
+            ]
+        # A store that may only be read keeps no note of it, and is still not believed.
+        with suppress(OSError, StoreAccessError):
+            self._objects.add_bad_offset(spot.container.name, spot.record.offset)
+
+    def _corrupt(self, spots: Sequence[_Spot], digest: bytes) -> CorruptTensorError:
+        where, names = spots[0], self._names_of(digest)
+        base = where.record.base
+        against = "" if base is None else f", stored against {base.hex()},"
+        return CorruptTensorError.at(
+            where.handle.path,
+            f"the {where.record.nbytes} bytes at {where.record.offset} "
+            f"({names[0] if names else 'a header or small file'} of {self.name!r}){against} "
+            f"do not have the digest {digest.hex()}",
+            digest=digest.hex(),
+            offset=where.record.offset,
+            nbytes=where.record.nbytes,
+            tensors=names,
+            base=None if base is None else base.hex(),
+        )
+
+    def _names_of(self, digest: bytes) -> list[str]:
+        """The tensors with a digest, as far as they are known here."""
+        return [digest.hex()]
+
+
+class StoredCheckpoint(StoredPieces):
+    """A checkpoint, open for reading. All said of StoredPieces holds."""
+
+    def __init__(self, objects: Objects, index: StoreIndex, name: str) -> None:
+        """Open it, in a session. UnknownNameError, MissingObjectError, DamagedFileError."""
+        self.manifest = objects.ref(name)
+        content = objects.manifest(self.manifest)
+        self.notes = content.notes
+        pieces = objects.pieces(self.manifest, content)
+        held = list(by_file(content, pieces))
+        free, self._made = loose(content, pieces), dict[bytes, bytes]()
+        self.files = (
+            *(StoredFile(f.path, f.nbytes, tuple(part)) for f, part in held),
+            *self._make_files(free),
+        )
+        self._tensors = {
+            tensor.name: tensor
+            for prefix, part in [*((file.prefix, part) for file, part in held), ("", free)]
+            for piece in part
+            if (tensor := _tensor(prefix, piece)) is not None
+        }
+        for alias, name_ in aliases(content).items():
+            if name_ in self._tensors and alias not in self._tensors:
+                self._tensors[alias] = replace(self._tensors[name_], name=alias, alias_of=name_)
+        super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
+
+    def _make_files(self, free: Sequence[Piece]) -> Iterator[StoredFile]:
+        for made in made_of(free, self.notes.get(PART, "")):
+            self._made[made.head.digest] = made.header
+            yield StoredFile(made.path, made.nbytes, (made.head, *made.pieces))
+
+    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
+        made = self._made.get(digest)
+        if made is not None:  # the header of a file that is nowhere
+            return bytearray(made[start:stop])
+        return super().read_piece(digest, start, stop, nbytes)
+
+    def __iter__(self) -> Iterator[StoredTensor]:
+        return iter(self._tensors.values())
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """The tensor of this name. UnknownTensorError."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise UnknownTensorError.at(self.name, f"no tensor {name!r}", tensor=name) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files: headers, tensors and small files."""
+        return sum(file.nbytes for file in self.files)
+
+    def read(self, tensor: StoredTensor | str) -> bytearray:
+        """All bytes of a tensor, verified. CorruptTensorError, MissingObjectError: none are right.
+
+        UnknownTensorError. ClosedCheckpointError. Memory: the tensor.
+        """
+        wanted = self[tensor] if isinstance(tensor, str) else tensor
+        return self.read_piece(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
+
+    def read_range(self, tensor: StoredTensor | str, start: int, stop: int) -> bytearray:
+        """The bytes from `start` to `stop` of a tensor, verified leaf by leaf (2 MiB).
+
+        BadRangeError: it has no such bytes; else as read. Reads whole leaves.
+        """
+        wanted = self[tensor] if isinstance(tensor, str) else tensor
+        if not 0 <= start <= stop <= wanted.nbytes:
+            raise BadRangeError.at(
+                f"{self.name}: tensor {wanted.name!r}",
+                f"bytes {start} to {stop} of {wanted.nbytes}",
+                start=start,
+                stop=stop,
+                nbytes=wanted.nbytes,
+            )
+        return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
+
+    def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
+        """How a tensor is stored: codec, the bytes it takes, the digest it is a delta against.
+
+        What is in no container takes none and has no codec.
+        """
+        records = self.records(bytes.fromhex(tensor.digest))
+        if not records:
+            return "", 0, None
+        best = min(records, key=lambda record: record.stored)
+        return best.codec, best.stored, None if best.base is None else best.base.hex()
+
+    def _names_of(self, digest: bytes) -> list[str]:
+        return [t.name for t in self._tensors.values() if t.digest == digest.hex()]
+
+
+def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:
+    if piece.name is None or piece.dtype is None or piece.shape is None:
+        return None
+    return StoredTensor(
+        prefix + piece.name, piece.dtype, piece.shape, piece.nbytes, piece.digest.hex()
+    )

@@ -1,0 +1,223 @@
+"""Garbage collection: a plan that only computes, then its execution, alone in the store.
+
+What no reference leads to goes to the trash, and is deleted when it has been there for the grace.
+Nothing is deleted, and nothing moved, when what is alive cannot be told for certain.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from tensor_dedup.store.errors import UnfitForCollectionError
+from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.tables import Record
+from tensor_dedup.store.index import open_index
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
+
+DEFAULT_GRACE_HOURS = 24.0
+_HOUR_S = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageItem:
+    """A file that is in the way, and its size in bytes."""
+
+    path: Path
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """What gc does (or did): files to the trash, files deleted for good, unfinished files removed.
+
+    A container whose files go to the trash goes whole; `dead_bytes` nobody uses, but containers
+    that stay have them. `done` is False after a dry run.
+    """
+
+    trash: tuple[GarbageItem, ...]
+    delete: tuple[GarbageItem, ...]
+    unfinished: tuple[GarbageItem, ...]
+    kept_bytes: int
+    dead_bytes: int
+    done: bool = False
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes the disk gets back now; the trash's come when its grace has ended."""
+        return sum(item.nbytes for item in (*self.delete, *self.unfinished))
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+
+        def shown(items: Iterable[GarbageItem]) -> list[dict[str, object]]:
+            return [{"path": str(item.path), "bytes": item.nbytes} for item in items]
+
+        return {
+            "done": self.done,
+            "trash": shown(self.trash),
+            "delete": shown(self.delete),
+            "unfinished": shown(self.unfinished),
+            "trash_bytes": sum(item.nbytes for item in self.trash),
+            "freed_bytes": self.freed_bytes,
+            "kept_bytes": self.kept_bytes,
+            "dead_bytes": self.dead_bytes,
+        }
+
+
+Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
+
+
+@dataclass(frozen=True, slots=True)
+class NeededPieces:
+    """The containers that must stay, and the pieces in them that deltas are against."""
+
+    containers: set[ContainerId]
+    anchors: set[bytes]
+
+
+def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
+    """What must stay so that every live piece can still be read. Computes only.
+
+    `containers` are the records that can be read. A piece that is stored twice keeps one container:
+    the one that holds more of what is alive. Where that is a delta, what it is against stays too;
+    that is no delta itself, so nothing further follows. Files of others never stand in for what the
+    store has itself: their containers stay for what only they hold.
+    """
+    own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
+    chosen = _cover(live, own)
+    anchors = {record.base for held in chosen.values() for record in held.values() if record.base}
+    alone = {
+        container: {digest: record for digest, record in held.items() if record.base is None}
+        for container, held in own.items()
+    }
+    there = {digest for container in chosen for digest in alone[container]}
+    covered = {digest for held in chosen.values() for digest in held}
+    others = {c: held for c, held in containers.items() if c.kind == EXTERNAL}
+    elsewhere = _cover(set(live) - covered, others)
+    return NeededPieces(
+        {*chosen, *_cover(anchors - there, alone), *elsewhere},
+        anchors,
+    )
+
+
+def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
+    """What no reference leads to, in containers that must stay."""
+    used = found.live.keys() | keep.anchors
+    return sum(
+        record.stored
+        for container in keep.containers
+        if container.kind != EXTERNAL
+        for record in found.good(container)
+        if record.digest not in used
+    )
+
+
+def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dict[bytes, Record]]:
+    """Containers that together hold all that is wanted, each with what it is kept for."""
+    weight = {
+        container: sum(r.nbytes for digest, r in held.items() if digest in wanted)
+        for container, held in containers.items()
+    }
+    kept: dict[ContainerId, dict[bytes, Record]] = {}
+    covered = set[bytes]()
+    for container in sorted(containers, key=lambda c: (-weight[c], c)):
+        fresh = {
+            digest: record
+            for digest, record in containers[container].items()
+            if digest in wanted and digest not in covered
+        }
+        if fresh:
+            kept[container] = fresh
+            covered |= fresh.keys()
+    return kept
+
+
+def refuse_unless_certain(found: Inventory) -> None:
+    """UnfitForCollectionError when anything cannot be read, or something alive is lost."""
+    if found.problems:
+        problem = found.problems[0]
+        raise UnfitForCollectionError.at(
+            problem.path,
+            f"{len(found.problems)} files cannot be read, this is the first ({problem.error})",
+            problems=len(found.problems),
+        )
+    lost = found.lost()
+    if lost:
+        digest = min(lost)
+        raise UnfitForCollectionError.at(
+            found.users[digest][0], f"{len(lost)} pieces are lost, {digest.hex()} is the first"
+        )
+
+
+def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
+    """What gc would do now. Alone in the store. UnfitForCollectionError."""
+    found = take_inventory(objects)
+    refuse_unless_certain(found)
+    layout, now = objects.layout, objects.files.now()
+    need = needed(found.live, found.readable())
+    keep = need.containers
+    trash = [
+        path
+        for container in sorted(found.tables.keys() - keep)
+        for path in _files_of(objects, container)
+    ]
+    trash += objects.orphans()
+    trash += [layout.manifest(n) for n in objects.manifest_names() if n not in found.objects]
+    before = now - grace_hours * _HOUR_S
+    old = [*_older(objects, layout.trash, before), *_older(objects, layout.quarantine, before)]
+    old += [layout.bad(name) for name in _stale_lists(objects, keep)]
+    unfinished = [layout.tmp / name for name in objects.files.listdir(layout.tmp)]
+    kept = [path for container in keep for path in _files_of(objects, container)]
+    return GcPlan(
+        tuple(_items(objects, trash)),
+        tuple(_items(objects, old)),
+        tuple(_items(objects, unfinished)),
+        sum(item.nbytes for item in _items(objects, kept)),
+        dead_bytes(found, need),
+    )
+
+
+def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
+    """Do it. Alone in the store, without letting anybody in since the plan was made."""
+    layout, files = objects.layout, objects.files
+    moved = [GarbageItem(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
+    # Without a grace, what has just been moved has been there long enough.
+    # What came back and was moved again within a second has the name of what was there before.
+    both = [*plan.delete, *(moved if grace_hours <= 0 else ())]
+    delete = list({item.path: item for item in both}.values())
+    for item in (*delete, *plan.unfinished):
+        files.unlink(item.path)
+    for folder in (layout.trash, layout.quarantine, layout.tmp):
+        files.sync_folder(folder)
+    with open_index(objects):
+        pass  # opening it drops the entries of what is gone
+    return replace(plan, delete=tuple(delete), done=True)
+
+
+def _files_of(objects: Objects, container: ContainerId) -> list[Path]:
+    """The table first: without it the data is no container."""
+    table = objects.layout.table(container.name, container.kind)
+    data = objects.layout.container(container.name, container.kind)
+    return [table] if table == data else [table, data]
+
+
+def _older(objects: Objects, folder: Path, before: float) -> Iterator[Path]:
+    """What was set aside before this second. What has another name is left alone."""
+    for name in objects.files.listdir(folder):
+        when, dot, _ = name.partition(".")
+        if dot and when.isdecimal() and int(when) <= before:
+            yield folder / name
+
+
+def _stale_lists(objects: Objects, keep: Iterable[ContainerId]) -> list[str]:
+    kept = {container.name for container in keep}
+    return [name for name in objects.bad_containers() if name not in kept]
+
+
+def _items(objects: Objects, paths: Iterable[Path]) -> Iterator[GarbageItem]:
+    for path in paths:
+        status = objects.files.status(path)
+        if status is not None:
+            yield GarbageItem(path, status.size)

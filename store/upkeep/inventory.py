@@ -1,0 +1,198 @@
+"""What a store consists of and what its references lead to: the ground for gc, verify and repair.
+
+A survey goes on where something is damaged, and says so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import (
+    ChangedExternalError,
+    DamagedFileError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.objects import ContainerId, Objects
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that could not be read: what it was, the file, why, and for which checkpoint."""
+
+    kind: str
+    path: Path
+    error: StoreError
+    checkpoint: str | None = None
+
+
+@dataclass
+class Inventory:
+    """What is there and what is alive.
+
+    `live` has the size of every piece that a reference leads to, `users` the checkpoints and names
+    that use it; `objects` the manifests and pages that references lead to, `absent` those of them
+    that cannot be read; `tables` every readable container and `bad` its bad offsets; `changed` the
+    files indexed in place that are not what they were: all of their records are bad.
+    """
+
+    live: dict[bytes, int] = field(default_factory=dict)
+    users: dict[bytes, list[str]] = field(default_factory=dict)
+    references: int = 0
+    logical_bytes: int = 0
+    checkpoints: list[str] = field(default_factory=list)
+    objects: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
+    tables: dict[ContainerId, Table] = field(default_factory=dict)
+    bad: dict[ContainerId, frozenset[int]] = field(default_factory=dict)
+    changed: dict[ContainerId, Path] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def good(self, container: ContainerId) -> Iterator[Record]:
+        """The records of a container that are not known to be bad."""
+        bad = self.bad[container]
+        return (r for r in self.tables[container].records if r.offset not in bad)
+
+    def anchors(self) -> set[bytes]:
+        """The pieces that can be read without another: what a delta may be against."""
+        own = (container for container in self.tables if container.kind != EXTERNAL)
+        return {r.digest for container in own for r in self.good(container) if r.base is None}
+
+    def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
+        """The records that can be read, by container and digest: deltas with their base only."""
+        anchors = self.anchors()
+        return {
+            container: {
+                r.digest: r for r in self.good(container) if r.base is None or r.base in anchors
+            }
+            for container in self.tables
+        }
+
+    def lost(self) -> dict[bytes, int]:
+        """The live pieces that cannot be read from any container, and their sizes."""
+        there = {digest for held in self.readable().values() for digest in held}
+        return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
+
+    def exposed(self) -> dict[bytes, int]:
+        """The live pieces whose own copies are bad, so that files of others alone have them."""
+        readable = self.readable()
+        own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
+        others = {d for c, held in readable.items() if c.kind == EXTERNAL for d in held}
+        damaged = {
+            record.digest: record.nbytes
+            for container, table in self.tables.items()
+            for record in table.records
+            if container.kind != EXTERNAL and record.offset in self.bad[container]
+        }
+        only_there = (damaged.keys() & self.live.keys() & others) - own
+        return {digest: damaged[digest] for digest in only_there}
+
+    def bases(self, digest: bytes) -> list[bytes]:
+        """What the deltas with this digest are against."""
+        records = (r for container in self.tables for r in self.good(container))
+        return [r.base for r in records if r.digest == digest and r.base is not None]
+
+    def deltas_of(self, digest: bytes) -> list[bytes]:
+        """The pieces that are stored against this one."""
+        records = (r for container in self.tables for r in self.good(container))
+        return [r.digest for r in records if r.base == digest]
+
+    def lost_anchors(self) -> dict[bytes, int]:
+        """What would bring lost pieces back, though no reference leads to it: bases of deltas."""
+        lost = self.lost()
+        return {
+            r.base: r.nbytes
+            for container in self.tables
+            for r in self.good(container)
+            if r.base is not None and r.digest in lost
+        }
+
+
+def take_inventory(objects: Objects) -> Inventory:
+    """Read all bookkeeping of a store, in a session. No tensor data is read."""
+    found = Inventory()
+    for path in objects.aliens():
+        error = DamagedFileError.at(path, "nothing in a store has such a name")
+        found.problems.append(Problem("alien", path, error))
+    for name in objects.names():
+        _checkpoint(objects, found, name)
+    for container in objects.containers():
+        _container(objects, found, container)
+    lost = found.lost()
+    for container, path in found.changed.items():
+        if any(record.digest in lost for record in found.tables[container].records):
+            why = ChangedExternalError.at(path, "it changed since it was indexed in place")
+            found.problems.append(Problem("external", path, why))
+    return found
+
+
+def _checkpoint(objects: Objects, found: Inventory, name: str) -> None:
+    path = objects.layout.refs / file_of(name)
+    try:
+        manifest_name = objects.ref(name)
+    except UnknownNameError:  # deleted since the names were read
+        return
+    except StoreError as error:
+        found.checkpoints.append(name)
+        found.problems.append(Problem("reference", path, error, name))
+        return
+    found.checkpoints.append(name)
+    found.objects.add(manifest_name)
+    try:
+        manifest = objects.manifest(manifest_name)
+    except StoreError as error:
+        _absent(objects, found, "manifest", manifest_name, error, name)
+        return
+    found.logical_bytes += manifest.nbytes
+    for page in manifest.pages:
+        _page(objects, found, page.hex(), name)
+
+
+def _page(objects: Objects, found: Inventory, page: str, name: str) -> None:
+    found.objects.add(page)
+    try:
+        pieces = objects.page(page).pieces
+    except StoreError as error:
+        _absent(objects, found, "page", page, error, name)
+        return
+    for piece in pieces:
+        found.live[piece.digest] = piece.nbytes
+        found.references += piece.name is not None
+        label = f"{name}: {piece.name}" if piece.name is not None else f"{name}: (file or header)"
+        found.users.setdefault(piece.digest, []).append(label)
+
+
+def _absent(
+    objects: Objects, found: Inventory, kind: str, part: str, error: StoreError, name: str
+) -> None:
+    found.absent.add(part)
+    found.problems.append(Problem(kind, objects.layout.manifest(part), error, name))
+
+
+def _container(objects: Objects, found: Inventory, container: ContainerId) -> None:
+    path = objects.layout.container(container.name, container.kind)
+    try:
+        table = objects.table(container)
+    except StoreError as error:
+        table_path = objects.layout.table(container.name, container.kind)
+        found.problems.append(Problem("table", table_path, error))
+        return
+    try:
+        bad = objects.bad_offsets(container.name)
+    except StoreError as error:
+        found.problems.append(Problem("list", objects.layout.bad(container.name), error))
+        return
+    whole = objects.data_is_whole(container, table)
+    if not whole and container.kind == EXTERNAL:
+        # No fault of the store: while nobody needs what is in it, all is well.
+        found.changed[container] = objects.data_path(container, table)
+        bad = frozenset(record.offset for record in table.records)
+    elif not whole:
+        gone = DamagedFileError.at(path, f"its {table.data_bytes} bytes are not there")
+        found.problems.append(Problem("container", path, gone))
+        return
+    found.tables[container] = table
+    found.bad[container] = bad

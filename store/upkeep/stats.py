@@ -1,0 +1,124 @@
+"""What is in a store, for people and programs that only want to know."""
+
+import contextlib
+from dataclasses import asdict, dataclass
+
+from tensor_dedup.store.errors import UnknownNameError
+from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.upkeep.codec_stats import Coded, by_codec
+from tensor_dedup.store.upkeep.gc import dead_bytes, needed
+from tensor_dedup.store.upkeep.inventory import take_inventory
+
+_FLAT = ("refs", "quarantine", "trash", "tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One checkpoint of a store. `nbytes` is what an export writes; times in seconds since 1970."""
+
+    name: str
+    manifest: str
+    files: int
+    nbytes: int
+    imported_at: int
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Sizes of a store.
+
+    `logical_bytes` is what exporting every checkpoint would write, `unique_bytes` the distinct
+    pieces among it; `dedup_ratio` is unique / logical: lower is more reuse. `tensors` counts
+    references, `disk_bytes` all files of the store, `reclaimable_bytes` whole containers that no
+    reference leads to, `dead_bytes` pieces without a reference in containers that stay. `codecs`
+    says what is stored by which codec (`raw`: as it is), anchors of deltas included.
+    """
+
+    checkpoints: int
+    tensors: int
+    unique_pieces: int
+    logical_bytes: int
+    unique_bytes: int
+    dedup_ratio: float
+    disk_bytes: int
+    reclaimable_bytes: int
+    dead_bytes: int
+    trash_bytes: int
+    containers: dict[str, int]
+    damaged_files: int
+    codecs: dict[str, Coded]
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def listed(objects: Objects) -> list[Listed]:
+    """Every checkpoint, by name, in a session. What its reference and manifest raise."""
+    found = []
+    for name in objects.names():
+        with contextlib.suppress(UnknownNameError):  # deleted since the names were read
+            found.append(_listed(objects, name))
+    return found
+
+
+def _listed(objects: Objects, name: str) -> Listed:
+    manifest_name = objects.ref(name)
+    manifest = objects.manifest(manifest_name)
+    status = objects.files.status(objects.layout.refs / file_of(name))
+    imported_at = status.mtime_ns // 10**9 if status is not None else 0
+    return Listed(name, manifest_name, len(manifest.files), manifest.nbytes, imported_at)
+
+
+def stats(objects: Objects) -> Stats:
+    """Measure a store, in a session. Reads no tensor data."""
+    found = take_inventory(objects)
+    held = found.readable()
+    keep = needed(found.live, held)
+    kinds: dict[str, int] = {}
+    for container in found.tables:
+        kinds[container.kind] = kinds.get(container.kind, 0) + 1
+    unique = sum(found.live.values())
+    used = found.live.keys() | keep.anchors
+    return Stats(
+        checkpoints=len(found.checkpoints),
+        tensors=found.references,
+        unique_pieces=len(found.live),
+        logical_bytes=found.logical_bytes,
+        unique_bytes=unique,
+        dedup_ratio=unique / found.logical_bytes if found.logical_bytes else 1.0,
+        disk_bytes=_disk_bytes(objects),
+        reclaimable_bytes=sum(
+            found.tables[container].data_bytes
+            for container in held.keys() - keep.containers
+            if container.kind != EXTERNAL
+        ),
+        dead_bytes=dead_bytes(found, keep),
+        trash_bytes=_folder_bytes(objects, "trash"),
+        containers=kinds,
+        damaged_files=len(found.problems),
+        codecs=by_codec({c: held[c] for c in keep.containers}, used),
+    )
+
+
+def _disk_bytes(objects: Objects) -> int:
+    root = objects.layout.root
+    top = _folder_bytes(objects, "")
+    nested = [
+        f"{folder}/{part}"
+        for folder in ("containers", "manifests")
+        for part in objects.files.listdir(root / folder)
+    ]
+    return top + sum(_folder_bytes(objects, folder) for folder in (*_FLAT, *nested))
+
+
+def _folder_bytes(objects: Objects, folder: str) -> int:
+    root = objects.layout.root / folder
+    found = [objects.files.status(root / name) for name in objects.files.listdir(root)]
+    return sum(status.size for status in found if status is not None and status.kind == "file")

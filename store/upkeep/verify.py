@@ -1,0 +1,247 @@
+"""Verify: read bookkeeping, and as many bytes as asked for; name and quarantine what is wrong.
+
+A damaged table takes its container to the quarantine, a damaged manifest or page goes there too.
+Bad bytes stay where they are, in a container that may be fine otherwise, but are listed as bad and
+never read again. A damaged reference stays where it is: it is the only trace of its name, and as
+long as it is there gc deletes nothing.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.files import Handle
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.layout import TABLE_SUFFIX
+from tensor_dedup.store.format.tables import ENCODED, Record, Table
+from tensor_dedup.store.index import Entry, StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_inventory
+from tensor_dedup.store.upkeep.scrub import Scrubber
+from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, Range
+
+_SHOWN_USERS = 5
+_GAP_STEP = 1 << 20
+# Damage to these leaves nothing that could be read: the whole file is set aside.
+_SET_ASIDE = frozenset({"manifest", "page", "table", "container"})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong: the kind of file, the file, what it is, and who is affected.
+
+    Kinds: reference, manifest, page, table, container, list, alien, tensor, padding, index, lost,
+    exposed (only a file of somebody else's has it).
+    """
+
+    kind: str
+    path: str
+    what: str
+    affected: tuple[str, ...] = ()
+
+
+@dataclass
+class VerifyResult:
+    """What verify found. `fine` when there is no fault."""
+
+    level: str
+    faults: list[Fault] = field(default_factory=list)
+    containers: int = 0
+    checkpoints: int = 0
+    bytes_checked: int = 0
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        return {
+            "fine": self.fine,
+            "level": self.level,
+            "checkpoints": self.checkpoints,
+            "containers": self.containers,
+            "bytes_checked": self.bytes_checked,
+            "faults": [
+                {"kind": f.kind, "path": f.path, "what": f.what, "affected": list(f.affected)}
+                for f in self.faults
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How much is read: this share of the pieces (0 none, 1 all and the padding too)."""
+
+    share: float
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """`structure`, `sample` or `full`."""
+        if self.share >= 1:
+            return "full"
+        return "sample" if self.share > 0 else "structure"
+
+
+def verify(
+    objects: Objects, index: StoreIndex, hasher: Hasher, level: Level, progress: ProgressListener
+) -> VerifyResult:
+    """Check a store, in a session. Quarantines what is wrong; repairs nothing."""
+    found = take_inventory(objects)
+    result = VerifyResult(level.name, checkpoints=len(found.checkpoints))
+    for problem in found.problems:
+        _set_aside(objects, problem)
+        affected = (problem.checkpoint,) if problem.checkpoint else ()
+        result.faults.append(Fault(problem.kind, str(problem.path), str(problem.error), affected))
+    _check_index(objects, index, found, result)
+    scrubber = Scrubber(objects, index, hasher, progress)
+    work = _Check(objects, hasher, found, result, progress, scrubber)
+    chosen = _choose(found, level)
+    progress.start(sum(record.nbytes for records in chosen.values() for record in records))
+    for container, records in chosen.items():
+        result.containers += 1
+        if level.share > 0:
+            work.check(container, records, padding=level.share >= 1)
+    for digest, nbytes in found.lost().items():
+        bases = found.bases(digest)
+        where = (
+            "in no container" if not bases else f"stored against {bases[0].hex()}, which is lost"
+        )
+        what = f"{nbytes} bytes of digest {digest.hex()} are {where}"
+        result.faults.append(Fault("lost", str(objects.layout.root), what, _users(found, digest)))
+    for digest, nbytes in found.exposed().items():
+        what = (
+            f"of {nbytes} bytes of digest {digest.hex()} the copy here is damaged, and the one "
+            "that is right is in a file indexed in place; run `tensor-dedup repair`"
+        )
+        users = _users(found, digest)
+        result.faults.append(Fault("exposed", str(objects.layout.root), what, users))
+    return result
+
+
+def _choose(found: Inventory, level: Level) -> dict[ContainerId, list[Record]]:
+    dice = random.Random(level.seed)
+    return {
+        container: [r for r in table.records if level.share >= 1 or dice.random() < level.share]
+        for container, table in sorted(found.tables.items(), key=lambda item: _rank(item[0]))
+        if container not in found.changed  # a file of somebody else's, who may
+    }
+
+
+def _rank(container: ContainerId) -> tuple[bool, ContainerId]:
+    """What deltas are against is read before them: it must be right for them to be right."""
+    return container.kind == ENCODED, container
+
+
+def _set_aside(objects: Objects, problem: Problem) -> None:
+    if not isinstance(problem.error, DamagedFileError) or problem.kind not in _SET_ASIDE:
+        return
+    path = problem.path
+    paths = [path]
+    if path.name.endswith(TABLE_SUFFIX):
+        paths.append(path.with_name(path.name.removesuffix(".table")))
+    elif path.suffix == ".raw":
+        paths.insert(0, path.with_name(path.name + ".table"))
+    for each in paths:
+        with suppress(FileNotFoundError):  # two checkpoints may lead to one page
+            objects.set_aside(each, objects.layout.quarantine)
+
+
+class _Check:
+    """Reads containers and keeps their lists of bad places right."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        hasher: Hasher,
+        found: Inventory,
+        result: VerifyResult,
+        progress: ProgressListener,
+        scrubber: Scrubber,
+    ) -> None:
+        self._scrubber = scrubber
+        self._objects, self._hasher = objects, hasher
+        self._found, self._result, self._progress = found, result, progress
+
+    def check(self, container: ContainerId, records: Sequence[Record], *, padding: bool) -> None:
+        """Compare records with their digests, and the padding with zeros."""
+        table, before = self._found.tables[container], self._found.bad[container]
+        path = self._objects.data_path(container, table)
+        handle = self._objects.open_data(container, table)
+        try:
+            check = self._scrubber.wrong if container.kind == ENCODED else self._wrong
+            wrong = [r for r in check(handle, records) if check(handle, [r])]
+            self._result.bytes_checked += sum(record.nbytes for record in records)
+            stained = list(_stained(self._objects, handle, table)) if padding else []
+        finally:
+            self._objects.files.close(handle)
+        for record in wrong:
+            self._say(path, record, before)
+        self._result.faults += [
+            Fault("padding", str(path), f"the padding at {at} is not zero") for at in stained
+        ]
+        checked = {record.offset for record in records}
+        kept = before - checked if not padding else frozenset[int]()
+        now = kept | {record.offset for record in wrong} | set(stained)
+        if now != before:
+            self._objects.set_bad_offsets(container.name, sorted(now))
+            self._found.bad[container] = frozenset(now)
+
+    def _wrong(self, handle: Handle, records: Sequence[Record]) -> list[Record]:
+        ranges = [Range(record.offset, record.nbytes) for record in records]
+        hashed = self._hasher.hash(handle, ranges, progress=self._progress)
+        return [r for r, h in zip(records, hashed, strict=True) if h.digest != r.digest]
+
+    def _say(self, path: Path, record: Record, before: frozenset[int]) -> None:
+        if record.offset in before:
+            return  # known and kept from being read; `lost` says so if nothing replaces it
+        what = (
+            f"the {record.stored} bytes at {record.offset} do not have the digest "
+            f"{record.digest.hex()}; run `tensor-dedup repair --from PATH`"
+        )
+        self._result.faults.append(
+            Fault("tensor", str(path), what, _users(self._found, record.digest))
+        )
+
+
+def _stained(objects: Objects, handle: Handle, table: Table) -> Iterator[int]:
+    """Where padding is not zero."""
+    for start, nbytes in tables.gaps(table):
+        for at in range(start, start + nbytes, _GAP_STEP):
+            data = bytearray(min(_GAP_STEP, start + nbytes - at))
+            objects.files.pread(handle, memoryview(data), at)
+            if any(data):
+                yield start
+                break
+
+
+def _check_index(
+    objects: Objects, index: StoreIndex, found: Inventory, result: VerifyResult
+) -> None:
+    """Compare what the index says with what the tables say; a wrong one is dropped."""
+    wrong = [
+        container
+        for container in index.containers()
+        if container in found.tables and index.places(container) != _places(found, container)
+    ]
+    if wrong or index.broken:
+        what = f"it is wrong about {len(wrong)} containers" if wrong else "it was broken"
+        fault = Fault("index", str(objects.layout.index), f"{what}; it is made anew by itself")
+        result.faults.append(fault)
+        index.broken = True
+
+
+def _places(found: Inventory, container: ContainerId) -> set[Entry]:
+    return {(r.digest, r.offset, r.nbytes, r.base) for r in found.good(container)}
+
+
+def _users(found: Inventory, digest: bytes) -> tuple[str, ...]:
+    users = list(found.users.get(digest, ()))
+    for other in found.deltas_of(digest):
+        users += found.users.get(other, ())
+    return tuple(dict.fromkeys(users))[:_SHOWN_USERS]

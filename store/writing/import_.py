@@ -1,0 +1,341 @@
+"""Taking a checkpoint in: what is new goes to containers, the rest is only referred to.
+
+Order: containers, index, pages and manifest, reference; each durable before the next begins. All of
+it happens under the session's lock, and before the reference is written everything it leads to is
+looked up once more.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tensor_dedup.formats.weights import read_header
+from tensor_dedup.store.errors import LostHitError
+from tensor_dedup.store.files import FileStatus, Handle
+from tensor_dedup.store.format import manifests
+from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.format.tables import ENCODED
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.writing.containers import (
+    ContainerWriter,
+    Copied,
+    NewPiece,
+    hash_copy,
+    kind_for,
+)
+from tensor_dedup.store.writing.hashing import (
+    Hashed,
+    Hasher,
+    ProgressListener,
+    SilentListener,
+    changed,
+)
+from tensor_dedup.store.writing.import_listener import ImportListener
+from tensor_dedup.store.writing.index_in_place import index_in_place
+from tensor_dedup.store.writing.sources import (
+    ImportFile,
+    ImportSource,
+    Segment,
+    aliases_of,
+    segments_of,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.writing.encoder import Encoder
+
+# A file stays whole when at most this part of it is in the store already: bytes that are stored
+# twice count against the promise that a fine-tune costs what differs and 0.1 %.
+KNOWN_SHARE = 1 / 2000
+# Smaller ones share containers: two files and four syncs for each would cost more than it gives.
+RAW_FROM = 1 << 20
+_SAMPLE_SHARE = 1 / 32
+_SAMPLE_TENSORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ImportResult:
+    """What an import did. Bytes are those of headers, tensors and small files.
+
+    `known_bytes` were in the store already (or came twice); `stored_bytes` is what the import added
+    to the disk, bookkeeping included. `saved_bytes` is what encoding took off `encoded_tensors` of
+    the new ones; `base` the checkpoint they were compared with. `external_bytes` are those of files
+    that were indexed where they are.
+    """
+
+    name: str
+    manifest: str
+    files: int
+    tensors: int
+    new_tensors: int
+    new_bytes: int
+    known_bytes: int
+    stored_bytes: int
+    containers: tuple[str, ...]
+    skipped: tuple[str, ...]
+    encoded_tensors: int = 0
+    saved_bytes: int = 0
+    external_bytes: int = 0
+    base: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        names = self.__dataclass_fields__
+        return {name: getattr(self, name) for name in names}
+
+
+class Import:
+    """One import under a session's lock. Leaving it removes what was not finished."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        index: StoreIndex,
+        hasher: Hasher,
+        progress: ProgressListener,
+        hints: ImportListener,
+        encoder: "Encoder | None",
+        in_place: bool,
+    ) -> None:
+        self._encoder = encoder
+        self._in_place = in_place
+        self._objects = objects
+        self._index = index
+        self._hasher = hasher
+        self._progress = progress
+        self._hints = hints
+        self._fresh: set[bytes] = set()
+        self._containers: list[ContainerId] = []
+        self._undo = ExitStack()
+        self._writers = {kind: ContainerWriter(objects, hasher, kind) for kind in ("slab", "pack")}
+        if encoder is not None:
+            self._writers[ENCODED] = encoder.writer
+        self.files: list[FileEntry] = []
+        self.pieces: list[Piece] = []
+        self.new_tensors = 0
+        self.new_bytes = 0
+        self.external_bytes = 0
+
+    def __enter__(self) -> "Import":
+        for writer in self._writers.values():
+            self._undo.callback(writer.abandon)
+        if self._encoder is not None:
+            self._undo.callback(self._encoder.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def take(self, file: ImportFile) -> None:
+        """Store what is new in a file. ChangedFileError: it was written meanwhile."""
+        files = self._objects.files
+        handle = files.open(file.path, "read")
+        try:
+            before, began_ns = files.status_of(handle), time.time_ns()
+            self._check_unchanged(handle, file, before)
+            in_place = self._in_place and file.weights
+            hashed = self._hash(handle, file) if in_place else self._store(handle, file)
+            if files.status_of(handle) != before:
+                raise changed(handle, "it was written while it was read")
+            if in_place:
+                self._containers.append(index_in_place(self._objects, file, before, hashed))
+                self.external_bytes += file.nbytes
+            self._remember(handle, file, before, began_ns, hashed)
+        finally:
+            files.close(handle)
+        self.files.append(FileEntry(file.stored_as, file.nbytes, len(hashed), file.prefix))
+        self.pieces += [
+            Piece(found.digest, part.nbytes, part.name, part.dtype, part.shape)
+            for part, found in zip(file.segments, hashed, strict=True)
+        ]
+
+    def _remember(
+        self,
+        handle: Handle,
+        file: ImportFile,
+        before: FileStatus,
+        began_ns: int,
+        hashed: Sequence[Hashed],
+    ) -> None:
+        digests = {
+            (part.start, part.nbytes): found.digest.hex()
+            for part, found in zip(file.segments, hashed, strict=True)
+            if part.name is not None
+        }
+        if digests:
+            self._hints.imported(handle.fd, before, began_ns, digests)
+
+    def _check_unchanged(self, handle: Handle, file: ImportFile, now: FileStatus) -> None:
+        if now.kind != "file" or now.size != file.nbytes:
+            raise changed(handle, f"it has no longer {file.nbytes} bytes")
+        # Its header was read through another descriptor, some time ago.
+        if file.weights and segments_of(read_header(file.path, fd=handle.fd)) != file.segments:
+            raise changed(handle, "its header is another one now")
+
+    def _hash(self, handle: Handle, file: ImportFile) -> list[Hashed]:
+        return hash_copy(self._hasher, handle, file.segments, self._progress)
+
+    def _store(self, handle: Handle, file: ImportFile) -> list[Hashed]:
+        if self._encoder is not None and file.weights:
+            return self._encode(self._encoder, handle, file)
+        if self._may_stay_whole(handle, file):
+            return self._copy_whole(handle, file.segments)
+        hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
+        self._write(handle, self._news(file.segments, hashed))
+        return hashed
+
+    def _may_stay_whole(self, handle: Handle, file: ImportFile) -> bool:
+        large = file.weights and file.nbytes >= RAW_FROM
+        return large and self._looks_new(handle, file.segments)
+
+    def _encode(self, encoder: "Encoder", handle: Handle, file: ImportFile) -> list[Hashed]:
+        """Store the new tensors that this makes smaller encoded, the rest as ever."""
+        # Progress is that of encoding, which takes several times as long as hashing.
+        hashed = hash_copy(self._hasher, handle, file.segments, SilentListener())
+        known = self._index.find({found.digest for found in hashed})
+        plans = {
+            found.digest: (plan, found)
+            for part, found in zip(file.segments, hashed, strict=True)
+            if found.digest not in known
+            and (plan := encoder.plan(handle, part, file.prefix)) is not None
+        }
+        if not plans and self._may_stay_whole(handle, file):
+            return self._copy_whole(handle, file.segments)
+        plain, news = [], self._news(file.segments, hashed)
+        self._progress.advance(file.nbytes - sum(new.nbytes for new in news))
+        for new in news:
+            plan, found = plans.get(new.digest, (None, None))
+            if plan is None or found is None or not encoder.write(handle, new, found, plan):
+                plain.append(new)
+            self._progress.advance(new.nbytes)
+        self._write(handle, plain)
+        return hashed
+
+    def _looks_new(self, handle: Handle, segments: Sequence[Segment]) -> bool:
+        """Whether none of the largest tensors is known: copying the file is then not in vain."""
+        enough = sum(part.nbytes for part in segments) * _SAMPLE_SHARE
+        sample: list[Segment] = []
+        for part in sorted(segments, key=lambda part: -part.nbytes)[:_SAMPLE_TENSORS]:
+            if sum(chosen.nbytes for chosen in sample) < enough:
+                sample.append(part)
+        digests = {h.digest for h in hash_copy(self._hasher, handle, sample, None)}
+        return not (self._index.find(digests) or digests & self._fresh)
+
+    def _copy_whole(self, handle: Handle, segments: Sequence[Segment]) -> list[Hashed]:
+        nbytes = sum(part.nbytes for part in segments)
+        copy = Copied(self._objects, handle, nbytes)
+        try:
+            # What is hashed is the copy: whatever was written to the source meanwhile, the
+            # container holds what its table says.
+            hashed = hash_copy(self._hasher, copy.handle, segments, self._progress)
+            news = self._news(segments, hashed)
+            if nbytes - sum(new.nbytes for new in news) > nbytes * KNOWN_SHARE:
+                self._write(copy.handle, news)
+                copy.discard()
+            else:
+                self._containers.append(copy.keep(segments, hashed))
+        except BaseException:
+            copy.discard()
+            raise
+        return hashed
+
+    def _news(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> list[NewPiece]:
+        """The pieces that are nowhere yet, each digest once; from now on they count as known."""
+        known = self._index.find({found.digest for found in hashed} - self._fresh)
+        news = []
+        for part, found in zip(segments, hashed, strict=True):
+            if part.nbytes and found.digest not in known and found.digest not in self._fresh:
+                self._fresh.add(found.digest)
+                self.new_tensors += part.name is not None
+                self.new_bytes += part.nbytes
+                news.append(NewPiece(part.start, part.nbytes, found.digest))
+        return news
+
+    def _write(self, handle: Handle, news: Sequence[NewPiece]) -> None:
+        for kind, writer in self._writers.items():
+            writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])
+
+    def finish(self) -> list[ContainerId]:
+        """Make all containers durable, and known to the index."""
+        for writer in self._writers.values():
+            container = writer.finish()
+            if container is not None:
+                self._containers.append(container)
+        for container in self._containers:
+            # A container that had bad places may just have come back whole, under its old name.
+            self._objects.set_bad_offsets(container.name, ())
+        self._index.refresh()
+        return self._containers
+
+    def check_hits(self) -> None:
+        """Look everything up again. LostHitError: something is not there any more."""
+        wanted = {piece.digest for piece in self.pieces if piece.nbytes}
+        lost = wanted - self._index.find(wanted, external=self._in_place).keys()
+        if lost:
+            raise LostHitError.at(
+                self._objects.layout.root,
+                f"{len(lost)} of {len(wanted)} pieces were removed meanwhile, {min(lost).hex()} "
+                "is the first",
+                lost=len(lost),
+            )
+
+
+def import_source(
+    objects: Objects,
+    index: StoreIndex,
+    hasher: Hasher,
+    source: ImportSource,
+    name: str,
+    *,
+    replace: bool,
+    progress: ProgressListener,
+    hints: ImportListener,
+    encoder: "Encoder | None" = None,
+    in_place: bool = False,
+) -> ImportResult:
+    """Store a checkpoint and commit it under a name. In a session; all or nothing by that name.
+
+    `in_place`: its weights stay where they are and are indexed there; small files are stored.
+
+    With an `encoder`, whose base is chosen, what it makes smaller is stored encoded.
+    """
+    progress.start(source.nbytes)
+    with Import(objects, index, hasher, progress, hints, encoder, in_place) as work:
+        for file in source.files:
+            work.take(file)
+        containers = work.finish()
+        work.check_hits()
+        manifest, blobs = manifests.build(work.files, work.pieces, aliases_of(source.files))
+        fresh = [n for n in blobs if objects.files.status(objects.layout.manifest(n)) is None]
+        for part, blob in blobs.items():
+            objects.publish(blob, objects.layout.manifest(part))
+        objects.set_ref(name, manifest, replace=replace)
+    stored = sum(_size_on_disk(objects, container) for container in containers)
+    return ImportResult(
+        name=name,
+        manifest=manifest,
+        files=len(work.files),
+        tensors=sum(piece.name is not None for piece in work.pieces),
+        new_tensors=work.new_tensors,
+        new_bytes=work.new_bytes,
+        known_bytes=source.nbytes - work.new_bytes - work.external_bytes,
+        external_bytes=work.external_bytes,
+        stored_bytes=stored + sum(len(blobs[part]) for part in fresh),
+        containers=tuple(f"{c.name}.{c.kind}" for c in containers),
+        skipped=source.skipped,
+        encoded_tensors=encoder.writer.tensors if encoder is not None else 0,
+        saved_bytes=encoder.writer.saved_bytes if encoder is not None else 0,
+        base=encoder.base_name if encoder is not None and encoder.writer.tensors else None,
+    )
+
+
+def _size_on_disk(objects: Objects, container: ContainerId) -> int:
+    layout = objects.layout
+    paths = {
+        layout.container(container.name, container.kind),
+        layout.table(container.name, container.kind),
+    }
+    found = [objects.files.status(path) for path in paths]
+    return sum(status.size for status in found if status is not None)

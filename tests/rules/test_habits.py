@@ -1,0 +1,95 @@
+"""Habits that keep the code readable: depth of modules, one home for a name, typed errors."""
+
+import ast
+from pathlib import Path
+
+import house
+
+FILE_LINES = 800  # a longer module is two concepts
+GENERIC_SHARE = 0.10
+GENERIC = {
+    "AssertionError",
+    "BaseException",
+    "Exception",
+    "OSError",
+    "RuntimeError",
+    "TypeError",
+    "ValueError",
+}
+
+
+def raised(text: str) -> list[str]:
+    """The name of every error that is made and raised; a bare `raise` makes none."""
+    made = (node.exc for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Raise))
+    called = (error.func if isinstance(error, ast.Call) else error for error in made if error)
+    return [error.id for error in called if isinstance(error, ast.Name)]
+
+
+def generic_share(texts: list[str]) -> float:
+    names = [name for text in texts for name in raised(text)]
+    return sum(name in GENERIC for name in names) / max(1, len(names))
+
+
+def python_files() -> list[Path]:
+    linked = [path for path in house.tracked_files() if (house.ROOT / path).is_file()]
+    return [path for path in linked if path.suffix == ".py"]
+
+
+def test_no_file_is_two_rooms_in_one() -> None:
+    lengths = {path: len((house.ROOT / path).read_text().splitlines()) for path in python_files()}
+    assert {path: lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
+
+
+def test_errors_say_what_went_wrong_by_their_type() -> None:
+    assert generic_share(list(house.sources().values())) <= GENERIC_SHARE
+
+
+def test_generic_errors_are_counted() -> None:
+    text = "try:\n    raise ValueError\nexcept E:\n    raise\nraise ConfigError('x') from None\n"
+    assert generic_share([text]) == 0.5
+
+
+def logged_errors(text: str) -> list[int]:
+    """Lines that log a caught error itself: whoever keeps the record keeps its frames' memory."""
+    return [
+        call.lineno
+        for handler in ast.walk(ast.parse(text))
+        if isinstance(handler, ast.ExceptHandler) and handler.name
+        for call in ast.walk(handler)
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) in {"log", "_log"}
+        and any(isinstance(each, ast.Name) and each.id == handler.name for each in call.args)
+    ]
+
+
+def test_errors_are_logged_as_text() -> None:
+    found = {name: logged_errors(text) for name, text in house.sources().items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_an_error_that_is_logged_is_found() -> None:
+    text = "try:\n    f()\nexcept E as error:\n    log.warning('%s', {})\n"
+    assert logged_errors(text.format("error")) == [4]
+    assert logged_errors(text.format("str(error)")) == []
+
+
+# Public classes that two modules may call by one name, with the reason.
+SEVERAL_HOMES = {
+    "StoreCallback": "the callback that users of Trainer and of Lightning each look for",
+}
+
+
+def class_homes() -> dict[str, list[str]]:
+    """The modules that define a public class of each name."""
+    homes: dict[str, list[str]] = {}
+    for module, text in house.sources().items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    return homes
+
+
+def test_a_class_name_has_one_home() -> None:
+    several = {name: found for name, found in class_homes().items() if len(found) > 1}
+    assert several.keys() == SEVERAL_HOMES.keys(), several
