@@ -1,7 +1,7 @@
 """The one door to the disk: no other module of the store touches files.
 
 `Files` is the interface, `RealFiles` the disk. A test stops, tears or fails any single operation by
-wrapping it (`store/testing.py`), so whatever a crash can do to a store can be tried.
+wrapping it (`.py`), so whatever a crash can do to a store can be tried.
 """
 
 import errno

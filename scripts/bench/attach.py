@@ -28,10 +28,10 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
+from demonstration import models
 from process_memory import drop_pages, read_pages
 from results import HEAD
 from stats import ENVIRONMENT, Estimate, Section, estimate, verdict
-from tensor_dedup.demo import models
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 

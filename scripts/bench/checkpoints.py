@@ -21,8 +21,8 @@ import checkpoint_changes
 import checkpoint_latency
 import checkpoint_long
 from checkpoint_storage import storage
+from demonstration import models
 from stats import Section
-from tensor_dedup.demo import models
 
 PARTS: Final = ("storage", "changes", "deltas", "saves", "readme", "history")
 LONG: Final = "gpt2"

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from tensor_dedup.demo import models
+from demonstration import models
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.safetensors import read_header

@@ -11,13 +11,13 @@ from typing import Final
 
 import torch
 
+from fake_driver import FakeDriver
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.cuda.driver import Driver
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 from tensor_dedup.memory_manager.protocol.paths import device_socket

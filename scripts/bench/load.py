@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 
+from demonstration import models
 from stats import ENVIRONMENT, Section
-from tensor_dedup.demo import models
 
 PARTS = ("unknown", "again", "known", "residency", "decode", "tracing")
 QUICK_PAIRS = 3

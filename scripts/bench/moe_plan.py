@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from demonstration import models
 from stats import ENVIRONMENT, Section, estimate, verdict
-from tensor_dedup.demo import models
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
+from demonstration import models, pictures
 from stats import Section
-from tensor_dedup.demo import models, pictures
 
 DEFAULT_PAIRS = 12
 QUICK_PAIRS = 3

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import click
 
+from demonstration import models
 from results import HEAD
 from stats import Section
 from store_methods import PACKAGES, Method, usable
 from store_runs import Seconds, comparisons, imports, make_source, rates, rounds
-from tensor_dedup.demo import models
 
 PARTS = ("cold", "warm", "imports")
 QUICK_PAIRS = 3

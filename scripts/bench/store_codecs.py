@@ -57,7 +57,7 @@ Times = dict[str, tuple[list[float], list[float]]]
 @click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
 def main(rounds: int, work: Path | None, write: bool) -> None:
     """Measure size and speed of codecs."""
-    from tensor_dedup.demo import models
+    from demonstration import models
 
     folder = work or models.default_folder() / "codecs"
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,10 @@ import decoding
 import recording
 import residency
 import timings
+from demonstration import models
 from fine_tunes import HALF, made
 from loading import prepare_process
 from results import HEAD, Row
-from tensor_dedup.demo import models
 
 
 def run(work: Path, pairs: int, parts: Sequence[str]) -> str:

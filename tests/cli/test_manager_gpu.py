@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 import gpus
+from fake_driver import fake_uuid
 from tensor_dedup.cli import main
 from tensor_dedup.memory_manager.client import connect
-from tensor_dedup.memory_manager.cuda.fake import fake_uuid
 
 GPU = ("--device", fake_uuid(0))
 GIB = 1 << 30

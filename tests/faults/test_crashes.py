@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from stores import (
     KIB,
     Content,
@@ -38,15 +39,6 @@ from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NoSpaceError,
-)
-from tensor_dedup.store.testing import (
-    CHANGES,
-    NEEDS_SPACE,
-    WRITES,
-    Crash,
-    Faults,
-    FaultyFiles,
-    Loss,
 )
 
 Expected = Mapping[str, Content]

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from disk_faults import CHANGES, WRITES, Crash, Faults, FaultyFiles, Loss
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.interchange import load_dict, save_dict
-from tensor_dedup.store.testing import CHANGES, WRITES, Crash, Faults, FaultyFiles, Loss
 
 CONFIG = {"enable_async_write": False, "buffer_size_mb": 1}
 TENSORS = {"a": torch.arange(1500.0), "b": torch.ones(7, dtype=torch.bfloat16)}

@@ -6,16 +6,16 @@ import pytest
 
 import gpu_world
 import gpus
+from backend_contract import BackendTests
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.backends.helper import Helper
 from tensor_dedup.memory_manager.backends.ipc import IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Driver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
-from tensor_dedup.memory_manager.testing import BackendTests
 
 pytestmark = pytest.mark.gpu
-FAKE = "tensor_dedup.memory_manager.cuda.fake:FakeDriver"
+FAKE = "fake_driver:FakeDriver"
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 
 import gpus
 import managers
+from fake_driver import FakeDriver, fake_uuid
 from gpu_loads import (
     STEPS,
     Load,
@@ -35,7 +36,6 @@ from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.resident import resident_key, shares_memory
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.cuda.driver import Access
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     ManagerGoneError,

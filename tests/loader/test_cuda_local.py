@@ -10,6 +10,7 @@ import torch
 
 import gpus
 from gpu_loads import key_of, weights
+from refusing_driver import RefusingDriver
 from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.local import LocalDevice
@@ -19,7 +20,6 @@ from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.resident import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
-from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 
 

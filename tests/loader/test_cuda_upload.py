@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_driver import FakeDriver
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.cuda.gpu import Gpu
@@ -12,7 +13,6 @@ from tensor_dedup.loader.cuda.opening import MappedExtent
 from tensor_dedup.loader.cuda.tensors import CPU, held
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 
 
 def pattern(nbytes: int) -> bytes:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from backend_contract import BackendTests
+from fake_backend import FakeBackend
 from tensor_dedup.memory_manager.backends.base import Backend
-from tensor_dedup.memory_manager.backends.fake import FakeBackend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.errors import (
     NoMemoryError,
     NotSealedError,
     StillWritableError,
 )
-from tensor_dedup.memory_manager.testing import BackendTests
 
 
 class TestMemfd(BackendTests):

@@ -14,14 +14,15 @@ import psutil
 import pytest
 
 import gpus
+from backend_contract import BackendTests
+from fake_driver import GRANULARITY, FakeDriver, fake_uuid
+from refusing_driver import RefusingDriver
 from tensor_dedup.memory_manager.backends import helper
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.backends.helper import Helper
 from tensor_dedup.memory_manager.backends.ipc import IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result
-from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver, fake_uuid
-from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 from tensor_dedup.memory_manager.cuda.tickets import read_ticket, write_ticket
 from tensor_dedup.memory_manager.errors import (
     BackendError,
@@ -29,10 +30,9 @@ from tensor_dedup.memory_manager.errors import (
     NoMemoryError,
     NotSealedError,
 )
-from tensor_dedup.memory_manager.testing import BackendTests
 
 MIB = 1 << 20
-FAKE = "tensor_dedup.memory_manager.cuda.fake:FakeDriver"
+FAKE = "fake_driver:FakeDriver"
 
 
 class TestVmm(BackendTests):

@@ -24,7 +24,9 @@ import quantised
 import shared
 import stand_in
 import tiny_checkpoints as checkpoints
+from fake_driver import GRANULARITY, FakeDriver
 from gpu_loads import key_of, weights
+from refusing_driver import RefusingDriver
 from tensor_dedup import report, shares_memory, unshare, verify
 from tensor_dedup.loader import rng
 from tensor_dedup.loader.cuda.devices import DEVICES
@@ -39,8 +41,6 @@ from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
-from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver
-from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 from tensor_dedup.patches.vllm.run import LoadRun
 
 pytestmark = pytest.mark.vllm

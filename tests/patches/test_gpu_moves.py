@@ -16,6 +16,8 @@ from torch import nn
 import fresh
 import gpus
 import tiny_checkpoints as checkpoints
+from fake_driver import FakeDriver
+from refusing_driver import RefusingDriver
 from tensor_dedup import TensorDedupConfig, enable, move, report, shares_memory, sweep, unshare
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.devices import DEVICES
@@ -25,8 +27,6 @@ from tensor_dedup.loader.residents.resident import tensor_bytes
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.unshare import verify
 from tensor_dedup.memory_manager.cuda.driver import Access
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
-from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 
 PLACE = "fakegpu"
 

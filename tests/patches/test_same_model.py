@@ -13,7 +13,7 @@ import engines
 import plain
 import reads
 import tiny_checkpoints as checkpoints
-from tensor_dedup.demo import models
+from demonstration import models
 from tensor_dedup.loader.deferred import prefetch, session
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents import resident, slab

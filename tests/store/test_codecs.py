@@ -5,8 +5,8 @@ import struct
 
 import pytest
 
+from codec_contract import CodecTests
 from tensor_dedup.store.codecs.choice import CodecChoice, Sample, choose, distance, places
-from tensor_dedup.store.codecs.contract import CodecTests
 from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec, Effort
 from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes

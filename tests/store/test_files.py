@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import fresh
+from disk_faults import Crash, Faults, FaultyFiles, FilesTests
 from tensor_dedup.store.files import PAGE, Files, RealFiles
-from tensor_dedup.store.testing import Crash, Faults, FaultyFiles, FilesTests
 
 
 class TestRealFiles(FilesTests):

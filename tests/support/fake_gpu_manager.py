@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fake_driver import FakeDriver
 from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.backends.helper import Helper
 from tensor_dedup.memory_manager.backends.ipc import IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Result, refused
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.server.__main__ import main
 from tensor_dedup.memory_manager.server.main import Start
 
@@ -35,7 +35,7 @@ def _wish(folder: Path) -> list[str]:
 def make(start: Start) -> Backend:
     """The kind of memory that was asked for, on the fake GPU."""
     if start.backend == "ipc":
-        return IpcBackend(Helper(start.device, "tensor_dedup.memory_manager.cuda.fake:FakeDriver"))
+        return IpcBackend(Helper(start.device, "fake_driver:FakeDriver"))
     return VmmBackend(Moody(), start.device, start.handle)
 
 

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import gpus
+from fake_driver import GRANULARITY, FakeDriver
+from refusing_driver import RefusingDriver
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceSlab
@@ -13,8 +15,6 @@ from tensor_dedup.loader.cuda.tensors import held
 from tensor_dedup.loader.residents.device_mappings import PLACES
 from tensor_dedup.memory_manager.backends.vmm import VmmAllocation as ManagerSlab
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
-from tensor_dedup.memory_manager.cuda.fake import GRANULARITY, FakeDriver
-from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.cuda.driver import Driver

@@ -9,6 +9,8 @@ import torch
 
 import gpus
 import managers
+from fake_driver import FakeDriver, fake_uuid
+from refusing_driver import RefusingDriver
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
@@ -18,8 +20,6 @@ from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver, fake_uuid
-from tensor_dedup.memory_manager.cuda.testing import RefusingDriver
 from tensor_dedup.types import ResidentKey
 
 State = dict[str, object]

@@ -17,6 +17,7 @@ import torch
 
 import gpus
 import managers
+from fake_driver import FakeDriver
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
@@ -27,7 +28,6 @@ from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.cuda.driver import Driver
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.protocol.paths import device_socket
 from tensor_dedup.types import ResidentKey

@@ -31,24 +31,22 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"patches", "integrations"}),
 )
 # The top may import every layer, and no layer imports the top.
-TOP = frozenset({"", "analyze", "cli", "demo"})
+TOP = frozenset({"", "analyze", "cli"})
 # Which part of the package may import a framework, be it inside a function.
 FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "torch": (
         "tensor_dedup.loader",
         "tensor_dedup.patches",
         "tensor_dedup.integrations",
-        "tensor_dedup.demo",
         "tensor_dedup.store.checkpoints",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
     ),
-    "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.demo"),
-    "diffusers": ("tensor_dedup.patches.huggingface", "tensor_dedup.demo"),
+    "vllm": ("tensor_dedup.patches.vllm",),
+    "diffusers": ("tensor_dedup.patches.huggingface",),
     "transformers": (
         "tensor_dedup.patches.huggingface",
         "tensor_dedup.integrations",
-        "tensor_dedup.demo",
     ),
 }
 

@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 from torch.utils import backend_registration
 
+from fake_driver import FakeDriver
 from tensor_dedup.loader.cuda import tensors
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.memory_manager.cuda.driver import Driver
-from tensor_dedup.memory_manager.cuda.fake import FakeDriver
 
 NAME: Final = "fakegpu"
 KIND: Final = 12  # kDLExtDev: PrivateUse1

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
 from gates import Gate, gated
 from steps import assert_same, copied, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.testing import NEEDS_SPACE, Faults, FaultyFiles
 
 FULL = Faults(full_from=0)
 

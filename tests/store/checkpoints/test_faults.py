@@ -15,19 +15,11 @@ from typing import Any
 
 import pytest
 
+from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from steps import Model, assert_same, copied, forest, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NoSpaceError
-from tensor_dedup.store.testing import (
-    CHANGES,
-    NEEDS_SPACE,
-    WRITES,
-    Crash,
-    Faults,
-    FaultyFiles,
-    Loss,
-)
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 CONFIG = {"config.json": "{}"}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tensor_dedup.memory_manager.cuda.addresses import DeviceAddressMap, DeviceMapping
+from fake_device_memory import DeviceAddressMap, DeviceMapping
 from tensor_dedup.memory_manager.cuda.driver import (
     IPC_HANDLE_BYTES,
     Access,

@@ -11,10 +11,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress
 
+from demonstration import models, painter, pictures
+from demonstration.run import Side, Step, follow, one_process
+from demonstration.show import BESIDE, new_table, ratio, signed
 from tensor_dedup.cli.names import Dotted
-from tensor_dedup.demo import models, painter, pictures
-from tensor_dedup.demo.run import Side, Step, follow, one_process
-from tensor_dedup.demo.show import BESIDE, new_table, ratio, signed
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.text_table import human
 

@@ -19,10 +19,10 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from demonstration import gallery, models, pictures, run, show
 from tensor_dedup.cli.errors import data_errors
 from tensor_dedup.cli.groups import INTERRUPTED
 from tensor_dedup.cli.names import console as console_of_tables
-from tensor_dedup.demo import gallery, models, pictures, run, show
 from tensor_dedup.formats.checkpoint import open_checkpoint
 
 # Loads and answers, each of them done by both sides.

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from demonstration.run import Side, equal_tokens
 from tensor_dedup.cli.names import Dotted
-from tensor_dedup.demo.run import Side, equal_tokens
 from tensor_dedup.text_table import human
 
 # Of each load; every heading says all of what stands below it.

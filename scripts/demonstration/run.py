@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tensor_dedup.demo import engine
+from demonstration import engine
 from tensor_dedup.errors import TensorDedupError
 
 KV_CACHE_BYTES = 64 << 20

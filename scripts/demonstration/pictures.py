@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from tensor_dedup.demo.models import published
+from demonstration.models import published
 
 NAMES: Final = ("pipeline", "fine-tune")
 SIZE: Final = 128
