@@ -3,53 +3,53 @@
 Importing this package loads neither torch nor vllm: each name is imported when it is first used.
 """
 
+import ast
 import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"
+
+# The list of public names. Type checkers read it, and so does `_public_homes`: a second list, for
+# run time, would be one more place to forget.
 if TYPE_CHECKING:
-    from tensor_dedup.config import TensorDedupConfig
-    from tensor_dedup.errors import ConfigError, FormatError, StoreError, TensorDedupError
-    from tensor_dedup.loader.report import report
-    from tensor_dedup.loader.residents.resident import shares_memory
-    from tensor_dedup.loader.unsharing.unshare import unshare, verify
-    from tensor_dedup.patches.huggingface.pipelines import disable, enable, move, sweep
-    from tensor_dedup.store.store import Store
+    from tensor_dedup.config import TensorDedupConfig as TensorDedupConfig
+    from tensor_dedup.errors import AuditError as AuditError
+    from tensor_dedup.errors import CheckpointError as CheckpointError
+    from tensor_dedup.errors import ConfigError as ConfigError
+    from tensor_dedup.errors import FormatError as FormatError
+    from tensor_dedup.errors import StoreError as StoreError
+    from tensor_dedup.errors import TensorDedupError as TensorDedupError
+    from tensor_dedup.errors import UnsupportedError as UnsupportedError
+    from tensor_dedup.loader.report import Report as Report
+    from tensor_dedup.loader.report import report as report
+    from tensor_dedup.loader.residents.resident import shares_memory as shares_memory
+    from tensor_dedup.loader.unsharing.unshare import unshare as unshare
+    from tensor_dedup.loader.unsharing.unshare import verify as verify
+    from tensor_dedup.patches.huggingface.pipelines import disable as disable
+    from tensor_dedup.patches.huggingface.pipelines import enable as enable
+    from tensor_dedup.patches.huggingface.pipelines import move as move
+    from tensor_dedup.patches.huggingface.pipelines import sweep as sweep
+    from tensor_dedup.store.checkpoints.checkpoint_store import CheckpointStore as CheckpointStore
+    from tensor_dedup.store.reading.tensors import load_tensors as load_tensors
+    from tensor_dedup.store.store import Store as Store
 
-__all__ = [
-    "ConfigError",
-    "FormatError",
-    "Store",
-    "StoreError",
-    "TensorDedupConfig",
-    "TensorDedupError",
-    "disable",
-    "enable",
-    "move",
-    "report",
-    "shares_memory",
-    "sweep",
-    "unshare",
-    "verify",
-]
 
-_HOMES: Mapping[str, str] = {
-    "ConfigError": "tensor_dedup.errors",
-    "FormatError": "tensor_dedup.errors",
-    "Store": "tensor_dedup.store.store",
-    "StoreError": "tensor_dedup.errors",
-    "TensorDedupConfig": "tensor_dedup.config",
-    "TensorDedupError": "tensor_dedup.errors",
-    "disable": "tensor_dedup.patches.huggingface.pipelines",
-    "enable": "tensor_dedup.patches.huggingface.pipelines",
-    "move": "tensor_dedup.patches.huggingface.pipelines",
-    "report": "tensor_dedup.loader.report",
-    "shares_memory": "tensor_dedup.loader.residents.resident",
-    "sweep": "tensor_dedup.patches.huggingface.pipelines",
-    "unshare": "tensor_dedup.loader.unsharing.unshare",
-    "verify": "tensor_dedup.loader.unsharing.unshare",
-}
+def _public_homes() -> Mapping[str, str]:
+    """Return the module of each public name, as the block above imports them."""
+    source = pkgutil.get_data(__name__, "__init__.py")
+    assert source is not None
+    guarded = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    imports = (node for node in guarded.body if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_HOMES = _public_homes()
+
+if not TYPE_CHECKING:  # they take the names that are imported as themselves for the public ones
+    __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> object:
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*_HOMES, *(name for name in globals() if name.startswith("__"))})
 
 
 # vLLM asks its plug-ins before it reads its arguments, except where it is told its platform

@@ -1,4 +1,7 @@
-"""What a user can set, checked once, where it is set. No torch and no vllm here."""
+"""What a user can set, checked once, where it is set.
+
+Imports neither torch nor vllm: worker processes and the command line read a config before either.
+"""
 
 import difflib
 import json
@@ -23,8 +26,43 @@ FORGEABLE = frozenset({"xxh3_128", "xxhash64"})
 class TensorDedupConfig:
     """How one load shares its tensors. Immutable, hashable, picklable, safe from any thread.
 
-    `min_tensor_bytes` is in bytes; `audit` is a share of layer hits between 0.0 and 1.0.
-    Every wrong field, value or combination raises ConfigError here, never later in a worker.
+    enabled:
+        Whether anything is shared at all; False loads as without this package.
+    hash_algorithm:
+        What names the bytes of a tensor: "blake3", "blake2b", "xxh3_128" or "xxhash64". Only
+        "blake3" can be combined with a memory manager or a store; the others work inside one
+        process.
+    verify_bytes:
+        Whether a tensor that was found by its digest is also compared byte by byte before it is
+        mapped. None compares for the two xxhashes, which can be forged, and not otherwise.
+    min_tensor_bytes:
+        A final tensor is shared only when every tensor of the checkpoint that goes into it has at
+        least this many bytes.
+    memory_manager:
+        The path of a memory manager's socket, to share with other processes. "auto" takes the one
+        at the default path and starts one if none answers; it ends after ten idle minutes. None
+        shares inside this process only.
+    store:
+        The store that digests and `store://` checkpoints come from: its folder, True for your own,
+        None for none.
+    store_writes:
+        Whether what was read from files is also put into `store`.
+    cpu_weights:
+        For vLLM on CPUs: "packed" shares weights in the form in which they are multiplied, "plain"
+        as the checkpoint has them, which is the form other processes can use. None is "plain" with
+        a memory manager and "packed" without.
+    verify:
+        Which remembered digests count: "hint" trusts those of a file that has not changed since,
+        "always" hashes every file again.
+    audit:
+        The share of hits, 0.0 to 1.0, that are built from the checkpoint once more and compared
+        byte by byte. A difference raises AuditError.
+
+    Wherever a config is taken, True, False, a dict of fields and JSON text of one are too.
+
+    Raises:
+        ConfigError: A field is unknown, a value is wrong, or two of them exclude each other: here,
+            and never later in a worker.
     """
 
     enabled: bool = True
@@ -95,20 +133,22 @@ class TensorDedupConfig:
 
     @property
     def store_folder(self) -> str | None:
-        """The folder of the store that was named; None is the user's own."""
+        """The folder that `store` names; None where it is the user's own, or there is none."""
         return self.store if isinstance(self.store, str) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as JSON can hold it; `from_any` of the result equals this config."""
+        """Return every field as JSON can hold it; `from_any` of the result equals this config."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_any(cls, value: object) -> Self:
-        """Make a config of whatever a user may write where a config is taken.
+        """Return the config that a value stands for, wherever a user may give one.
 
         None and True are the defaults, False is the defaults switched off; a mapping or JSON text
         sets the fields it names. A caller for whom None means "not asked for" tests that first.
-        Raises ConfigError.
+
+        Raises:
+            ConfigError: The value is none of these, or a field in it is wrong.
         """
         if isinstance(value, cls):
             return value

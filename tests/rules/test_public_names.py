@@ -1,24 +1,34 @@
 """What `import tensor_dedup` offers, and what it costs."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 
 import pytest
 
 import house
 import tensor_dedup
+from tensor_dedup.config import FIELDS, TensorDedupConfig
 
 PUBLIC = {
+    "AuditError",
+    "CheckpointError",
+    "CheckpointStore",
     "ConfigError",
     "FormatError",
+    "Report",
     "Store",
     "StoreError",
     "TensorDedupConfig",
     "TensorDedupError",
+    "UnsupportedError",
     "disable",
     "enable",
+    "load_tensors",
     "move",
     "report",
     "shares_memory",
@@ -46,18 +56,24 @@ def for_type_checkers() -> dict[str, str]:
     tree = ast.parse((house.SOURCE / "tensor_dedup" / "__init__.py").read_text())
     guards = [node for node in tree.body if isinstance(node, ast.If)]
     seen = [node for guard in guards for node in guard.body if isinstance(node, ast.ImportFrom)]
+    # Only what is imported as itself is exported, to a strict type checker.
     return {
         alias.name: str(node.module)
         for node in seen
         for alias in node.names
-        if alias.name in PUBLIC
+        if alias.name == alias.asname
     }
 
 
 def test_all_is_the_public_names() -> None:
-    assert set(tensor_dedup.__all__) == PUBLIC
-    assert len(tensor_dedup.__all__) == len(PUBLIC)
-    assert set(dir(tensor_dedup)) >= PUBLIC
+    names = vars(tensor_dedup)["__all__"]
+    assert set(names) == PUBLIC | {"__version__"}
+    assert len(names) == len(PUBLIC) + 1
+    assert set(dir(tensor_dedup)) >= PUBLIC | {"__version__"}
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    assert for_type_checkers().keys() == PUBLIC
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -65,6 +81,37 @@ def test_each_name_is_what_type_checkers_take_it_for(name: str) -> None:
     value = getattr(tensor_dedup, name)
     assert callable(value)
     assert value is getattr(import_module(for_type_checkers()[name]), name)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_each_name_is_documented(name: str) -> None:
+    value = getattr(tensor_dedup, name)
+    assert inspect.cleandoc(value.__doc__).partition("\n")[0].endswith((".", ":"))
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    project = tomllib.loads((house.ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    read = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    assert read == "tensor_dedup.__version__"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tensor_dedup.__version__)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_help_explains_each_field_of_the_config(field: str) -> None:
+    text = inspect.cleandoc(TensorDedupConfig.__doc__ or "")
+    assert re.search(rf"^{field}:\n    \w", text, re.MULTILINE)
+
+
+def test_the_package_runs_as_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tensor_dedup", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"tensor-dedup, version {tensor_dedup.__version__}\n"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
