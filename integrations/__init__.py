@@ -1,1 +1,1 @@
-"""What plugs into other frameworks without patching them: DCP, Trainer, Lightning, DeepSpeed."""
+"""Save into a store from other frameworks, without patching them: DCP, Trainer, Lightning, DeepSpeed."""

@@ -1,4 +1,14 @@
-"""The callback says when; Lightning's own way to save says what; StoreIO where to."""
+"""Save steps and epochs of Lightning into a store, and resume from `store://RUN@STEP`.
+
+    from tensor_dedup.integrations.lightning import StoreCallback
+
+    callback = StoreCallback("checkpoints", "run-001", every=100)
+    trainer = Trainer(callbacks=[callback])
+    trainer.fit(model, ckpt_path="store://run-001@200")
+
+`StoreCallback` decides when to save, Lightning what a checkpoint holds, and `StoreIO` where it
+goes. This works with `lightning` and `pytorch_lightning`, whichever the program has imported.
+"""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -12,7 +22,7 @@ from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.checkpoints.retention import Rules
 from tensor_dedup.store.checkpoints.step_names import StepName, parse, step_name
 
-# Lightning has two names; classes of one are strangers to the other.
+# Lightning is published under two names, and one does not accept the classes of the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:
     from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
     from pytorch_lightning import Callback
@@ -22,35 +32,40 @@ else:
     from lightning.pytorch import Callback
     from lightning.pytorch.strategies import Strategy
 
+__all__ = ["StoreCallback", "StoreIO"]
+
 StrPath = str | PathLike[str]
 SCHEME: Final = "store://"
 
 
 class StoreIO(CheckpointIO):
-    """What is called `store://RUN@STEP` goes to the store and comes from it; all else to files.
+    """Save and load what is named `store://RUN@STEP` through a store, and all else as files.
 
-    Each run that was added is saved by its own rules into its own store. Any other is looked for in
-    the stores of all of them, in the order in which they were added.
+    Each run that was added is saved into its own store, by its own rules. Any other run is looked
+    up in the stores of the added runs, in the order in which they were added.
     """
 
     def __init__(self, run: CheckpointStore, other: CheckpointIO | None = None) -> None:
-        """Of one run; `add` takes more. `other` saves and loads files."""
+        """Serve one run, and more with `add`; `other` saves and loads files."""
         self._other = other or TorchCheckpointIO()
         self._runs = {run.run_id: run}
         self._metrics: dict[str, Mapping[str, Any]] = {}
 
     def add(self, run: CheckpointStore) -> None:
-        """Save and find the steps of one more run."""
+        """Save and find the steps of another run, too."""
         self._runs[run.run_id] = run
 
     def note(self, run_id: str, metrics: Mapping[str, Any]) -> None:
-        """What the metrics of the next steps of a run are."""
+        """Set the metrics that are saved with the next steps of a run."""
         self._metrics[run_id] = metrics
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Save a step of the run that its name says. StoreError, StateError."""
+        """Save a checkpoint as the step, or the file, that `path` names.
+
+        Raises `StoreError` or `StateError` if the step cannot be saved.
+        """
         if (step := _step(path)) is None:
             self._other.save_checkpoint(checkpoint, path, storage_options)
             return
@@ -59,7 +74,10 @@ class StoreIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint of a step of any run in these stores, on the CPU. UnknownStepError."""
+        """Return the checkpoint of a step of any run in these stores, on the CPU, or of a file.
+
+        Raises `UnknownStepError` if there is no such step.
+        """
         if (step := _step(path)) is None:
             found: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
             return found
@@ -67,30 +85,34 @@ class StoreIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Forget a step. UnknownStepError, PinnedStepError."""
+        """Delete a step, or a file.
+
+        Raises `UnknownStepError` if there is no such step, `PinnedStepError` if it is pinned.
+        """
         if (step := _step(path)) is None:
             self._other.remove_checkpoint(path)
         else:
             self._of(step).delete(step.step)
 
     def teardown(self) -> None:
-        """Have the other one finish what it has begun."""
+        """Let the saver of files finish."""
         self._other.teardown()
 
     def _of(self, step: StepName) -> CheckpointStore:
         if step.run in self._runs:
             return self._runs[step.run]
-        # A run of nobody's here: where the step is, or else where the first run is.
+        # No callback saves this run: take the store that has the step, or else the first one.
         found = [CheckpointStore(run.store, step.run) for run in self._runs.values()]
         return next((run for run in found if step.step in run.steps()), found[0])
 
 
 class StoreCallback(Callback):
-    """Saves all that Lightning puts into a checkpoint, as often as it is told.
+    """Save everything that Lightning puts into a checkpoint to a run of a store.
 
-    Metrics of a step are those that callbacks see. A trainer may have several callbacks, of a run
-    each. Strategies that write files themselves, in parts (FSDP, DeepSpeed, tensor parallel ones),
-    are refused (UnsupportedError); see `tensor_dedup.integrations.dcp` for those.
+    The metrics of a step are those that callbacks see. A trainer may have several of these
+    callbacks, each with a run of its own. Strategies that write sharded files themselves (FSDP,
+    DeepSpeed, tensor parallelism) are refused with `UnsupportedError`; use
+    `tensor_dedup.integrations.dcp` with those.
     """
 
     def __init__(
@@ -102,18 +124,19 @@ class StoreCallback(Callback):
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         **keep: Unpack[Rules],
     ) -> None:
-        """`every` is a number of steps, or "epoch"; `keep_last`, `keep_every` and `keep_best`, and
-        the rest, as CheckpointStore.
+        """Save every so many steps, or after every epoch.
+
+        All other arguments are those of `CheckpointStore`.
         """
         self._every, self._saved = every, -1
         self.run = CheckpointStore(root, run_id, config=config, weights="state_dict", **keep)
         self._io = StoreIO(self.run)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the trainer find steps by their URLs; everything else goes where it did.
+        """Let the trainer save and find steps by URL; other paths remain files.
 
-        UnsupportedError: this strategy reads and writes checkpoints past CheckpointIO; another
-        callback saves this run.
+        Raises `UnsupportedError` if the strategy bypasses `CheckpointIO`, or if another callback
+        saves the same run.
         """
         strategy = trainer.strategy
         if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
@@ -130,30 +153,26 @@ class StoreCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, when it is time: once for each step of the optimizer."""
+        """Save if this step is due, once for each step of the optimizer."""
         step = trainer.global_step
         if self._every != "epoch" and step % self._every == 0 and step != self._saved:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save, when each epoch is saved."""
+        """Save if every epoch is saved."""
         if self._every == "epoch":
             self._save(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Let go of what is held between saves."""
+        """Release what the run holds between saves."""
         self.run.close()
 
     def _check_alone(self, callbacks: Iterable[object]) -> None:
         mine = self.run.run_id
-        of_it = [
-            each
-            for each in callbacks
-            if isinstance(each, StoreCallback) and each.run.run_id == mine
-        ]
-        if len(of_it) > 1:
+        runs = [each.run.run_id for each in callbacks if isinstance(each, StoreCallback)]
+        if (count := runs.count(mine)) > 1:
             raise UnsupportedError(
-                f"{len(of_it)} callbacks save the run {mine!r}; give each a run_id of its own"
+                f"{count} callbacks save the run {mine!r}; give each a run_id of its own"
             )
 
     def _save(self, trainer: Any) -> None:
@@ -165,7 +184,7 @@ class StoreCallback(Callback):
 
 
 def _step(path: str | Path) -> StepName | None:
-    """The step that a URL names; None: it is an ordinary path. BadStepError."""
+    """Return the step that a URL names, or None for an ordinary path."""
     text = str(path)
     if not text.startswith(SCHEME):
         return None

@@ -117,7 +117,7 @@ def test_what_a_launcher_shards_is_refused(
     monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", DistributedType[kind])
     events = training.callback_handler
     for event in (events.on_init_end, events.on_train_begin):
-        with pytest.raises(UnsupportedError, match=r"patches\.dcp"):
+        with pytest.raises(UnsupportedError, match=r"integrations\.dcp"):
             event(training.args, training.state, training.control)
 
 

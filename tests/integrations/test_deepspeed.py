@@ -78,7 +78,7 @@ def save_and_load(root: str, saves: list[tuple[str, str]]) -> list[int]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
-    from tensor_dedup.integrations.deepspeed.engine import StoreEngine
+    from tensor_dedup.integrations.deepspeed import StoreEngine
 
     paths = []
     for number, (folder, tag) in enumerate(saves):

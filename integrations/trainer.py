@@ -1,4 +1,12 @@
-"""The callback, and the way back: a folder as Trainer resumes from."""
+"""Save every step or epoch of Transformers' Trainer into a store.
+
+from tensor_dedup.integrations.trainer import StoreCallback
+
+callback = StoreCallback("checkpoints", "run-001", every=100)
+trainer = Trainer(..., callbacks=[callback])
+trainer.train()
+trainer.train(resume_from_checkpoint=callback.check_out(folder))
+"""
 
 import json
 import random
@@ -22,28 +30,30 @@ from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.checkpoints.retention import Rules
 from tensor_dedup.store.checkpoints.step_names import step_name
 
+__all__ = ["StoreCallback"]
+
 StrPath = str | PathLike[str]
 _MODEL: Final = "model"
-# What Trainer calls the files of a checkpoint, and what is in each. Not every training has all.
+# The files of a Trainer checkpoint, and the part of a step that each holds. Few runs have all.
 _FILES: Final = {
     "optimizer.pt": "optimizer",
     "scheduler.pt": "scheduler",
     "rng_state.pth": "rng",
     "scaler.pt": "scaler",
 }
-_CUTTING: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_SHARDING: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class StoreCallback(TrainerCallback):
-    """Saves model, optimizer, schedule, gradient scaler and random states, as often as it is told.
+    """Save model, optimizer, scheduler, gradient scaler and random states to a run of a store.
 
-    Each step is a checkpoint of the store with the files of its config and tokenizer, so
-    `store://RUN@STEP` is a model. Its metrics are the numbers that were logged last. Models of
-    which every process has all are saved by the first process; of FSDP and DeepSpeed, which cut
-    them up, they are refused (UnsupportedError): there, see `tensor_dedup.integrations.dcp`.
+    Each step is a checkpoint of the store, with the files of the model's config and tokenizer, so
+    `store://RUN@STEP` can be loaded as a model. Its metrics are the numbers logged last. The first
+    process saves models that every process holds whole. FSDP and DeepSpeed, which shard them, are
+    refused with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
 
-    Not resumed: the states of other callbacks are those that they began with, and of the random
-    states of several processes none is put back, as Trainer says when it resumes.
+    Two things are not resumed: other callbacks begin with their initial state, and with several
+    processes no random state is restored, as Trainer itself warns when it resumes.
     """
 
     def __init__(
@@ -54,8 +64,9 @@ class StoreCallback(TrainerCallback):
         every: "int | Literal['epoch']" = "epoch",
         **keep: Unpack[Rules],
     ) -> None:
-        """`every` is a number of steps, or "epoch"; `keep_last`, `keep_every` and `keep_best`, and
-        the rest, as CheckpointStore.
+        """Save every so many steps, or after every epoch.
+
+        All other arguments are those of `CheckpointStore`.
         """
         self._every = every
         self.run = CheckpointStore(root, run_id, weights=_MODEL, **keep)
@@ -64,41 +75,54 @@ class StoreCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Refuse what is not saved before there is anything to lose. UnsupportedError."""
+        """Refuse models that cannot be saved, before there is anything to lose.
+
+        Raises `UnsupportedError` if the model is sharded.
+        """
         _check_whole(args, given["model"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Take the small files that belong to the model. UnsupportedError: it is in parts."""
+        """Collect the config and tokenizer files, which go into every step.
+
+        Raises `UnsupportedError` if the model is sharded.
+        """
         _check_whole(args, given["model"])
         self._files = _small_files(given["model"], given.get("processing_class"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save, when it is time. StoreError: training ends, all saved steps are as they were."""
+        """Save if this step is due.
+
+        A `StoreError` ends the training and leaves all saved steps intact.
+        """
         if self._every != "epoch" and state.global_step % self._every == 0:
             self._save(state, given)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save, when each epoch is saved."""
+        """Save if every epoch is saved."""
         if self._every == "epoch":
             self._save(state, given)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Let go of what is held between saves."""
+        """Release what the run holds between saves."""
         self.run.close()
 
     def check_out(self, folder: StrPath, step: int | None = None) -> str:
-        """Make a folder that `Trainer.train(resume_from_checkpoint=...)` takes; its path.
+        """Write a folder for `Trainer.train(resume_from_checkpoint=...)` and return its path.
 
-        The latest step by default. UnknownStepError; TargetExistsError: the folder has something
-        in it; CorruptTensorError, MissingObjectError.
+        `step` defaults to the latest one.
+
+        Raises:
+            UnknownStepError: The run has no such step.
+            TargetExistsError: The folder is not empty.
+            CorruptTensorError, MissingObjectError: The store is damaged.
         """
         wanted = self.run.latest() if step is None else step
         if wanted is None:
@@ -129,16 +153,14 @@ class StoreCallback(TrainerCallback):
 
 
 def _check_whole(args: TrainingArguments, model: Any) -> None:
-    """Whether every process has all of the model, whoever might have cut it up. UnsupportedError.
-
-    Trainer's arguments know nothing of what a launcher has switched on; Accelerate does.
-    """
+    """Raise `UnsupportedError` unless every process holds the whole model."""
+    # Trainer's arguments do not show what a launcher has switched on; Accelerate's state does.
     launched = AcceleratorState._shared_state.get("distributed_type")
     if (
         args.fsdp
         or args.deepspeed
-        or launched in _CUTTING
-        or any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+        or launched in _SHARDING
+        or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         or any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters())
     ):
         raise UnsupportedError(
@@ -148,7 +170,7 @@ def _check_whole(args: TrainingArguments, model: Any) -> None:
 
 
 def _random_states() -> dict[str, Any]:
-    """As Trainer saves them."""
+    """Return the states of all generators in the form in which Trainer saves them."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -160,7 +182,7 @@ def _random_states() -> dict[str, Any]:
 
 
 def _metrics(state: TrainerState) -> dict[str, float]:
-    """The last number of each name in the log."""
+    """Return the last number logged under each name."""
     logged: dict[str, object] = {}
     for entry in state.log_history:
         logged |= entry
@@ -168,7 +190,7 @@ def _metrics(state: TrainerState) -> dict[str, float]:
 
 
 def _small_files(model: Any, processor: Any) -> dict[str, str | bytes]:
-    """The files of a model's config and of its tokenizer, by name."""
+    """Return the files of a model's config and tokenizer, by name."""
     with tempfile.TemporaryDirectory(prefix="tensor-dedup-") as folder:
         parts = [getattr(model, "config", None), getattr(model, "generation_config", None)]
         for part in (*parts, processor):

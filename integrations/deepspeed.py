@@ -1,0 +1,190 @@
+"""Save DeepSpeed's checkpoints into a store, as its JSON configuration asks.
+
+    import tensor_dedup.integrations.deepspeed as store
+    store.enable()
+
+    {"tensor_dedup": {"store": "checkpoints", "run": "run-001"}, ...}
+
+`save_checkpoint` then writes small files that say where in the store their state is, and
+`load_checkpoint` follows them. Without that entry DeepSpeed behaves as before.
+
+DeepSpeed names files, and looks for them on the disk. Everything saved under one file name, in
+whatever folder, is a run here, and its steps are numbered in the order in which they are saved,
+whatever their tags say: so equal tags in different folders do not collide. The file on the disk
+says which step is meant.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.seams import ReplacedSeam, Replacements, usable
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
+from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.checkpoints.step_names import parse
+from tensor_dedup.store.store import Store
+
+try:
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+except ImportError:  # `enable` refuses, and says which version it was made for
+    CheckpointEngine = TorchCheckpointEngine = object
+
+__all__ = ["StoreEngine", "enable"]
+
+KEY: Final = "tensor_dedup"
+_FIELDS: Final = frozenset({"store", "run"})
+_VERSIONS: Final = "DeepSpeed 0.19.8"
+_SEAM: Final = ReplacedSeam(
+    "deepspeed.runtime.engine:create_checkpoint_engine",
+    "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
+    "it makes the engine that saves and loads",
+    "DeepSpeed saves to its own files",
+    _VERSIONS,
+)
+# A pointer file is a JSON list that begins with this title, and is no longer than this.
+_TITLE: Final = "tensor-dedup step"
+_LONGEST: Final = 4096
+
+
+@cache
+def enable() -> None:
+    """Make DeepSpeed engines created from now on heed `tensor_dedup` in their configuration.
+
+    Further calls in the same process do nothing. Raises `UnsupportedError` if the installed
+    DeepSpeed is not one that this was tried with.
+    """
+    if not usable(_SEAM):
+        raise UnsupportedError(f"{_SEAM.target} is not what it was in {_VERSIONS}")
+    for name in ("LossScaler", "DynamicLossScaler"):
+        _register(f"deepspeed.runtime.fp16.loss_scaler.{name}", lambda held: dict(vars(held)))
+    _register("deepspeed.utils.tensor_fragment.fragment_address", lambda held: dict(vars(held)))
+    register_provider(
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        StateProvider("deepspeed.ZeroStageEnum", int, lambda state, _: _zero_stage(state)),
+    )
+    Replacements([(_SEAM, _choose_engine)]).__enter__()
+
+
+def _choose_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(config_params: Any, *given: Any, **named: Any) -> Any:
+        entry = getattr(config_params, "_param_dict", {}).get(KEY)
+        if entry is None:
+            return original(config_params, *given, **named)
+        store, run = _settings(entry)
+        return StoreEngine(config_params, store, run)
+
+    return create
+
+
+def _settings(entry: object) -> tuple[str, str]:
+    """Return the store and the run that DeepSpeed's JSON names."""
+    if isinstance(entry, Mapping) and entry.keys() == _FIELDS:
+        return str(entry["store"]), str(entry["run"])
+    raise ConfigError(
+        f"DeepSpeed's {KEY!r} is {entry!r}; write {{'store': FOLDER, 'run': NAME}} there"
+    )
+
+
+def _register(name: str, state: Callable[[Any], object]) -> None:
+    """Save objects of a class as their attributes."""
+    module, _, kind = name.rpartition(".")
+
+    def restore(held: Any, _: Any) -> Any:
+        found = getattr(importlib.import_module(module), kind)
+        made = found.__new__(found)
+        made.__dict__.update(held)
+        return made
+
+    register_provider(name, StateProvider(f"deepspeed.{kind}", state, restore))
+
+
+def _zero_stage(state: int) -> Any:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return ZeroStageEnum(state)
+
+
+class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
+    """Save to a store, and load from it or from files that DeepSpeed itself wrote.
+
+    A save is durable when it returns, and never replaces a step: when a file is saved again, the
+    step that it named before stays in the store. Processes that save at the same moment get steps
+    of their own.
+    """
+
+    def __init__(self, config_params: Any, store: str, run: str) -> None:
+        """Open the store.
+
+        Raises `NotAStoreError` if there is none, `BadNameError` if the run cannot be named so.
+        """
+        super().__init__(config_params)
+        self.name = "StoreEngine"
+        self._store, self._run = Store.open(store), run
+        self._runs: dict[str, CheckpointStore] = {}
+        self._others = TorchCheckpointEngine(config_params)
+
+    def create(self, info: Any) -> None:
+        """Do nothing: a checkpoint begins with its first file."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Save the state as a step, and write to `path` which step it is.
+
+        Raises `StoreError` or `StateError` if the state cannot be saved.
+        """
+        saved = self._run_of(Path(path).stem).append(dict(state_dict))
+        target = Path(path)
+        part = target.with_name(f".{target.name}.part")
+        part.write_text(json.dumps([_TITLE, saved.name, saved.manifest]))
+        part.replace(target)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the state that a file names, on the CPU.
+
+        Raises `UnknownStepError` if the step was deleted or replaced since, `CorruptTensorError`
+        if it is damaged.
+        """
+        found = _pointer(Path(path))
+        if found is None:
+            return self._others.load(path, map_location)
+        name, manifest = found
+        step = parse(name)
+        if step is None or self._store.objects.ref(name) != manifest:
+            raise UnknownStepError.at(path, f"{name} is not what it was when this was saved")
+        return CheckpointStore(self._store, step.run).load(step.step)
+
+    def commit(self, info: Any) -> bool:
+        """Return True: all files of a rank are durable already."""
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False, so that DeepSpeed makes no copies of views before it saves them.
+
+        They are saved without the rest of their storage anyhow.
+        """
+        return False
+
+    def cleanup(self) -> None:
+        """Release what the runs hold between saves."""
+        for run in self._runs.values():
+            run.close()
+
+    def _run_of(self, file: str) -> CheckpointStore:
+        if file not in self._runs:
+            self._runs[file] = CheckpointStore(self._store, f"{self._run}/{file}")
+        return self._runs[file]
+
+
+def _pointer(path: Path) -> tuple[str, str] | None:
+    """Return the name and the manifest of the step in a file, or None for DeepSpeed's own file."""
+    with path.open("rb") as file:
+        blob = file.read(_LONGEST)
+    if not blob.startswith(f'["{_TITLE}", '.encode()):
+        return None
+    _, name, manifest = json.loads(blob)
+    return name, manifest
