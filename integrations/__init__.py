@@ -1,1 +1,1 @@
-"""Save into a store from other frameworks, without patching them: DCP, Trainer, Lightning, DeepSpeed."""
+"""Save into a store from other frameworks without patching them."""

@@ -124,7 +124,7 @@ def test_strategies_that_write_their_own_files_are_refused(tmp_path: Path, name:
     callback = StoreCallback(tmp_path / "store", "run")
     before = strategy.checkpoint_io
     trainer = SimpleNamespace(strategy=strategy, callbacks=[callback])
-    with pytest.raises(UnsupportedError, match=f"{name}.*patches.dcp"):
+    with pytest.raises(UnsupportedError, match=f"{name}.*integrations.dcp"):
         callback.setup(trainer, module(), "fit")
     assert strategy.checkpoint_io is before
 

@@ -138,7 +138,7 @@ def start_wrapped(root: str) -> str:
 
 
 def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
-    assert "patches.dcp" in fresh.call(start_wrapped, str(tmp_path))
+    assert "integrations.dcp" in fresh.call(start_wrapped, str(tmp_path))
 
 
 def test_a_step_is_a_model_with_its_config(tmp_path: Path) -> None:
