@@ -131,7 +131,7 @@ class DeviceManagerResidents:
         return put.seal(digests)
 
     def _found(self, key: str, wanted: ResidentKey) -> DeviceResident | None:
-        [layer] = self._client.lookup([key], self._checkpoint)
+        [layer] = self._client.get([key], self._checkpoint)
         if layer is None or len(layer.leases) != 1:
             return None
         [lease] = layer.leases

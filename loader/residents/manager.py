@@ -175,7 +175,7 @@ class ManagerResidents:
         return LentResident(resident_key(wanted.tensor, wanted.digest), lease)
 
     def _found(self, key: str, wanted: ResidentKey) -> Resident | None:
-        [layer] = self.client.lookup([key], self.checkpoint)
+        [layer] = self.client.get([key], self.checkpoint)
         if layer is None or len(layer.leases) != 1:
             return None
         try:

@@ -1,13 +1,38 @@
 """How an engine uses a memory manager: small, blocking, without torch.
 
-from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.client import NewLayer, NewTensor, connect
 
 client = connect("auto", name="vllm base")
-hits = client.lookup([key], checkpoint="base")
+found = client.get(keys, checkpoint="base")
+made = client.put({key: NewLayer(record, (NewTensor(len(data), digest, data),))}, "base")
 """
 
 from tensor_dedup.memory_manager.client.client import AUTO, Client, LayerFound, connect
 from tensor_dedup.memory_manager.client.leases import Lease, SharedSlab
-from tensor_dedup.memory_manager.client.puts import Put, Reservation
+from tensor_dedup.memory_manager.client.puts import (
+    Fill,
+    NewLayer,
+    NewTensor,
+    Put,
+    PutLayer,
+    PutResult,
+    Reservation,
+    TensorSlot,
+)
 
-__all__ = ["AUTO", "Client", "LayerFound", "Lease", "Put", "Reservation", "SharedSlab", "connect"]
+__all__ = [
+    "AUTO",
+    "Client",
+    "Fill",
+    "LayerFound",
+    "Lease",
+    "NewLayer",
+    "NewTensor",
+    "Put",
+    "PutLayer",
+    "PutResult",
+    "Reservation",
+    "SharedSlab",
+    "TensorSlot",
+    "connect",
+]

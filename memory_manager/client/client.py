@@ -1,24 +1,40 @@
-"""The client: look layers up, build what nobody has, hold leases."""
+"""An engine's connection to a memory manager: get layers by key, put those that are not there.
+
+    leases = client.get(keys)                                 # one message for 256 keys
+    result = client.put({key: NewLayer(record, tensors)})     # reserve, write, seal, publish
+
+What comes of either are leases: while one lives, its bytes stay where they are, and unchanged.
+"""
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self, TypeVar
 
 from tensor_dedup.memory_manager.client.connection import Connection
-from tensor_dedup.memory_manager.client.leases import Lease, SharedSlab, SlabTable, lease_of
-from tensor_dedup.memory_manager.client.puts import Put, Reservation
-from tensor_dedup.memory_manager.client.start import start_manager
-from tensor_dedup.memory_manager.client.watch import watch_manager
+from tensor_dedup.memory_manager.client.leases import Lease, SlabTable, lease_of
+from tensor_dedup.memory_manager.client.puts import (
+    Fill,
+    NewLayer,
+    Put,
+    PutLayer,
+    PutResult,
+    Reservation,
+    write_data,
+)
+from tensor_dedup.memory_manager.client.watch import offer_slab, watch_manager
 from tensor_dedup.memory_manager.errors import (
     LeaseClosedError,
     ManagerGoneError,
+    MemoryManagerError,
     ProtocolError,
     RefusedError,
 )
@@ -30,8 +46,6 @@ from tensor_dedup.memory_manager.protocol.messages import (
     FoundDigests,
     Lookup,
     LookupDigests,
-    Offer,
-    Offered,
     Publish,
     Reserve,
     Reserved,
@@ -39,13 +53,22 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Waited,
     Welcome,
 )
-from tensor_dedup.memory_manager.protocol.wire import close_all
 
 log = logging.getLogger("tensor_dedup.memory_manager.client")
 AUTO: Final = "auto"
 # A request holds the connection, so a long wait is made of short ones: others get their turn.
 _WAIT_SLICE_S: Final = 0.5
 _CONNECT_ATTEMPTS: Final = 3
+# By name and not by import: a client never loads the server.
+_SERVER: Final = "tensor_dedup.memory_manager.server"
+_ALREADY_RUNNING: Final = 3  # the exit status of the server's module
+_START_TIMEOUT_S: Final = 60.0
+_IDLE_EXIT_S: Final = 600.0
+# So often is a layer reserved again that its builder gave up, or that was evicted at once.
+_PUT_ROUNDS: Final = 20
+# Another builder writes one slab under a key, in well under a second; what takes this long is
+# stuck in a way that the manager's own time-out has not ended.
+PUT_WAIT_S: Final = 60.0
 Outcome = Literal["ready", "free", "building", "stalled"]
 _Item = TypeVar("_Item")
 
@@ -75,9 +98,12 @@ def connect(
     """Connect to the manager at a socket's path; "auto": at the default one, started if need be.
 
     `name` is for people who look at `tensor-dedup status`. `keep_connected`: when the manager
-    dies, connect to the next one by itself and offer it what is leased. `device`: the UUID of a
-    GPU, to borrow its memory: its manager's socket stands beside the one at `where`.
-    ManagerGoneError: nobody answers, load privately. UnsafeSocketError: somebody else might.
+    dies, connect to the next one without being asked, and offer it what is leased. `device`: the
+    UUID of a GPU, to borrow its memory: its manager's socket stands beside the one at `where`.
+
+    Raises:
+        ManagerGoneError: Nobody answers; load privately.
+        UnsafeSocketError: The socket, its folder or its owner is not this user's alone.
     """
     auto = os.fspath(where) == AUTO
     beside = paths.socket_path(None if auto else where)
@@ -96,8 +122,39 @@ def _connected(beside: Path, name: str, device: str, *, start: bool) -> Connecti
             return Connection(path, name[:MAX_NAME])
         except ManagerGoneError:
             # None is there, or one that is about to end has its last moment: start the next.
-            start_manager(beside, device)
+            _start_manager(beside, device)
     return Connection(path, name[:MAX_NAME])
+
+
+def _start_manager(path: Path, device: str) -> None:
+    """Start a manager in the background at this socket, or find that another process just has.
+
+    `device`: the UUID of the GPU whose memory it is to lend, at a socket beside this one. Returns
+    when it can be connected to. It is nobody's child, and ends after ten idle minutes. Many
+    processes may try at once.
+    """
+    command = [
+        sys.executable, "-m", _SERVER, "--detach",
+        "--socket", str(path), "--idle-exit", str(_IDLE_EXIT_S), "--device", device,
+    ]  # fmt: skip
+    try:
+        paths.make_folder(path.parent)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ManagerGoneError(f"no memory manager could be started: {error}") from error
+    if done.returncode not in (0, _ALREADY_RUNNING):
+        raise ManagerGoneError(
+            f"no memory manager could be started at {path}: "
+            f"{done.stderr.strip() or 'exit status ' + str(done.returncode)}",
+            status=done.returncode,
+        )
 
 
 def _check_device(connection: Connection, device: str) -> None:
@@ -114,8 +171,8 @@ def _check_device(connection: Connection, device: str) -> None:
 class Client:
     """One process's connection to a memory manager. Safe from any thread; none in a forked child.
 
-    Every method raises ManagerGoneError when the manager does not answer: load privately; what is
-    leased stays mapped and valid.
+    Every method but `put`, which reports it, raises ManagerGoneError when the manager does not
+    answer: load privately then. What is leased stays mapped and valid.
     """
 
     def __init__(self, connection: Connection, name: str = "") -> None:
@@ -126,27 +183,31 @@ class Client:
         self._switch = threading.Lock()
         _CLIENTS.add(self)
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "connected" if self.connected else "disconnected"
+        return f"<Client of {self._connection.path}, {state}>"
+
     @property
     def _connection(self) -> Connection:
         return self._session.connection
 
     @property
     def welcome(self) -> Welcome:
-        """What the manager said of itself."""
+        """What the manager said of itself: its process, its backend, its device."""
         return self._connection.welcome
 
     @property
     def closed(self) -> bool:
-        """Was it closed by its user?"""
+        """Whether its user has closed it."""
         return self._closed.is_set()
 
     @property
     def connected(self) -> bool:
-        """Is there a manager at the other end, as far as is known?"""
+        """Whether there is a manager at the other end, as far as is known."""
         return self._connection.alive
 
     def watched(self) -> int:
-        """The socket's descriptor; -1 when there is no connection."""
+        """Return the socket's descriptor; -1 when there is no connection."""
         return self._connection.fileno() if self._connection.alive else -1
 
     def keep_connected(self) -> None:
@@ -169,10 +230,14 @@ class Client:
     ) -> None:
         self.close()
 
-    # Looking up.
+    # Get.
 
-    def lookup(self, keys: Sequence[str], checkpoint: str = "") -> list[LayerFound | None]:
-        """The layers of these keys, in order; None for those that nobody has published."""
+    def get(self, keys: Sequence[str], checkpoint: str = "") -> list[LayerFound | None]:
+        """Return the layers of these keys, in order; None for those that nobody has published.
+
+        Up to MAX_KEYS keys go in one message. The manager answers as many as fit its reply, and is
+        asked again for the others. `checkpoint`: the name under which people see what is leased.
+        """
         return [
             found for batch in _batches(keys, MAX_KEYS) for found in self._pages(batch, checkpoint)
         ]
@@ -191,7 +256,7 @@ class Client:
             keys = _rest(keys, len(reply.layers))
 
     def lease(self, digests: Sequence[str], checkpoint: str = "") -> list[Lease | None]:
-        """Leases on the tensors with these digests, in order; None for those that are not here.
+        """Lease the tensors with these digests, in order; None for those that are not there.
 
         A builder offers what it has computed this way, and writes only the rest.
         """
@@ -204,12 +269,74 @@ class Client:
                 rest = _rest(rest, len(page))
         return found
 
-    # Building.
+    # Put.
+
+    def put(
+        self,
+        layers: Mapping[str, NewLayer],
+        checkpoint: str = "",
+        *,
+        fill: Fill | None = None,
+        wait_s: float = PUT_WAIT_S,
+    ) -> PutResult:
+        """Put these layers into the manager's memory; each is built once, here or elsewhere.
+
+        What the manager grants is written by `fill` (by default the `data` of the tensors is
+        copied), sealed and published. What another process is building is waited for, `wait_s`
+        seconds in all, and taken over when its builder gives up or falls silent. A layer that is
+        there under another record or with other digests is not used.
+
+        It raises no MemoryManagerError, but returns it with what was put before, which stays
+        usable. While one thread of a client builds, the manager does not let another one wait
+        ("holds_reservation").
+        """
+        result = PutResult()
+        deadline = time.monotonic() + wait_s
+        try:
+            for batch in _put_batches(layers):
+                self._put_batch(batch, checkpoint, fill or write_data(batch), deadline, result)
+        except MemoryManagerError as error:
+            result.error = error
+        return result
+
+    def _put_batch(
+        self,
+        waiting: dict[str, NewLayer],
+        checkpoint: str,
+        fill: Fill,
+        deadline: float,
+        result: PutResult,
+    ) -> None:
+        waiting = dict(waiting)
+        for _ in range(_PUT_ROUNDS):
+            if not waiting:
+                return
+            # First what is granted, then what others build: who holds a reservation never waits,
+            # so no two processes can wait for each other.
+            reservation = self.reserve(list(waiting), checkpoint)
+            if reservation.put is not None:
+                granted = {key: waiting.pop(key) for key in reservation.of("granted")}
+                with reservation.put as put:
+                    result.layers |= put.build(granted, fill)
+            for key in reservation.of("building"):
+                if self.wait(key, max(0.0, deadline - time.monotonic())) == "building":
+                    result.still_building.append(key)
+                    del waiting[key]
+            # What is not found now was given up, or evicted: it is reserved again.
+            others = list(waiting)
+            for key, found in zip(others, self.get(others, checkpoint), strict=True):
+                if found is not None:
+                    layer = waiting.pop(key)
+                    if _is_layer(found, layer):
+                        result.layers[key] = PutLayer(found.leases, written=False)
 
     def reserve(self, keys: Sequence[str], checkpoint: str = "") -> Reservation:
         """Ask to build these layers (at most MAX_KEYS): what is granted is one put.
 
-        Publish or abandon the put before waiting for anything. RefusedError ("limit").
+        Publish or abandon the put before waiting for anything.
+
+        Raises:
+            RefusedError: "limit"; this client holds as many puts as one may.
         """
         connection = self._connection
         reply, _ = connection.ask(Reserve(list(keys), checkpoint), Reserved)
@@ -220,10 +347,13 @@ class Client:
         return Reservation(answers, Put(connection, reply.put, granted, checkpoint, self.lease))
 
     def wait(self, key: str, timeout_s: float) -> Outcome:
-        """Wait for somebody else's layer; RefusedError while this process holds a reservation.
+        """Wait for a layer that another client builds, and return what has become of it.
 
-        "ready": look it up. "free": its builder gave up, reserve it. "stalled": the builder has
-        been silent for too long; reserving takes over. "building": time is up, build privately.
+        "ready": get it. "free": its builder gave up; reserve it. "stalled": the builder has been
+        silent for too long; reserving takes over. "building": the time is up; build privately.
+
+        Raises:
+            RefusedError: "holds_reservation"; this client has a put that is not finished.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -235,7 +365,7 @@ class Client:
     def remember(self, key: str, record: bytes, digests: Sequence[str]) -> bool:
         """Publish this record again should the manager be replaced, if its tensors are leased.
 
-        False: it is remembered already.
+        Return False when it is remembered already.
         """
         new = (record, tuple(digests))
         if self._records.get(key) == new:
@@ -244,15 +374,20 @@ class Client:
         return True
 
     def forget(self, key: str) -> None:
-        """The record's layer is gone from this process."""
+        """Do not publish this layer's record again: the layer is gone from this process."""
         self._records.pop(key, None)
 
     # After the manager's death.
 
     def reconnect(self) -> int:
-        """Connect to the manager that is there now and offer it what is held; slabs taken back.
+        """Connect to the manager that is there now, and offer it every slab that is leased here.
 
-        Nothing happens while the connection is good. ManagerGoneError, UnsafeSocketError.
+        Return how many slabs it has taken back. Nothing happens while the connection is good.
+
+        Raises:
+            ManagerGoneError: Nobody answers.
+            UnsafeSocketError: The socket, its folder or its owner is not this user's alone.
+            LeaseClosedError: This client is closed.
         """
         with self._switch:
             if self.closed:
@@ -262,7 +397,7 @@ class Client:
             slabs = self._session.slabs.living()
             connection = Connection(self._connection.path, self._name[:MAX_NAME])
             session = _Session(connection, SlabTable(slabs))
-            taken = sum(_offer(session, slab) for slab in slabs)
+            taken = sum(offer_slab(connection, slab) for slab in slabs)
             self._session = session
         self._publish_again(connection)
         log.info("reconnected to %s: %d of %d slabs taken back", connection.path, taken, len(slabs))
@@ -288,39 +423,30 @@ def _lease_page(
     return [lease_of(extent, slabs, session.connection) for extent in reply.extents]
 
 
-def _offer(session: _Session, slab: SharedSlab) -> bool:
-    """Offer a slab; every living lease in it then is one of the new connection."""
-    leases = [lease for lease in slab.leases.living() if not lease.closed]
-    spans = slab.spans()
-    if not leases or len(spans) > MAX_PIECES:
-        return False
-    connection = session.connection
-    try:
-        reply, _ = connection.ask(Offer(slab.nbytes, spans), Offered, (slab.fileno,))
-    except RefusedError as error:
-        log.warning("a slab of %d bytes was not taken back: %s", slab.nbytes, str(error))
-        return False
-    numbers = dict(zip([span.offset for span in spans], reply.leases, strict=True))
-    for lease in leases:
-        number = numbers.pop(lease.offset, 0)
-        if not number:  # a second lease on that tensor
-            number = _lease_number(connection, lease.digest)
-        _renew(lease, number, connection)
-    return True
+def _is_layer(found: LayerFound, wanted: NewLayer) -> bool:
+    digests = [tensor.digest for tensor in wanted.tensors]
+    return (
+        found.record == wanted.record
+        and len(found.leases) == len(digests)
+        and all(
+            digest in ("", lease.digest)
+            for digest, lease in zip(digests, found.leases, strict=True)
+        )
+    )
 
 
-def _lease_number(connection: Connection, digest: str) -> int:
-    reply, arrived = connection.ask(LookupDigests([digest]), FoundDigests)
-    close_all(arrived)
-    return reply.extents[0].lease if reply.extents and reply.extents[0] else 0
-
-
-def _renew(lease: Lease, number: int, connection: Connection) -> None:
-    try:
-        if number:
-            lease.renew(number, connection)
-    except LeaseClosedError:  # closed meanwhile, by another thread
-        connection.release(number)
+def _put_batches(layers: Mapping[str, NewLayer]) -> Iterator[dict[str, NewLayer]]:
+    """Yield the layers in portions that one reservation, and one slab, can hold."""
+    batch: dict[str, NewLayer] = {}
+    tensors = 0
+    for key, layer in layers.items():
+        if len(batch) == MAX_KEYS or (batch and tensors + len(layer.tensors) > MAX_PIECES):
+            yield batch
+            batch, tensors = {}, 0
+        batch[key] = layer
+        tensors += len(layer.tensors)
+    if batch:
+        yield batch
 
 
 def _batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:

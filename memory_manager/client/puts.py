@@ -1,19 +1,22 @@
-"""Building layers: a reservation, its slab, the records that come of it."""
+"""Putting layers into the manager's memory: what is put, the right to build it, and its slab.
 
-import mmap
+`Client.put` does all of it. The steps below it, which a put of another shape may use on their own,
+are those of PROTOCOL.md: reserve, allocate, write, seal, publish.
+"""
+
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.client.leases import Lease
 from tensor_dedup.memory_manager.errors import (
+    BackendError,
     LeaseClosedError,
     MemoryManagerError,
-    NoMemoryError,
     ProtocolError,
 )
 from tensor_dedup.memory_manager.protocol.messages import (
@@ -34,28 +37,85 @@ if TYPE_CHECKING:
 Answer = Literal["granted", "building", "ready"]
 LeaseAll = Callable[[Sequence[str], str], list[Lease | None]]
 
+TensorSlot = tuple[str, int]
+"""One tensor of a put: the key of its layer, and which tensor of that layer it is."""
+
+Fill = Callable[["Put", Sequence[TensorSlot]], Sequence[str]]
+"""Write these tensors into a put's slab: the n-th of them at the n-th offset of `Put.place`.
+
+Returns their digests, or nothing where all of them were announced. It calls `Put.progress` where
+it takes more than a few seconds, and leaves no writable mapping of the slab.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor to be put: its size in bytes (at least 1), and its digest where that is known.
+
+    `digest` is "" where it becomes known while the tensor is written. `data` is what `write_data`
+    copies; a `Fill` of another kind may leave it out.
+    """
+
+    nbytes: int
+    digest: str = ""
+    data: "Buffer | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewLayer:
+    """A layer to be put: its record, which the manager does not read, and its tensors."""
+
+    record: bytes
+    tensors: tuple[NewTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PutLayer:
+    """A layer that is in the manager's memory now, and a lease on each of its tensors.
+
+    `written`: whether this call wrote any of it; otherwise all of it was there already.
+    """
+
+    leases: tuple[Lease, ...]
+    written: bool
+
+
+@dataclass(slots=True)
+class PutResult:
+    """What became of a call of `Client.put`.
+
+    `layers` has the layers that are in the manager's memory; those that it lacks are to be kept in
+    private memory. The reasons are `error`, which ended the call, and `still_building`: the layers
+    that other processes had not finished when the time was up.
+    """
+
+    layers: dict[str, PutLayer] = field(default_factory=dict)
+    error: MemoryManagerError | None = None
+    still_building: list[str] = field(default_factory=list)
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What became of a wish to build: key by key, and the put of what was granted (or None).
+    """The manager's answer to each key that was reserved, and the put of those it granted, if any.
 
-    "building": somebody else does, wait for it. "ready": somebody has, look it up.
+    "building": another client builds that layer; wait for it. "ready": it is there; get it.
     """
 
     answers: dict[str, Answer]
     put: "Put | None"
 
     def of(self, answer: Answer) -> list[str]:
-        """The keys that got this answer."""
+        """Return the keys that got this answer."""
         return [key for key, given in self.answers.items() if given == answer]
 
 
 class Put:
-    """The right to build some layers, and the slab for their tensors. One thread at a time.
+    """The right to build some layers, and the slab for their tensors. For one thread at a time.
 
-    allocate -> write or view -> seal -> publish each layer; a put whose tensors are all resident
-    already needs publish only. Leaving the context abandons what was not published. RefusedError
-    with the code "stale_put" when it took too long and was taken over: build privately then.
+    `build` does everything; its steps are allocate, write, seal, and publish for each layer. A put
+    whose tensors are all resident already only publishes. Leaving the context abandons what was
+    not published. Every method raises RefusedError with the code "stale_put" when another client
+    has taken the put over because this one was silent for too long: build privately then.
     """
 
     def __init__(
@@ -74,15 +134,66 @@ class Put:
         self._nbytes = 0
         self._sizes: tuple[int, ...] = ()
         self._offsets: tuple[int, ...] = ()
-        self._views: list[mmap.mmap] = []
         self.number: Final = number
         self.open_keys: Final = set(keys)
+
+    def build(self, layers: Mapping[str, NewLayer], fill: Fill) -> dict[str, PutLayer]:
+        """Build and publish these layers, and return a lease on each of their tensors.
+
+        Tensors that are resident already are leased; `fill` writes only the others.
+
+        Raises:
+            RefusedError: There is no room, or the bytes do not have the digest that was announced.
+            BackendError: A tensor of another size is resident under the digest of one of these.
+        """
+        tensors = {
+            (key, index): tensor
+            for key, layer in layers.items()
+            for index, tensor in enumerate(layer.tensors)
+        }
+        leases = self._lease_resident(tensors)
+        missing = [slot for slot in tensors if slot not in leases]
+        if missing:
+            self.allocate(
+                [tensors[slot].nbytes for slot in missing],
+                [tensors[slot].digest for slot in missing],
+            )
+            digests = fill(self, missing)
+            leases |= dict(zip(missing, self.seal(digests), strict=True))
+        written = {key for key, _ in missing}
+        built = {}
+        for key, layer in layers.items():
+            held = tuple(leases[key, index] for index in range(len(layer.tensors)))
+            self.publish(key, layer.record, [lease.digest for lease in held])
+            built[key] = PutLayer(held, key in written)
+        return built
+
+    def _lease_resident(
+        self, tensors: "Mapping[TensorSlot, NewTensor]"
+    ) -> "dict[TensorSlot, Lease]":
+        known = [slot for slot, tensor in tensors.items() if tensor.digest]
+        found = self._lease([tensors[slot].digest for slot in known], self._checkpoint)
+        leases = {
+            slot: lease for slot, lease in zip(known, found, strict=True) if lease is not None
+        }
+        for slot, lease in leases.items():
+            # Of a GPU's memory a digest is its writer's word, and may be another tensor's.
+            if lease.nbytes != tensors[slot].nbytes:
+                raise BackendError(
+                    f"a tensor of {tensors[slot].nbytes} bytes where {lease.nbytes} are lent under "
+                    "its digest; load it privately",
+                    digest=lease.digest,
+                )
+        return leases
 
     def allocate(self, sizes: Sequence[int], digests: Sequence[str] | None = None) -> None:
         """Get a slab for tensors of these sizes (bytes, at least 1; at most MAX_PIECES of them).
 
-        `digests`: what their bytes will be, "" where not known; checked when sealed. RefusedError:
-        "no_room", "no_memory": build privately.
+        `digests`: what their bytes will be, "" where that is not known; the manager checks them
+        when the slab is sealed.
+
+        Raises:
+            RefusedError: "no_room" or "no_memory"; build privately.
         """
         names = digests if digests is not None else [""] * len(sizes)
         pieces = [PutPiece(nbytes, digest) for nbytes, digest in zip(sizes, names, strict=True)]
@@ -96,9 +207,10 @@ class Put:
 
     @property
     def place(self) -> tuple[int, int, tuple[int, ...]]:
-        """The slab's descriptor and size, and where each tensor goes in it.
+        """The slab's descriptor, its size, and the offset of each tensor in it.
 
-        For who writes by other means, to a GPU: all of it must be unmapped again before `seal`.
+        For writers that map the slab themselves, as those to a GPU do: every writable mapping must
+        be gone before `seal`.
         """
         self._check_range(0, 0, 0)
         return self._fd, self._nbytes, self._offsets
@@ -106,7 +218,7 @@ class Put:
     def write(self, index: int, data: "Buffer", at: int = 0) -> None:
         """Copy contiguous bytes into tensor `index`, `at` bytes from its beginning.
 
-        The fastest way to fill a slab: it neither zeroes nor faults pages.
+        This is the fastest way to fill a slab: it neither zeroes nor faults pages.
         """
         with memoryview(data) as view, view.cast("B") as rest:
             self._check_range(index, at, rest.nbytes)
@@ -114,23 +226,6 @@ class Put:
             while done < rest.nbytes:
                 with rest[done:] as piece:
                     done += os.pwrite(self._fd, piece, self._offsets[index] + at + done)
-
-    def view(self, index: int) -> memoryview:
-        """A writable view of tensor `index`. All views must be released before `seal`."""
-        self._check_range(index, 0, 0)
-        if not self._views:
-            try:
-                self._views.append(mmap.mmap(self._fd, self._nbytes))
-            except OSError as error:
-                raise NoMemoryError(
-                    f"mapping {self._nbytes} bytes: {error.strerror}; use write(), or raise "
-                    "vm.max_map_count",
-                    errno=error.errno,
-                ) from error
-            # A forked child must not keep it: sealing would fail until that child ends.
-            self._views[0].madvise(mmap.MADV_DONTFORK)
-        start = self._offsets[index]
-        return memoryview(self._views[0])[start : start + self._sizes[index]]
 
     def _check_range(self, index: int, at: int, nbytes: int) -> None:
         if self._fd < 0:
@@ -143,19 +238,20 @@ class Put:
             )
 
     def progress(self) -> None:
-        """Say that the build goes on: at least every few seconds of a long one."""
+        """Tell the manager that the build goes on: at least every few seconds of a long one."""
         self._connection.tell(Progress(self.number))
 
     def seal(self, digests: Sequence[str] = ()) -> list[Lease]:
-        """Make the tensors resident; a lease on each, in the order of `allocate`.
+        """Make the tensors resident; return a lease on each, in the order of `allocate`.
 
-        `digests`: of all of them, where `allocate` did not say. On a GPU, where the manager cannot
-        hash, one or the other must.
+        `digests`: those of all of them, where `allocate` did not announce them. A GPU's manager,
+        which cannot hash, needs one or the other. A lease may lead into another slab, because
+        another client had equal bytes first.
 
-        A lease may lead into another slab: somebody had equal bytes first. RefusedError:
-        "still_writable" (release every view, then seal again), "mismatch" (the put has ended).
+        Raises:
+            RefusedError: "still_writable" (unmap the slab everywhere, then seal again) or
+                "mismatch" (the put has ended).
         """
-        self._unmap()
         reply, _ = self._connection.ask(Seal(self.number, list(digests)), Sealed)
         self._forget_slab()
         leases = self._lease(reply.digests, self._checkpoint)
@@ -164,27 +260,16 @@ class Put:
             raise ProtocolError("tensors that were sealed just now are not resident")
         return found
 
-    def _unmap(self) -> None:
-        while self._views:
-            try:
-                self._views[-1].close()
-            except BufferError as error:
-                raise LeaseClosedError(
-                    "views of this put's slab are in use; release them, then seal again"
-                ) from error
-            self._views.pop()
-
     def publish(self, key: str, record: bytes, digests: Sequence[str]) -> None:
         """Enter a layer's record (at most MAX_RECORD bytes), whose tensors are leased or sealed."""
         self._connection.ask(Publish(self.number, key, record, list(digests)), Done)
         self.open_keys.discard(key)
 
     def abandon(self) -> None:
-        """Give up what was not published, and the memory. Never fails; a second time is nothing."""
+        """Give up what was not published, and the memory. Never fails; once more does nothing."""
         if not self.open_keys:
             return
         self.open_keys.clear()
-        self._views.clear()
         self._forget_slab()
         try:
             self._connection.ask(Abandon(self.number), Done)
@@ -207,3 +292,16 @@ class Put:
     ) -> None:
         self.abandon()
         self._forget_slab()
+
+
+def write_data(layers: Mapping[str, NewLayer]) -> Fill:
+    """Return the `Fill` that copies the `data` of these layers' tensors."""
+
+    def fill(put: Put, missing: Sequence[TensorSlot]) -> Sequence[str]:
+        for position, (key, index) in enumerate(missing):
+            data = layers[key].tensors[index].data
+            assert data is not None, "a tensor without data needs a fill of its own"
+            put.write(position, data)
+        return ()
+
+    return fill

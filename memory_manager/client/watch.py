@@ -1,4 +1,8 @@
-"""When the manager dies: connect to the next one, and offer it what this process still holds."""
+"""What a client does when its manager dies: connect to the next one, and offer it what is held.
+
+The bytes that are mapped stay valid meanwhile. A thread of each client watches the connection;
+`Client.reconnect`, which it calls, offers every slab that a living lease leads into.
+"""
 
 import logging
 import select
@@ -6,7 +10,17 @@ import threading
 import weakref
 from typing import Final, Protocol
 
-from tensor_dedup.memory_manager.errors import MemoryManagerError
+from tensor_dedup.memory_manager.client.connection import Connection
+from tensor_dedup.memory_manager.client.leases import Lease, SharedSlab
+from tensor_dedup.memory_manager.errors import LeaseClosedError, MemoryManagerError, RefusedError
+from tensor_dedup.memory_manager.protocol.limits import MAX_PIECES
+from tensor_dedup.memory_manager.protocol.messages import (
+    FoundDigests,
+    LookupDigests,
+    Offer,
+    Offered,
+)
+from tensor_dedup.memory_manager.protocol.wire import close_all
 
 log = logging.getLogger("tensor_dedup.memory_manager.client")
 _FIRST_S: Final = 0.5
@@ -16,17 +30,17 @@ _CHECK_MS: Final = 60_000
 
 
 class ReconnectingClient(Protocol):
-    """What a keeper needs of a client."""
+    """What the watching thread needs of a client."""
 
     @property
     def closed(self) -> bool:
-        """Was it closed by its user?"""
+        """Whether its user has closed it."""
 
     def watched(self) -> int:
-        """The descriptor that hangs up when the manager does; -1 without a connection."""
+        """Return the descriptor that hangs up when the manager does; -1 without a connection."""
 
     def reconnect(self) -> object:
-        """Connect again and offer what is held. MemoryManagerError."""
+        """Connect again and offer what is held. Raise MemoryManagerError where nobody answers."""
 
 
 def watch_manager(client: ReconnectingClient, stop: threading.Event) -> None:
@@ -64,3 +78,40 @@ def _wait_for_hang_up(fd: int) -> None:
     poll = select.poll()
     poll.register(fd, 0)  # nothing but POLLHUP and POLLERR: replies are somebody else's
     poll.poll(_CHECK_MS)
+
+
+def offer_slab(connection: Connection, slab: SharedSlab) -> bool:
+    """Offer a slab of a manager that is gone to the one behind this connection.
+
+    Return whether it was taken back; then every living lease in it is one of this connection's.
+    """
+    leases = [lease for lease in slab.leases.living() if not lease.closed]
+    spans = slab.spans()
+    if not leases or len(spans) > MAX_PIECES:
+        return False
+    try:
+        reply, _ = connection.ask(Offer(slab.nbytes, spans), Offered, (slab.fileno,))
+    except RefusedError as error:
+        log.warning("a slab of %d bytes was not taken back: %s", slab.nbytes, str(error))
+        return False
+    numbers = dict(zip([span.offset for span in spans], reply.leases, strict=True))
+    for lease in leases:
+        number = numbers.pop(lease.offset, 0)
+        if not number:  # a second lease on that tensor
+            number = _lease_number(connection, lease.digest)
+        _renew(lease, number, connection)
+    return True
+
+
+def _lease_number(connection: Connection, digest: str) -> int:
+    reply, arrived = connection.ask(LookupDigests([digest]), FoundDigests)
+    close_all(arrived)
+    return reply.extents[0].lease if reply.extents and reply.extents[0] else 0
+
+
+def _renew(lease: Lease, number: int, connection: Connection) -> None:
+    try:
+        if number:
+            lease.renew(number, connection)
+    except LeaseClosedError:  # closed meanwhile, by another thread
+        connection.release(number)

@@ -100,7 +100,7 @@ def attach(path: Path) -> Times:
     """Seconds from connecting until all tensors are mapped, and until pages have been read."""
     began = time.perf_counter()
     with connect(path, keep_connected=False) as client:
-        found = client.lookup([f"layer-{layer}" for layer in range(LAYERS)], "model")
+        found = client.get([f"layer-{layer}" for layer in range(LAYERS)], "model")
         views = []
         for layer in found:
             assert layer is not None
@@ -143,7 +143,7 @@ def ask(path: Path, together: Barrier, answered: "SimpleQueue[int]") -> None:
         together.wait()
         deadline = time.monotonic() + REQUEST_SECONDS
         while time.monotonic() < deadline:
-            client.lookup(["none"])
+            client.get(["none"])
             count += 1
     answered.put(count)
 

@@ -39,7 +39,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[manager
 def test_status_says_what_is_there_and_who_uses_it(manager: managers.Manager) -> None:
     with manager.client("an engine") as client:
         [lease] = managers.build(client, "layer", bytes(SIZE), checkpoint="base")
-        client.lookup(["layer", "none"], "tuned")
+        client.get(["layer", "none"], "tuned")
         document = json.loads(run("status", "--json"))
         text = run("status")
     totals = document["totals"]

@@ -162,7 +162,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_up_nobody(
             for _ in range(100):
                 raw.send(message)
         with manager.client() as other:
-            other.lookup(["meanwhile"])
+            other.get(["meanwhile"])
         return "has not read" in manager.log.read_text()
 
     managers.until(cut_off)
@@ -235,10 +235,11 @@ def test_a_writer_cannot_seal_while_it_can_write_nor_write_once_it_is_sealed(
         put = reserved(client)
         put.allocate([4096])
         kept = os.dup(put._fd)
-        view = put.view(0)
-        with pytest.raises(Exception, match="views of this put"):
+        own = mmap.mmap(put.place[0], 4096)
+        with pytest.raises(RefusedError) as caught:
             put.seal()
-        view.release()
+        assert caught.value.code == "still_writable"
+        own.close()
         mapping = mmap.mmap(kept, 4096)
         with pytest.raises(RefusedError) as caught:
             put.seal()
@@ -315,7 +316,7 @@ def test_without_descriptors_a_client_gives_its_leases_back(manager: managers.Ma
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for fd in spare:
                 os.close(fd)
-        managers.until(lambda: client.lookup(["none"]) and not manager.overview().totals.leases)
+        managers.until(lambda: client.get(["none"]) and not manager.overview().totals.leases)
 
 
 def test_another_user_is_refused_by_the_kernels_word(folder: Path) -> None:
@@ -367,7 +368,7 @@ def test_descriptors_in_flight_are_waited_for(folder: Path) -> None:
                 assert isinstance(each.say(Hello("in flight")), Welcome)
             for each in crowd:
                 each.send(question)  # 144 descriptors in all, and nobody reads
-            client.lookup(["others"])
+            client.get(["others"])
             return [isinstance(each.hear(), FoundDigests) for each in crowd]
 
     manager = managers.Actor(path, be_manager)

@@ -128,8 +128,8 @@ def test_tensors_records_and_pins_survive_a_restart(systemd: Systemd, folder: Pa
     systemd.start()
     assert systemd.store == []  # taken out, or what is evicted later would never be free
     with connect(path, keep_connected=False) as client:
-        managers.until(lambda: None not in client.lookup(["a", "b"]))
-        [a, b] = client.lookup(["a", "b"])
+        managers.until(lambda: None not in client.get(["a", "b"]))
+        [a, b] = client.get(["a", "b"])
         assert a is not None
         assert b is not None
         assert managers.bytes_of(a.leases[0]) == first
@@ -156,7 +156,7 @@ def test_what_systemd_gives_back_is_not_believed(systemd: Systemd, folder: Path)
     os.close(forged)
     systemd.start()
     with connect(path, keep_connected=False) as client:
-        assert client.lookup(["a"]) == [None]
+        assert client.get(["a"]) == [None]
         assert client.lease([digest(data)]) == [None]
         managers.build(client, "a", data)
 
@@ -179,11 +179,11 @@ def test_what_an_earlier_manager_has_left_is_no_later_managers(
     os.close(left[1][1])
     systemd.start()
     with connect(path, keep_connected=False) as client:
-        managers.until(lambda: client.lookup(["b"]) != [None])
-        [found] = client.lookup(["b"])
+        managers.until(lambda: client.get(["b"]) != [None])
+        [found] = client.get(["b"])
         assert found is not None
         assert managers.bytes_of(found.leases[0]) == b"b" * SIZE
-        assert client.lookup(["a"]) == [None]
+        assert client.get(["a"]) == [None]
 
 
 def test_an_index_under_another_generations_name_is_an_empty_one(
@@ -240,7 +240,7 @@ def test_what_systemd_has_no_room_for_is_left_and_never_the_index(
     assert len(systemd.store) == 3
     systemd.start()
     with connect(path, keep_connected=False) as client:
-        managers.until(lambda: client.lookup(["key-4"]) != [None])
-        found = client.lookup([f"key-{number}" for number in range(5)])
+        managers.until(lambda: client.get(["key-4"]) != [None])
+        found = client.get([f"key-{number}" for number in range(5)])
     # The pinned one, and the one used last.
     assert [layer is not None for layer in found] == [False, True, False, False, True]

@@ -1,5 +1,6 @@
 """Death at any step: nothing half-visible, nothing leaked, the others go on."""
 
+import mmap
 import os
 import signal
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def say_hello(state: State) -> None:
 
 
 def look_up(state: State) -> None:
-    state["found"] = client_of(state).lookup(["layer", "resident"])
+    state["found"] = client_of(state).get(["layer", "resident"])
 
 
 def reserve(state: State) -> None:
@@ -54,12 +55,14 @@ def write_half(state: State) -> None:
 
 
 def map_and_write(state: State) -> None:
-    state["view"] = put_of(state).view(0)
-    put_of(state).view(0)[:] = DATA
+    fd, nbytes, [offset] = put_of(state).place
+    state["view"] = view = mmap.mmap(fd, nbytes)
+    view[offset : offset + MIB] = DATA
 
 
 def seal(state: State) -> None:
-    state.pop("view", None)
+    if isinstance(view := state.pop("view", None), mmap.mmap):
+        view.close()
     state["leases"] = put_of(state).seal()
 
 
@@ -103,7 +106,7 @@ def test_a_client_killed_after_any_step_leaves_nothing(
     managers.until(lambda: manager.descriptors() == idle + sealed)  # one for each slab
     assert manager.threads() <= 1 + 4 + len(os.sched_getaffinity(0))
     with manager.client() as client:
-        [found] = client.lookup(["layer"])
+        [found] = client.get(["layer"])
         assert (found is not None) == (count == len(STEPS))
         if found is None:
             [lease] = managers.build(client, "layer", DATA)
@@ -195,7 +198,7 @@ def test_a_builder_that_was_stopped_cannot_reach_what_others_see(
             assert isinstance(error, RefusedError)
             assert error.code == "stale_put"
         assert managers.bytes_of(lease) == DATA
-        [found] = client.lookup(["layer"])
+        [found] = client.get(["layer"])
         assert found is not None
         assert found.record == b"record of layer"
         stopped.step()
@@ -226,7 +229,7 @@ def test_when_the_manager_dies_a_client_knows_and_the_next_one_is_clean(
         step(state)
     manager.kill()
     with pytest.raises(ManagerGoneError):
-        client_of(state).lookup(["layer"])
+        client_of(state).get(["layer"])
     successor = managers.Manager(manager.socket)  # on the socket that was left behind
     try:
         totals = successor.overview().totals
@@ -252,7 +255,7 @@ def test_a_restarted_manager_gets_back_what_is_leased(manager: managers.Manager)
         overview = successor.overview()
         assert (overview.totals.residents, overview.totals.leases) == (1, 2)
         with successor.client() as other:
-            [found] = other.lookup(["layer"])
+            [found] = other.get(["layer"])
             assert found is not None
             assert managers.bytes_of(found.leases[0]) == DATA
         lease.close()

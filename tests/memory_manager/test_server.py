@@ -72,7 +72,7 @@ def test_a_client_is_told_what_the_memory_can_do(client: Client) -> None:
 def test_tensors_are_shared_all_the_same(client: Client, folder: Path) -> None:
     [lease] = managers.build(client, "layer", DATA)
     with connect(folder / "m.sock", keep_connected=False) as other:
-        [found] = other.lookup(["layer"])
+        [found] = other.get(["layer"])
         assert found is not None
         assert managers.bytes_of(found.leases[0]) == DATA
     assert lease.digest == digest(DATA)
@@ -127,7 +127,7 @@ def test_a_client_holds_no_more_puts_than_it_may(client: Client) -> None:
 def test_a_socket_has_one_owner(client: Client, folder: Path) -> None:
     with pytest.raises(ManagerRunningError, match=r"m\.sock"):
         SocketFile(folder / "m.sock")
-    assert client.lookup(["none"]) == [None]  # and its socket is untouched
+    assert client.get(["none"]) == [None]  # and its socket is untouched
 
 
 def test_the_default_budget_is_some_of_the_memory() -> None:

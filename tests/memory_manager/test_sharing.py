@@ -49,7 +49,7 @@ def anonymous(pid: int, name: str = "/memfd:tensor-dedup") -> int:
 
 def attach(state: dict[str, object]) -> str:
     client = connect(str(state["path"]), name="reader", keep_connected=False)
-    [found] = client.lookup(["layer"], "tuned")
+    [found] = client.get(["layer"], "tuned")
     assert found is not None
     state["client"], state["lease"] = client, found.leases[0]
     state["view"] = map_all(found.leases[0])
@@ -150,7 +150,7 @@ def test_what_is_offered_first_is_not_written_again(manager: managers.Manager) -
         with put:
             put.publish("b", b"nothing to write", [known.digest])
         assert manager.overview().totals.slabs == 1
-        [found] = client.lookup(["b"])
+        [found] = client.get(["b"])
         assert found is not None
         assert managers.bytes_of(found.leases[0]) == data
 
@@ -164,7 +164,7 @@ def test_pinned_and_leased_memory_is_not_evicted(manager: managers.Manager) -> N
         assert admin.evict("base").count == 0  # pinned
         admin.pin("base", pinned=False)
         assert admin.evict("base").nbytes == MIB
-        assert client.lookup(["a"]) == [None]
+        assert client.get(["a"]) == [None]
 
 
 def test_a_manager_ends_within_its_time_while_it_is_used(manager: managers.Manager) -> None:

@@ -34,7 +34,7 @@ def load(client: Client, layer: int) -> None:
     """As a loader does: look up, else build, else wait, else go without."""
     key = f"layer-{layer}"
     for _ in range(3):
-        [found] = client.lookup([key], f"model-{layer % 3}")
+        [found] = client.get([key], f"model-{layer % 3}")
         if found is not None:
             assert [managers.bytes_of(lease) for lease in found.leases] == weights(layer)
             return
