@@ -159,8 +159,8 @@ def test_a_manager_of_one_takes_over_what_one_of_the_other_leaves(
     systemd.start(after)
     assert systemd.store == []
     with connect(systemd.path, keep_connected=False) as client:
-        managers.until(lambda: None not in client.lookup(["a", "b"]))
-        found = client.lookup(["a", "b"])
+        managers.until(lambda: None not in client.get(["a", "b"]))
+        found = client.get(["a", "b"])
         held = [[managers.bytes_of(each) for each in layer.leases] for layer in found if layer]
         assert held == [data[:1], data]
     with Admin(systemd.path) as admin:
