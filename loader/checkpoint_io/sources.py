@@ -25,7 +25,7 @@ from tensor_dedup.errors import (
 from tensor_dedup.formats.weights import members_in, read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.storage_view import Placed, placed
-from tensor_dedup.loader.cuda.hashing import digest_of
+from tensor_dedup.loader.residents.resident import digest_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.device_openers import DeviceOpeners
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CUDA
-from tensor_dedup.loader.residents.device_mappings import PLACES
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.residents.identity import ReplicaKey
+    from tensor_dedup.loader.residents.resident import ReplicaKey
 
 Open = Callable[[torch.device], SharedGpu]
 _T = TypeVar("_T")
@@ -44,17 +45,36 @@ def _let_go(device: torch.device) -> bool:
     return torch.cuda.memory_reserved(device) < before
 
 
-class Devices(DeviceOpeners[Open]):
-    """GPUs by torch's device, each opened when it is first asked for. Safe from any thread."""
+class Devices:
+    """GPUs by torch's device, each opened when it is first asked for. Safe from any thread.
+
+    A forked child begins anew: no GPU that its parent has used works there.
+    """
 
     def __init__(self) -> None:
-        super().__init__("cuda", _open_cuda)
+        self._openers: dict[str, Open] = {"cuda": _open_cuda}
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Forget what was opened."""
+        """Forget what was opened, and what could not be."""
         self._found: dict[torch.device, SharedGpu] = {}
         self._reasons: dict[torch.device, str] = {}
         self._lock = threading.Lock()
+
+    @contextmanager
+    def replaced(self, kind: str, opener: Open) -> Iterator[None]:
+        """Open devices of that kind by another opener within the block, as tests do."""
+        before = self._openers.get(kind)
+        self._openers[kind] = opener
+        self.reset()
+        try:
+            yield
+        finally:
+            self._openers.pop(kind)
+            if before is not None:
+                self._openers[kind] = before
+            self.reset()
 
     def at(self, device: torch.device) -> SharedGpu | None:
         """The GPU, or None: `reasons` says why, where one might expect it to be one."""
@@ -84,18 +104,18 @@ class Devices(DeviceOpeners[Open]):
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
         """What a tensor is that lies in memory shared on a GPU; None for any other."""
-        if not len(PLACES):
+        if not len(DEVICE_MAPPINGS):
             return None
         return next((k for gpu in self.opened() if (k := gpu.known(tensor)) is not None), None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Does this tensor begin in memory shared on a GPU, which must not be written?"""
         return (
-            len(PLACES) > 0
+            len(DEVICE_MAPPINGS) > 0
             and tensor.layout is torch.strided
             and not tensor.is_meta
             and tensor.nbytes > 0
-            and PLACES.holds(tensor.data_ptr())
+            and DEVICE_MAPPINGS.holds(tensor.data_ptr())
         )
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from tensor_dedup.loader.cuda.opening import MappedExtent, Opener, VmmOpener, total
-from tensor_dedup.loader.residents.device_mappings import PLACES
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.memory_manager.cuda.driver import (
     Access,
     Driver,
@@ -47,14 +47,14 @@ class DeviceMapping:
     on with it, writable from then on. Nothing that uses the range may run meanwhile.
     """
 
-    def __init__(self, gpu: "Gpu", grave: _PendingUnmap) -> None:
+    def __init__(self, gpu: "Gpu", pending: _PendingUnmap) -> None:
         self.gpu: Final = gpu
-        self.address: Final = grave.address
-        self.extents: Final = grave.extents
+        self.address: Final = pending.address
+        self.extents: Final = pending.extents
         self.private = False
-        self._owners = grave.owners
-        self._opener = grave.opener
-        self._end = weakref.finalize(self, _put_aside, gpu.aside, os.getpid(), grave)
+        self._owners = pending.owners
+        self._opener = pending.opener
+        self._end = weakref.finalize(self, _retire, gpu.retired, os.getpid(), pending)
         self._end.atexit = False
 
     @property
@@ -80,20 +80,20 @@ class DeviceMapping:
         _forget(self.address, self.extents)
         self._end.detach()
         self._owners = {}
-        grave = _PendingUnmap(self.address, self.extents, self._opener, self._owners)
-        self._end = weakref.finalize(self, _put_aside, self.gpu.aside, os.getpid(), grave)
+        pending = _PendingUnmap(self.address, self.extents, self._opener, self._owners)
+        self._end = weakref.finalize(self, _retire, self.gpu.retired, os.getpid(), pending)
         self._end.atexit = False
 
 
-def _put_aside(aside: "deque[_PendingUnmap]", pid: int, grave: _PendingUnmap) -> None:
+def _retire(retired: "deque[_PendingUnmap]", pid: int, pending: _PendingUnmap) -> None:
     if os.getpid() == pid:  # a forked child has the object and not the mapping
-        _forget(grave.address, grave.extents)
-        aside.append(grave)
+        _forget(pending.address, pending.extents)
+        retired.append(pending)
 
 
 def _forget(address: int, extents: Sequence[MappedExtent]) -> None:
     for extent in extents:
-        PLACES.forget(address)
+        DEVICE_MAPPINGS.forget(address)
         address += extent.nbytes
 
 
@@ -111,7 +111,7 @@ class Gpu:
         driver.init()
         self.driver: Final = driver
         self.device: Final[GpuInfo] = find_device(driver, device)
-        self.aside: Final[deque[_PendingUnmap]] = deque()
+        self.retired: Final[deque[_PendingUnmap]] = deque()
         self.stuck: Final[list[_PendingUnmap]] = []
         self._alive: Final[weakref.WeakSet[DeviceMapping]] = weakref.WeakSet()
         self._marked: list[tuple[int, list[_PendingUnmap]]] = []
@@ -121,7 +121,7 @@ class Gpu:
     @property
     def waiting(self) -> int:
         """Mappings that nobody refers to and that are not unmapped yet."""
-        return len(self.aside) + sum(len(graves) for _, graves in self._marked)
+        return len(self.retired) + sum(len(batch) for _, batch in self._marked)
 
     def vmm(self) -> Opener:
         """How descriptors of this GPU's memory are opened."""
@@ -142,7 +142,7 @@ class Gpu:
             undo.keep()
         at = address
         for extent in extents:
-            PLACES.add(at, extent.nbytes, extent.serial)
+            DEVICE_MAPPINGS.add(at, extent.nbytes, extent.serial)
             at += extent.nbytes
         made = DeviceMapping(
             self, _PendingUnmap(address, tuple(extents), opener, {id(owner): owner})
@@ -213,21 +213,21 @@ class Gpu:
                 return 0
             with self.entered():
                 self._mark()
-                for event, graves in list(self._marked):
+                for event, batch in list(self._marked):
                     if self._passed(event, wait):
-                        self._bury(event, graves)
+                        self._unmap_batch(event, batch)
             return self.waiting
 
     def _mark(self) -> None:
-        graves = []
-        while self.aside:
-            graves.append(self.aside.popleft())
-        if not graves:
+        batch = []
+        while self.retired:
+            batch.append(self.retired.popleft())
+        if not batch:
             return
         try:
-            self._marked.append((self.driver.mark(), graves))
+            self._marked.append((self.driver.mark(), batch))
         except BaseException:
-            self.aside.extend(graves)
+            self.retired.extend(batch)
             raise
 
     def _passed(self, event: int, wait: bool) -> bool:
@@ -236,23 +236,23 @@ class Gpu:
             return True
         return self.driver.done(event)
 
-    def _bury(self, event: int, graves: list[_PendingUnmap]) -> None:
+    def _unmap_batch(self, event: int, batch: list[_PendingUnmap]) -> None:
         # Each is struck off before it is touched: whatever fails, none is ever unmapped twice,
         # because its addresses may be another mapping's by then.
-        while graves:
-            self._unmap(graves.pop())
-        self._marked.remove((event, graves))
+        while batch:
+            self._unmap(batch.pop())
+        self._marked.remove((event, batch))
         try:
             self.driver.forget(event)
         except BackendError as error:
             _log.warning("an event is lost: %s", str(error))
 
-    def _unmap(self, grave: _PendingUnmap) -> None:
+    def _unmap(self, pending: _PendingUnmap) -> None:
         try:
-            grave.opener.close(grave.address, grave.extents)
+            pending.opener.close(pending.address, pending.extents)
         except BaseException as error:
             # Its memory stays in use, so its lease is kept, too.
-            self.stuck.append(grave)
+            self.stuck.append(pending)
             if not isinstance(error, BackendError):
                 raise
-            _log.warning("%d bytes stay mapped: %s", total(grave.extents), str(error))
+            _log.warning("%d bytes stay mapped: %s", total(pending.extents), str(error))

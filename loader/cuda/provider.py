@@ -13,13 +13,12 @@ import torch
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu, Write
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.residents.identity import ReplicaKey
-from tensor_dedup.loader.residents.resident import key_anywhere
+from tensor_dedup.loader.residents.resident import ReplicaKey, key_anywhere
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.cuda.manager_use import Borrowing
+    from tensor_dedup.loader.cuda.manager_residents import Borrowing
     from tensor_dedup.loader.residents.manager import ResidentRequest
     from tensor_dedup.loader.residents.provider import AnyResident
     from tensor_dedup.types import ResidentKey
@@ -83,7 +82,7 @@ class GpuProvider:
         assert isinstance(resident, DeviceResident)
         self._gpu.recipes[recipe] = resident
 
-    def make(self, wanted: Sequence[ResidentRequest]) -> list[tuple[DeviceResident, bool]]:
+    def get_or_build(self, wanted: Sequence[ResidentRequest]) -> list[tuple[DeviceResident, bool]]:
         """See Home."""
         items = [
             (
@@ -94,7 +93,7 @@ class GpuProvider:
             for each in wanted
         ]
         try:
-            return self._gpu.make(items, self._borrowing)
+            return self._gpu.get_or_build(items, self._borrowing)
         except BackendError as error:
             raise OutOfMemoryError(str(error)) from error
 

@@ -8,7 +8,8 @@ go on sharing.
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent, Opener
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
-from tensor_dedup.loader.residents.geometry import dense
+from tensor_dedup.loader.residents.resident import dense
 from tensor_dedup.loader.residents.slab import HasFd, SlabUsageError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.types import ResidentKey
@@ -147,3 +148,34 @@ class Views:
                     mapping.make_private()
                     done += mapping.nbytes
         return done
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """A tensor to be resident on a GPU: what it follows from, its key, and who writes its bytes.
+
+    `write(address)` puts them there, on any stream of the current context. It returns their digest
+    when it is known only then, the key's is "" in that case; else None. `copy`: which of
+    several residents with this key that must not become one.
+    """
+
+    recipe: str
+    key: ResidentKey
+    nbytes: int
+    write: Callable[[int], str | None]
+    copy: int = 0
+
+    def written(self, digest: str | None) -> ResidentKey:
+        """The key, when `write` has returned this."""
+        return replace(self.key, digest=digest) if digest else self.key
+
+
+def copy_of(tensor: torch.Tensor, gpu: Gpu) -> Callable[[int], None]:
+    """A writer of a gap-free tensor's bytes, from the host or that GPU. It holds the tensor."""
+    nbytes = tensor.nbytes
+
+    def write(address: int) -> None:
+        copy = gpu.driver.copy_in if tensor.device.type == "cpu" else gpu.driver.copy
+        copy(address, tensor.data_ptr(), nbytes)
+
+    return write

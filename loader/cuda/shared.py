@@ -14,19 +14,20 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
-from tensor_dedup.loader.cuda.local import LocalDevice
-from tensor_dedup.loader.cuda.requests import DeviceRequest
-from tensor_dedup.loader.cuda.residents import DeviceResident, Views
+from tensor_dedup.loader.cuda.opening import MappedExtent
+from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab, Views
 from tensor_dedup.loader.cuda.tensors import tensor_at
-from tensor_dedup.loader.residents.device_mappings import PLACES
-from tensor_dedup.loader.residents.identity import ReplicaKey, is_of_bytes
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.loader.residents.param_data import param_data
+from tensor_dedup.loader.residents.resident import ReplicaKey, is_of_bytes
 from tensor_dedup.loader.torch_dtypes import dtype_name, has_name, torch_dtype
+from tensor_dedup.memory_manager.backends.vmm import VmmBackend
+from tensor_dedup.memory_manager.protocol.layout import offsets_of
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
-    from tensor_dedup.loader.cuda.manager_use import Borrowing
+    from tensor_dedup.loader.cuda.manager_residents import Borrowing
 
 Write = Callable[[int], str | None]
 _Place = tuple[int, int, ResidentKey]  # the slab's serial, the offset, the geometry
@@ -62,7 +63,7 @@ class SharedGpu:
         [lent] = borrowing.by_content([known.key])
         return None if lent is None else self.enter(known, lent)
 
-    def make(
+    def get_or_build(
         self, wanted: Sequence[tuple[ReplicaKey, str, Write]], borrowing: Borrowing
     ) -> list[tuple[DeviceResident, bool]]:
         """A resident for each (what, recipe, who writes it), and whether it was written just now.
@@ -123,7 +124,7 @@ class SharedGpu:
         """The resident that a tensor is all of."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
-        places = PLACES.of(tensor.data_ptr(), tensor.nbytes)
+        places = DEVICE_MAPPINGS.of(tensor.data_ptr(), tensor.nbytes)
         if len(places) != 1:
             return None
         [place] = places
@@ -169,7 +170,7 @@ def _can_be_lent(known: ReplicaKey) -> bool:
 
 def _can_be_asked(tensor: torch.Tensor) -> bool:
     return (
-        len(PLACES) > 0
+        len(DEVICE_MAPPINGS) > 0
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and tensor.nbytes > 0
@@ -187,3 +188,64 @@ def _nbytes(key: ResidentKey) -> int:
     for size in key.shape:
         nbytes *= size
     return nbytes
+
+
+class LocalDevice:
+    """See the module. Safe from any thread; one puts at a time. BackendError: load privately."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        """Raise DeviceError where the GPU has no memory of this kind."""
+        self.gpu: Final = gpu
+        self._backend = VmmBackend(gpu.driver, gpu.device.uuid)
+        self._opener = gpu.vmm()
+        self._residents: WeakValueDictionary[tuple[str, int], DeviceResident] = (
+            WeakValueDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def by_content(self, key: ResidentKey, copy: int = 0) -> DeviceResident | None:
+        """The resident with these bytes, in this geometry; held by the caller from now on."""
+        found = self._residents.get((key.digest, copy))
+        return None if found is None else _as(key, found)
+
+    def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
+        """A resident for each, in order: written now into one slab, or there already."""
+        with self._lock:
+            found = {
+                index: resident
+                for index, each in enumerate(wanted)
+                if each.key.digest
+                and (resident := self.by_content(each.key, each.copy)) is not None
+            }
+            missing = [index for index in range(len(wanted)) if index not in found]
+            made = self._write([wanted[index] for index in missing]) if missing else []
+            found |= dict(zip(missing, made, strict=True))
+            return [found[index] for index in range(len(wanted))]
+
+    def _write(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
+        layout = self._backend.capabilities.layout
+        offsets, nbytes = offsets_of((max(each.nbytes, 1) for each in wanted), layout)
+        memory = self.gpu.with_room(lambda: self._backend.reserve(nbytes))
+        keys: list[ResidentKey] = []
+
+        def write(address: int) -> None:
+            for each, offset in zip(wanted, offsets, strict=True):
+                keys.append(each.written(each.write(address + offset)))
+
+        self.gpu.fill(MappedExtent(memory.fileno, nbytes, 0), self._opener, write)
+        slab = DeviceSlab(self.gpu, self._opener, memory, nbytes)
+        made = [
+            DeviceResident(key, [slab], offset) for key, offset in zip(keys, offsets, strict=True)
+        ]
+        # Equal bytes of one slab: the first that has them is what others find, in their geometry.
+        return [
+            _as(each.key, self._residents.setdefault((each.key.digest, its.copy), each))
+            for each, its in zip(made, wanted, strict=True)
+        ]
+
+
+def _as(key: ResidentKey, found: DeviceResident) -> DeviceResident:
+    """The same bytes in this geometry."""
+    if found.key == key:
+        return found
+    return DeviceResident(key, found.slabs, found.offset, found)  # which holds the first

@@ -46,12 +46,16 @@ def share_by_content(assembly: LoadSession, finals: Sequence[Named]) -> list[Fou
         wanted.append(ResidentRequest(f"content:{key_anywhere(tensor, content)}", tensor, content))
     found: dict[int, Found] = {}
     for number, each in enumerate(wanted):
-        resident = assembly.supply.by_content(key_anywhere(each.tensor, each.digest))
+        resident = assembly.provider.by_content(key_anywhere(each.tensor, each.digest))
         if resident is not None:
             found[number] = (resident, False)
     missing = [number for number in range(len(wanted)) if number not in found]
     try:
-        made = assembly.supply.make([wanted[number] for number in missing]) if missing else []
+        made = (
+            assembly.provider.get_or_build([wanted[number] for number in missing])
+            if missing
+            else []
+        )
     except SharedMemoryError as error:
         for number in missing:
             assembly.ledger.skip(finals[number][0], str(error))

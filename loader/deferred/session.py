@@ -59,7 +59,7 @@ class LoadSession:
     reader: SourceReader
     scratch: Scratch
     evaluator: Evaluator
-    supply: ResidentProvider = field(default_factory=HostProvider)
+    provider: ResidentProvider = field(default_factory=HostProvider)
     ledger: LoadLedger = field(default_factory=LoadLedger)
     book: RecipeBook = field(default_factory=RecipeBook)
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
@@ -111,7 +111,7 @@ class LoadSession:
         smallest = min(source.spec.nbytes for source in sources)
         if smallest < self.config.min_tensor_bytes:
             return f"a source of {smallest} bytes is below min_tensor_bytes"
-        return reason_to_keep_private(view) or self.supply.reason(each.name)
+        return reason_to_keep_private(view) or self.provider.reason(each.name)
 
     def make(self, each: DeferredParameter) -> ScratchTensor:
         """Compute a final tensor into borrowed memory; afterwards its digests are known."""
@@ -173,11 +173,11 @@ class LoadSession:
             missed = self._share_one(each, made)
             if missed is None:
                 continue
-            if each.nbytes >= self.supply.own_slab_bytes or made is not None:
+            if each.nbytes >= self.provider.own_slab_bytes or made is not None:
                 self._publish([(each, *missed)], borrowed=made is None)
                 continue
             small.append((each, *missed))
-            if sum(one.nbytes for one, _, _ in small) >= self.supply.batch_bytes:
+            if sum(one.nbytes for one, _, _ in small) >= self.provider.batch_bytes:
                 self._publish(small, borrowed=True)
                 small = []
         self._publish(small, borrowed=True)
@@ -202,7 +202,7 @@ class LoadSession:
         content = source.digest if source is not None else None
         shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
         wanted = ResidentKey(dtype_name(dtype), shape, stride, content or "")
-        return self.supply.by_recipe(self._recipe_key(each), wanted)
+        return self.provider.by_recipe(self._recipe_key(each), wanted)
 
     def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Install a hit by recipe; compared first where verify_bytes or audit ask for it."""
@@ -211,7 +211,7 @@ class LoadSession:
             self._install(each, resident)
             return
         made = self.make(each)
-        if same_bytes(made.tensor, self.supply.map(resident).cpu()):
+        if same_bytes(made.tensor, self.provider.map(resident).cpu()):
             self._install(each, resident)
         elif verify:
             self.ledger.collisions += 1
@@ -232,11 +232,11 @@ class LoadSession:
             self._give_back_own(here, made)
             return None
         name = self.content_digest(each, here)
-        resident = self.supply.by_content(key_anywhere(here.tensor, name))
+        resident = self.provider.by_content(key_anywhere(here.tensor, name))
         if resident is None:
             return here, name
         if self.agrees(resident, here.tensor):
-            self.supply.note(self._recipe_key(each), resident)
+            self.provider.note(self._recipe_key(each), resident)
             self._install(each, resident)
         else:
             self.keep_private(each, COLLISION, here)
@@ -251,7 +251,7 @@ class LoadSession:
         """What it is read from, if so: a second copy might not fit, and it is not on its way."""
         if each.installed or each.nbytes <= POUR_BYTES or self.config.hash_algorithm != "blake3":
             return None
-        if self.ahead.has(each) or not self.supply.local or self.reason(each) is not None:
+        if self.ahead.has(each) or not self.provider.local or self.reason(each) is not None:
             return None
         alone = self.evaluator.alone(_view(each))
         return None if id(alone) in self.evaluator.unhashed else alone
@@ -266,12 +266,12 @@ class LoadSession:
             self.keep_private(each, str(error))
             return
         self.ahead.begin(self._must_be_read)
-        first = registry.publish(resident)
+        first = registry.register(resident)
         if first is not resident and not self.agrees(first, tensor := resident.map()):
             self.keep_private(each, COLLISION, ScratchTensor(tensor, tensor))
             return
         self._install(each, first, made=first is resident)
-        registry.publish_record(self._recipe_key(each), first)
+        registry.register_record(self._recipe_key(each), first)
 
     def _give_back_own(self, here: ScratchTensor, lent: ScratchTensor | None) -> None:
         if here is not lent:
@@ -287,7 +287,7 @@ class LoadSession:
             for each, made, name in missed
         ]
         try:
-            residents = self.supply.make(wanted)
+            residents = self.provider.get_or_build(wanted)
         except SharedMemoryError as error:
             self._publish_nothing(missed, str(error), borrowed=borrowed)
             return
@@ -295,7 +295,7 @@ class LoadSession:
             # Somebody may have come first, be it another tensor of this very call.
             if new or self.agrees(resident, made.tensor):
                 self._install(each, resident, made=new)
-                self.supply.note(self._recipe_key(each), resident)
+                self.provider.note(self._recipe_key(each), resident)
             else:
                 self.keep_private(each, COLLISION, made)
             if borrowed:
@@ -318,7 +318,7 @@ class LoadSession:
         self, each: DeferredParameter, resident: AnyResident, *, made: bool = False
     ) -> None:
         try:
-            tensor = self.supply.map(resident)
+            tensor = self.provider.map(resident)
         except SharedMemoryError as error:
             self.keep_private(each, str(error))
             return
@@ -359,7 +359,7 @@ class LoadSession:
                 as_view(flat, view).copy_(made.tensor)
             else:
                 self.evaluator.fill(view, flat)
-            self._flat[key] = self.supply.private(flat)
+            self._flat[key] = self.provider.private(flat)
         self.place(each, as_view(self._flat[key], view))
         self.ledger.add(each.name, each.nbytes, shared=False, sources=self.sources(each))
         self.ledger.skip(each.name, reason)
@@ -377,7 +377,7 @@ class LoadSession:
         verify = self.config.verifies_bytes
         if not (verify or self.sampled()):
             return True
-        if same_bytes(tensor.cpu(), self.supply.map(resident).cpu()):
+        if same_bytes(tensor.cpu(), self.provider.map(resident).cpu()):
             return True
         if not verify:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensor_dedup.loader.deferred.operations import written
-from tensor_dedup.loader.residents.weak_storage import WeakStorage, number_of
+from tensor_dedup.loader.residents.param_data import WeakStorage, number_of
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.storage import VirtualStorage

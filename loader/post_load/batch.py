@@ -45,7 +45,7 @@ class DedupContext:
     """
 
     config: TensorDedupConfig
-    supply: HostProvider
+    provider: HostProvider
     origins: MappedFiles | None = None
     own: WeakSet[Resident] = field(default_factory=WeakSet)
     before: set[_Geometry] = field(default_factory=_resident_geometries)
@@ -156,7 +156,7 @@ class HashBatch:
 
     def _is_new(self, data: torch.Tensor) -> bool:
         terms = self._terms
-        if terms.supply.lender is not None or terms.config.hash_algorithm != "blake3":
+        if terms.provider.lender is not None or terms.config.hash_algorithm != "blake3":
             return False
         geometry = dtype_name(data.dtype), tuple(data.shape), tuple(data.stride())
         return geometry not in terms.before
@@ -178,7 +178,7 @@ class HashBatch:
         # Further copies are this process's own: a manager has one of each content.
         twins = [each for each in missing if each.copy > 0]
         wanted = [(resident_key(m.candidate.data, m.digest), m) for m in firsts]
-        made = self._terms.supply.make(
+        made = self._terms.provider.get_or_build(
             [
                 ResidentRequest(f"content:{key}", each.candidate.data, each.digest)
                 for key, each in wanted
@@ -186,14 +186,14 @@ class HashBatch:
             self._check_copied,
         )
         items = [(each.candidate.data, each.digest) for each in twins]
-        packed = pack(items, as_aligned=True) if items else []
+        packed = pack(items, keep_alignment=True) if items else []
         self._check_copied(zip((data for data, _ in items), packed, strict=True))
         more = [self._publish(r, each.copy) for r, each in zip(packed, twins, strict=True)]
         found = dict(zip((id(each) for each in (*firsts, *twins)), (*made, *more), strict=True))
         return [found[id(each)] for each in missing]
 
     def _publish(self, resident: Resident, copy: int) -> tuple[Resident, bool]:
-        first = registry.publish(resident, copy)
+        first = registry.register(resident, copy)
         return first, first is resident
 
     def _check_copied(self, made: Iterable[tuple[torch.Tensor, Resident]]) -> None:

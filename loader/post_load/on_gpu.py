@@ -12,17 +12,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.cuda.hashing import digest_of
-from tensor_dedup.loader.cuda.manager_use import Borrowing, borrowing_from
+from tensor_dedup.loader.cuda.manager_residents import Borrowing, borrowing_from
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu
 from tensor_dedup.loader.deferred.session import SHARED_STORAGE
 from tensor_dedup.loader.post_load import root_module
 from tensor_dedup.loader.post_load.parameter_classes import NamedParameter, reason_of_class
 from tensor_dedup.loader.residents.compare import is_forgeable
-from tensor_dedup.loader.residents.identity import ReplicaKey
-from tensor_dedup.loader.residents.param_data import param_data, set_param_data
-from tensor_dedup.loader.residents.resident import sharable_anywhere
-from tensor_dedup.loader.residents.weak_storage import number_of
+from tensor_dedup.loader.residents.param_data import number_of, param_data, set_param_data
+from tensor_dedup.loader.residents.resident import ReplicaKey, digest_of, sharable_anywhere
 from tensor_dedup.loader.torch_dtypes import dtype_name
 from tensor_dedup.memory_manager.errors import BackendError
 from tensor_dedup.types import ResidentKey
@@ -106,7 +103,7 @@ class GpuAdoption:
             for each, (_, parameter) in zip(known, batch, strict=True)
         ]
         views = gpu.views_of(root_module.root_module(self._model))
-        made = gpu.make(wanted, borrowing)
+        made = gpu.get_or_build(wanted, borrowing)
         for (_, parameter), (resident, new), before in zip(batch, made, held, strict=True):
             set_param_data(parameter, views.tensor(resident))
             self.shares[id(parameter)] = GpuShare(new, before or not new)

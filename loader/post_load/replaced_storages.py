@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tensor_dedup.loader.residents.param_data import param_data, set_param_data
-from tensor_dedup.loader.residents.weak_storage import WeakStorage, number_of
+from tensor_dedup.loader.residents.param_data import (
+    WeakStorage,
+    number_of,
+    param_data,
+    set_param_data,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -189,7 +189,7 @@ class ManagerResidents:
             return None
         return LentResident(replace(wanted, digest=lease.digest), lease)
 
-    def remember(self, recipe: str, resident: Resident) -> None:
+    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
         """While this one is in use here, the manager that comes after this one is told of the key.
 
         Of what the registry holds, not of an equal one that goes at once.

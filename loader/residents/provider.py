@@ -66,7 +66,7 @@ class ResidentProvider(Protocol):
     def note(self, recipe: str, resident: AnyResident) -> None:
         """Remember what a recipe leads to, while the resident lives."""
 
-    def make(self, wanted: Sequence[ResidentRequest]) -> Sequence[tuple[AnyResident, bool]]:
+    def get_or_build(self, wanted: Sequence[ResidentRequest]) -> Sequence[tuple[AnyResident, bool]]:
         """A resident for each, and whether it was made by this call. SharedMemoryError."""
 
     def map(self, resident: AnyResident) -> torch.Tensor:
@@ -86,12 +86,12 @@ class ResidentProvider(Protocol):
 class HostProvider:
     """The residents of one load. One thread. `lender`: with a memory manager.
 
-    `as_aligned`: what is made in this process is aligned as the tensor it is made of. `failed`: why
-    there is no lender, where one was asked for.
+    `keep_alignment`: what is made in this process is aligned as the tensor it is made of. `failed`:
+    why there is no lender, where one was asked for.
     """
 
     lender: ManagerResidents | None = None
-    as_aligned: bool = False
+    keep_alignment: bool = False
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
     failed: str | None = None
@@ -99,7 +99,7 @@ class HostProvider:
     @property
     def local(self) -> bool:
         """Is what is made kept in this process, at any alignment?"""
-        return self.lender is None and not self.as_aligned
+        return self.lender is None and not self.keep_alignment
 
     @property
     def plain(self) -> bool:
@@ -119,7 +119,7 @@ class HostProvider:
 
     def note(self, recipe: str, resident: AnyResident) -> None:
         """Remember what a recipe leads to, while the resident lives."""
-        registry.publish_record(recipe, resident)
+        registry.register_record(recipe, resident)
 
     def map(self, resident: AnyResident) -> torch.Tensor:
         """A mapping, copied on write."""
@@ -154,12 +154,12 @@ class HostProvider:
         )
         if lent is None:
             return None
-        first = registry.publish(lent)
+        first = registry.register(lent)
         if not wanted.digest:
-            self.lender.remember(recipe, first)
+            self.lender.announce_to_next_manager(recipe, first)
         return first
 
-    def make(
+    def get_or_build(
         self, wanted: Sequence[ResidentRequest], check: Check | None = None
     ) -> list[tuple[Resident, bool]]:
         """A resident for each, and whether it was made just now, by this call.
@@ -171,22 +171,22 @@ class HostProvider:
         lent = self.lender.put(wanted) if self.lender is not None else [None] * len(wanted)
         rest = [each for each, found in zip(wanted, lent, strict=True) if found is None]
         items = [(each.tensor, each.digest) for each in rest]
-        local = pack(items, as_aligned=self.as_aligned) if items else []
+        local = pack(items, keep_alignment=self.keep_alignment) if items else []
         if check is not None:
             check(zip((each.tensor for each in rest), local, strict=True))
         packed = iter(local)
         made = []
         for each, found in zip(wanted, lent, strict=True):
             resident, new = found or (next(packed), True)
-            first = registry.publish(resident)  # somebody here may have come first
+            first = registry.register(resident)  # somebody here may have come first
             if self.lender is not None:
-                self.lender.remember(each.key, first)
+                self.lender.announce_to_next_manager(each.key, first)
             made.append((first, new and first is resident))
         return made
 
 
 def host_provider_for(
-    where: str | os.PathLike[str] | None, checkpoint: str, *, as_aligned: bool = False
+    where: str | os.PathLike[str] | None, checkpoint: str, *, keep_alignment: bool = False
 ) -> HostProvider:
     """Where a load of `checkpoint` finds residents: here, and in the manager at `where`.
 
@@ -194,10 +194,10 @@ def host_provider_for(
     first needed, again after a fork.
     """
     if where is None:
-        return HostProvider(as_aligned=as_aligned)
+        return HostProvider(keep_alignment=keep_alignment)
     try:
         lender = ManagerResidents(client_of(os.fspath(where)), checkpoint_name(checkpoint))
     except MemoryManagerError as error:
         _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
-        return HostProvider(as_aligned=as_aligned, failed=str(error))
-    return HostProvider(lender, as_aligned=as_aligned)
+        return HostProvider(keep_alignment=keep_alignment, failed=str(error))
+    return HostProvider(lender, keep_alignment=keep_alignment)

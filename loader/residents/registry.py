@@ -35,7 +35,7 @@ class Registry:
         """
         return self._residents.get((key, copy))
 
-    def publish(self, resident: Resident, copy: int = 0) -> Resident:
+    def register(self, resident: Resident, copy: int = 0) -> Resident:
         """Enter a resident, or return the one that was there first: use what is returned."""
         # Two steps that must not be torn: setdefault of a weak dictionary is not atomic.
         with self._lock:
@@ -55,10 +55,10 @@ class Registry:
         return list(self._residents.values())
 
     def lookup_record(self, key: str) -> object | None:
-        """What `publish_record` entered under that layer key, while somebody else holds it."""
+        """What `register_record` entered under that layer key, while somebody else holds it."""
         return self._records.get(key)
 
-    def publish_record(self, key: str, record: object) -> object:
+    def register_record(self, key: str, record: object) -> object:
         """Enter a layer's record, or return the one that was there first."""
         with self._lock:
             first = self._records.get(key)

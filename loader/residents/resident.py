@@ -1,19 +1,19 @@
-"""Residents: final tensors in memory now, once for all models of this process.
+"""Residents: final tensors that lie in memory once, for all models of this process.
 
 The bytes lie in sealed slabs (`tensor_dedup.loader.residents.slab`). Every model maps its own
 copy-on-write view, so a resident can be written through any tensor without anyone else noticing.
 """
 
-import ctypes
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
+from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.residents.device_mappings import PLACES
-from tensor_dedup.loader.residents.geometry import dense
-from tensor_dedup.loader.residents.mappings import MAPPINGS, any_page_copied
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MAPPINGS, any_page_copied
 from tensor_dedup.loader.residents.slab import (
     ALIGNMENT,
     ByteArray,
@@ -41,15 +41,42 @@ __all__ = [
 
 
 Write = Callable[[memoryview, int], None]
+# A cast of a cast of a cast is followed no further.
+_MAX_CASTS: Final = 3
+_CAST: Final = "cast:"
+_LOSSLESS: Final = frozenset(
+    {("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")}
+)
+
+
+def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether the elements fill one range of memory without gap or overlap, in any order.
+
+    Both in elements, of equal length. Strides of dimensions of length 1 do not matter; a tensor
+    without elements is dense.
+    """
+    if 0 in shape:
+        return True
+    step = 1
+    for size, distance in sorted(
+        ((n, s) for n, s in zip(shape, stride, strict=True) if n != 1), key=lambda pair: pair[1]
+    ):
+        if distance != step:
+            return False
+        step *= size
+    return True
 
 
 def sharable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can become a resident: on the CPU, gap-free, its bytes are its values."""
+    """Return whether a tensor can become a resident of host memory.
+
+    It lies on the CPU, has no gaps, and its bytes are its values (no pending conjugation).
+    """
     return tensor.device.type == "cpu" and sharable_anywhere(tensor)
 
 
 def sharable_anywhere(tensor: torch.Tensor) -> bool:
-    """The same wherever the tensor is."""
+    """Return whether a tensor could become a resident on the device where it is."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_conj()
@@ -75,9 +102,12 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a sharable tensor in the order of memory, without a copy.
+    """Return the bytes of a sharable tensor in the order of memory, without a copy.
 
-    The view keeps the storage alive. Raises UnsupportedError for a tensor with gaps.
+    The view keeps the storage alive.
+
+    Raises:
+        UnsupportedError: The tensor is not `sharable`.
     """
     _require_sharable(tensor)
     if tensor.nbytes == 0:
@@ -86,15 +116,62 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor.detach())).cast("B")
 
 
+def digest_of(tensor: torch.Tensor, algorithm: str = "blake3") -> str:
+    """Return the digest of a gap-free tensor's `tensor_bytes`, wherever it lies.
+
+    What lies on another device is copied to the host for it, in the order of torch's current
+    stream there. Safe from any thread.
+
+    Raises:
+        ConfigError: There is no such algorithm.
+        UnsupportedError: The tensor has gaps.
+    """
+    return digest(tensor_bytes(tensor.cpu()), algorithm)
+
+
 def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:
-    """The key of a sharable tensor whose `tensor_bytes` have this digest."""
+    """Return the key of a sharable tensor whose `tensor_bytes` have this digest."""
     _require_sharable(tensor)
     return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
 
 
 def key_anywhere(tensor: torch.Tensor, digest: str) -> ResidentKey:
-    """`resident_key` wherever a gap-free tensor is."""
+    """Return what `resident_key` does, for a gap-free tensor on any device."""
     return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
+
+
+class ReplicaKey(NamedTuple):
+    """The identity of a shared tensor: a resident's key and the number of the replica.
+
+    Tensors of one model that have equal bytes must not become one memory: each of them is another
+    replica of the same key.
+    """
+
+    key: ResidentKey
+    copy: int
+
+
+def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
+    """Return the key of what a cast makes of a resident, or None when it is not followed so far.
+
+    The key names the cast and what was cast, so no byte is hashed. A cast that loses nothing,
+    followed by the cast back, leads to the key they began with.
+    """
+    name = dtype_name(dtype)
+    if name == key.dtype:
+        return key
+    before, _, origin = key.digest.removeprefix(_CAST).partition(":")
+    is_cast = key.digest.startswith(_CAST)
+    if is_cast and before == name and (before, key.dtype) in _LOSSLESS:
+        return ResidentKey(name, key.shape, key.stride, origin)
+    if key.digest.count(_CAST) >= _MAX_CASTS:
+        return None
+    return ResidentKey(name, key.shape, key.stride, f"{_CAST}{key.dtype}:{key.digest}")
+
+
+def is_of_bytes(key: ResidentKey) -> bool:
+    """Return whether a key names bytes, and not a cast they follow from."""
+    return not key.digest.startswith(_CAST)
 
 
 def _tensor_over(
@@ -118,51 +195,17 @@ class SlabBuilder:
     def __init__(self, capacity: int) -> None:
         """`capacity`: bytes, as `capacity_for` says; the slab is cut to what was used."""
         self._writer = SlabWriter(capacity)
-        self._offsets: dict[int, int] = {}
 
     def add(self, tensor: torch.Tensor, beyond: int = 0) -> int:
-        """Copy a sharable tensor and return its offset: faster than filling a reserved one.
+        """Copy a sharable tensor and return its offset.
 
         `beyond`: so many bytes after an aligned address. Raises UnsupportedError,
         OutOfMemoryError, SlabUsageError.
         """
         return self._writer.write(tensor_bytes(tensor), beyond)
 
-    def reserve(
-        self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
-    ) -> torch.Tensor:
-        """A writable tensor in the slab, all zero, at 64 bytes (at a page from 64 KiB on).
-
-        Drop it, and every view of it, before `seal`. Raises UnsupportedError for a geometry
-        with gaps, OutOfMemoryError, SlabUsageError.
-        """
-        if not dense(shape, stride):
-            raise UnsupportedError(
-                f"shape {tuple(shape)} with stride {tuple(stride)} has gaps or overlaps; "
-                "keep it private",
-                shape=tuple(shape),
-                stride=tuple(stride),
-            )
-        nbytes = _count(shape) * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
-        offset, array = self._writer.view(nbytes)
-        self._offsets[ctypes.addressof(array)] = offset
-        return _tensor_over(array, dtype, shape, stride)
-
-    def offset_of(self, reserved: torch.Tensor) -> int:
-        """Offset in the slab of a tensor that `reserve` returned (0 for one without bytes)."""
-        if reserved.nbytes == 0:
-            return 0
-        offset = self._offsets.get(reserved.data_ptr())
-        if offset is None:
-            raise SlabUsageError(
-                "this tensor was not reserved here; pass the one reserve() returned"
-            )
-        return offset
-
     def seal(self) -> Slab:
-        """Make the bytes immutable. SlabBusyError while a reserved tensor is in use."""
+        """Make the bytes immutable; see `SlabWriter.seal`."""
         return self._writer.seal()
 
 
@@ -191,11 +234,14 @@ class Resident:
         self.nbytes: Final = nbytes
 
     def map(self, *, writable: bool = True) -> torch.Tensor:
-        """A new tensor over the resident's bytes, with a mapping of its own.
+        """Map the resident and return a new tensor over its bytes.
 
-        A write through it copies the pages written (PROT_READ with `writable=False`: a write
-        stops the process). The mapping goes when the storage dies. Works in forked children.
-        Raises OutOfMemoryError.
+        A write through it copies the pages it touches; with `writable=False` a write ends the
+        process with SIGSEGV. The mapping lives as long as the tensor's storage. Works in forked
+        children.
+
+        Raises:
+            OutOfMemoryError: The kernel refused the mapping.
         """
         dtype = torch_dtype(self.key.dtype)
         if self.nbytes == 0:
@@ -205,17 +251,21 @@ class Resident:
 
 
 def pack(
-    tensors: Iterable[tuple[torch.Tensor, str]], *, as_aligned: bool = False
+    tensors: Iterable[tuple[torch.Tensor, str]], *, keep_alignment: bool = False
 ) -> list[Resident]:
-    """Copy tensors with their digests into one new slab; residents in the same order.
+    """Copy tensors, given with their digests, into one new slab; residents in the same order.
 
-    The digests are those of `tensor_bytes`, and not checked. `as_aligned`: each is as far from a
-    multiple of 64 as the tensor is now, because sums of products may be rounded by it. Raises
-    UnsupportedError when one is not sharable, OutOfMemoryError.
+    The digests are those of `tensor_bytes`, and not checked. With `keep_alignment` each resident is
+    as far from a multiple of 64 bytes as its tensor is now, because kernels may round sums of
+    products by it.
+
+    Raises:
+        UnsupportedError: One of the tensors is not sharable.
+        OutOfMemoryError: There is no memory or descriptor for the slab.
     """
     items = list(tensors)
     keys = [resident_key(tensor, digest) for tensor, digest in items]
-    beyond = [t.data_ptr() % ALIGNMENT if as_aligned and t.nbytes else 0 for t, _ in items]
+    beyond = [t.data_ptr() % ALIGNMENT if keep_alignment and t.nbytes else 0 for t, _ in items]
     sizes = (t.nbytes + more for (t, _), more in zip(items, beyond, strict=True))
     builder = SlabBuilder(capacity_for(sizes))
     offsets = [builder.add(t, more) for (t, _), more in zip(items, beyond, strict=True)]
@@ -258,7 +308,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     first, second = a.data_ptr(), b.data_ptr()
     if not first or not second:  # of classes of their own, whose values are elsewhere
         return False
-    if first == second or PLACES.same(first, second, span):
+    if first == second or DEVICE_MAPPINGS.same(first, second, span):
         return True
     return a.device.type == "cpu" and _same_slab_pages(first, second, span)
 

@@ -4,13 +4,10 @@ A slab is filled, sealed (from then on the kernel refuses every write, by anyone
 MAP_PRIVATE by each reader: reads are shared, and a reader that writes gets its own copy of the
 page from the kernel. Nobody can corrupt a neighbour and nothing crashes.
 
-Filling. `SlabWriter.write` copies finished bytes with pwrite; `SlabWriter.view` lends a writable
-MAP_SHARED mapping. For 256 MiB on a two-core virtual machine: `torch.empty().copy_()` 158 ms,
-pwrite 163 ms, mapping 401 ms, posix_fallocate and mapping 287 ms (minimum of seven): pwrite
-neither zeroes nor faults the pages, so it is the way to use when the bytes exist already.
-posix_fallocate of a memory file only reserves pages (they are zeroed at the first touch, as
-without it), so a view costs nothing more for it, and a writer cannot meet SIGBUS. pwrite needs no
-reservation: it returns an error when memory is short.
+A slab is filled by pwrite, never through a writable mapping. For 256 MiB on a two-core virtual
+machine (minimum of seven): `torch.empty().copy_()` 158 ms, pwrite 163 ms, a mapping 401 ms, a
+mapping after posix_fallocate 287 ms. pwrite neither zeroes nor faults the pages, and where memory
+is short it returns an error, whereas a store through a mapping would end in SIGBUS.
 """
 
 import ctypes
@@ -51,7 +48,7 @@ class OutOfMemoryError(SharedMemoryError):
 
 
 class SlabBusyError(SharedMemoryError):
-    """Somebody still holds a writable view of the slab: drop it and seal again."""
+    """The file is mapped for writing somewhere: unmap it there, then seal again."""
 
 
 class SlabUsageError(SharedMemoryError):
@@ -160,11 +157,6 @@ def _make_private(address: int, nbytes: int) -> int:
     return size
 
 
-def _unmap_in(pid: int, address: int, nbytes: int) -> None:
-    if os.getpid() == pid:
-        libc.munmap(address, nbytes)
-
-
 class OwnedFd:
     """A file descriptor with one owner: closed when the last reference to this is dropped."""
 
@@ -232,17 +224,6 @@ class Slab:
         return array
 
 
-class _WritableRegion:
-    """The writable mapping of a slab that is being filled; unmapped when its last view is gone."""
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self.address: Final = _map(fd, 0, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
-        # A forked child must not inherit it: sealing would fail until that child ends. So the
-        # address may hold something else there, and only this process may unmap it.
-        weakref.finalize(self, _unmap_in, os.getpid(), self.address, nbytes).atexit = False
-        libc.madvise(self.address, nbytes, libc.MADV_DONTFORK)
-
-
 class SlabWriter:
     """Fills one slab of at most `capacity` bytes, then seals it. One thread at a time."""
 
@@ -250,8 +231,6 @@ class SlabWriter:
         """Raise OutOfMemoryError when there is no descriptor left."""
         self._capacity = round_up(capacity)
         self._end = 0
-        self._region: _WritableRegion | None = None
-        self._views: list[weakref.ref[ByteArray]] = []
         self._descriptor: OwnedFd | None = _memory_file(self._capacity)
 
     def _open(self) -> OwnedFd:
@@ -276,8 +255,7 @@ class SlabWriter:
     def write(self, data: memoryview, beyond: int = 0) -> int:
         """Copy contiguous bytes into the slab and return their offset in it.
 
-        They begin `beyond` bytes after where they would. The fastest way (see the module). Raises
-        OutOfMemoryError, SlabUsageError.
+        They begin `beyond` bytes after where they would. Raises OutOfMemoryError, SlabUsageError.
         """
         offset = self._take(data.nbytes + beyond) + beyond
         self.put(data, offset)
@@ -314,39 +292,14 @@ class SlabWriter:
             # Where it is refused the memory stays, and goes with the slab.
             libc.punch(self._open().fileno, start, end - start)
 
-    def view(self, nbytes: int) -> tuple[int, ByteArray]:
-        """Return an offset and a writable buffer of `nbytes` there, zeroed.
-
-        The buffer must be dropped before `seal`. Raises OutOfMemoryError, SlabUsageError.
-        """
-        offset = self._take(nbytes)
-        if self._region is None:
-            self._region = self._map_all()
-        array = bytes_at(self._region.address + offset, nbytes, self._region)
-        self._views.append(weakref.ref(array))
-        return offset, array
-
-    def _map_all(self) -> _WritableRegion:
-        fd = self._open().fileno
-        try:
-            os.posix_fallocate(fd, 0, self._capacity)
-        except OSError as error:
-            raise _refused("posix_fallocate", self._capacity, error.errno or 0) from error
-        return _WritableRegion(fd, self._capacity)
-
     def seal(self) -> Slab:
         """Make the bytes immutable and return the slab, cut to what was used.
 
-        Raises SlabBusyError while a writable view lives; drop it, then seal again.
+        Raises:
+            SlabBusyError: The file is mapped for writing somewhere.
+            OutOfMemoryError: The kernel refused to cut or to seal it.
         """
         descriptor = self._open()
-        alive = sum(view() is not None for view in self._views)
-        if alive:
-            raise SlabBusyError(
-                f"{alive} writable views of this slab are in use; drop them, then seal again",
-                views=alive,
-            )
-        self._region = None
         nbytes = round_up(self._end)
         try:
             os.ftruncate(descriptor.fileno, nbytes)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tensor_dedup.loader.residents.weak_storage import WeakStorage, number_of
+from tensor_dedup.loader.residents.param_data import WeakStorage, number_of
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.residents.identity import ReplicaKey
+    from tensor_dedup.loader.residents.resident import ReplicaKey
     from tensor_dedup.types import ResidentKey
 
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.residents.identity import ReplicaKey
 from tensor_dedup.loader.residents.mappings import MAPPINGS, is_as_mapped
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.loader.residents.resident import Resident, resident_key, sharable
+from tensor_dedup.loader.residents.resident import ReplicaKey, Resident, resident_key, sharable
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 
 if TYPE_CHECKING:

@@ -19,9 +19,13 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES, with_room
 from tensor_dedup.loader.residents import slab
 from tensor_dedup.loader.residents.mappings import MAPPINGS
-from tensor_dedup.loader.residents.param_data import param_data, set_param_data
+from tensor_dedup.loader.residents.param_data import (
+    WeakStorage,
+    number_of,
+    param_data,
+    set_param_data,
+)
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
-from tensor_dedup.loader.residents.weak_storage import WeakStorage, number_of
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.memory_manager.errors import BackendError
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.cuda.hashing import digest_of
 from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord
-from tensor_dedup.loader.residents.identity import is_of_bytes
 from tensor_dedup.loader.residents.mappings import is_as_mapped
 from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import digest_of, is_of_bytes
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.loader.unsharing.private import (

@@ -22,7 +22,7 @@ _MAX_PINS = 64
 def totals(world: ManagerState, now: float, started: float) -> Totals:
     """The numbers of now."""
     ledger = world.ledger
-    living = [slab for slab in ledger.slabs.values() if not slab.ghost]
+    living = [slab for slab in ledger.slabs.values() if not slab.released_but_mapped]
     residents = list(ledger.residents.values())
     clients = [c for c in world.connections.values() if c.name is not None]
     count = world.counters

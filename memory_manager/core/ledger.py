@@ -26,14 +26,17 @@ class ResidentEntry:
 
 @dataclass(slots=True, eq=False)
 class SlabState:
-    """Memory of one put. `busy`: the backend works on it. `ghost`: let go, but perhaps mapped."""
+    """Memory of one put.
+
+    `busy`: the backend works on it. `released_but_mapped`: let go, but perhaps mapped somewhere.
+    """
 
     number: int
     nbytes: int
     residents: dict[str, ResidentEntry] = field(default_factory=dict)
     busy: bool = False
     doomed: bool = False
-    ghost: bool = False
+    released_but_mapped: bool = False
     owned: bool = True  # a put is filling it
     used: float = 0.0
     lingering: set[int] = field(default_factory=set)
@@ -112,14 +115,15 @@ class Ledger:
         if slab.busy:
             slab.doomed = True
             return
-        if not slab.ghost:
-            slab.ghost = True
+        if not slab.released_but_mapped:
+            slab.released_but_mapped = True
             if self._mappings_hold:
                 self.freed.append(slab.number)
         self._settle(slab)
 
     def _settle(self, slab: SlabState) -> None:
-        if slab.ghost and not slab.lingering and self.slabs.pop(slab.number, None) is not None:
+        gone = slab.released_but_mapped and not slab.lingering
+        if gone and self.slabs.pop(slab.number, None) is not None:
             self.charged -= slab.nbytes
             if not self._mappings_hold:
                 self.freed.append(slab.number)

@@ -25,18 +25,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensor_dedup.loader import report
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.cuda.manager_use import borrowing_from
+from tensor_dedup.loader.cuda.manager_residents import borrowing_from
 from tensor_dedup.loader.post_load import root_module
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
 from tensor_dedup.loader.residents.compare import is_forgeable
-from tensor_dedup.loader.residents.device_mappings import PLACES
-from tensor_dedup.loader.residents.identity import ReplicaKey, cast_key
-from tensor_dedup.loader.residents.mappings import MAPPINGS
-from tensor_dedup.loader.residents.param_data import param_data
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MAPPINGS
+from tensor_dedup.loader.residents.param_data import number_of, param_data
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.loader.residents.weak_storage import number_of
+from tensor_dedup.loader.residents.resident import ReplicaKey, cast_key
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.lookup import is_mapped, is_on_gpu, replica_keys_of, residents_of
@@ -111,7 +109,7 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
     this one, which shares by itself.
     """
     _watch.config = config
-    if read_only() or len(PLACES):
+    if read_only() or len(DEVICE_MAPPINGS):
         writers.install()
     if not usable(APPLY) or hasattr(nn.Module._apply, "_tensor_dedup"):
         return
@@ -119,7 +117,7 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
 
     @functools.wraps(original)
     def _apply(self: nn.Module, fn: Function, recurse: bool = True) -> Any:
-        nothing = not (len(MAPPINGS) or len(COPIES) or len(PLACES))
+        nothing = not (len(MAPPINGS) or len(COPIES) or len(DEVICE_MAPPINGS))
         if nothing and nn.Module._apply is _apply:
             nn.Module._apply = original  # type: ignore[method-assign]
         if _moves.busy or getattr(fn, "__qualname__", "") not in _CONVERSIONS:
@@ -167,8 +165,10 @@ def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     if private:
         config = _watch.config
         assert config is not None
-        supply = host_provider_for(config.memory_manager, type(model).__name__, as_aligned=True)
-        adoption = ModuleDedup(model, DedupContext(config, supply))
+        provider = host_provider_for(
+            config.memory_manager, type(model).__name__, keep_alignment=True
+        )
+        adoption = ModuleDedup(model, DedupContext(config, provider))
         adoption.share_again(private)
 
 

@@ -16,15 +16,15 @@ import torch
 from tensor_dedup.loader.cuda.devices import with_room
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, Write
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.residents.identity import ReplicaKey
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from tensor_dedup.loader.cuda.manager_use import Borrowing
+    from tensor_dedup.loader.cuda.manager_residents import Borrowing
     from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.shared import SharedGpu
 
@@ -91,7 +91,7 @@ class GpuConversion:
             (each.known, f"content:{each.known.key}", self._writer(each, function, uploads))
             for each in missing
         ]
-        made = iter(self._gpu.make(wanted, self._borrowing) if wanted else [])
+        made = iter(self._gpu.get_or_build(wanted, self._borrowing) if wanted else [])
         return [one if one is not None else next(made)[0] for one in found]
 
     def _writer(self, each: PendingTransfer, function: Function, uploads: _Uploads) -> Write:

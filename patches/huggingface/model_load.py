@@ -21,14 +21,13 @@ from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
-from tensor_dedup.loader.heap import release_memory
 from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
 from tensor_dedup.loader.post_load.mapped_files import MappedFiles
+from tensor_dedup.loader.process_state import release_memory, rng_restored_on_failure
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.residents.provider import host_provider_for
-from tensor_dedup.loader.rng import rng_restored_on_failure
 from tensor_dedup.patches.huggingface.conversions import watch
 from tensor_dedup.patches.huggingface.enabled import REFUSAL
 from tensor_dedup.seams import Replacements
@@ -80,8 +79,8 @@ class ModelLoad:
         trust = trust and config.verify == "hint"
         self._origins = MappedFiles(config.hash_algorithm, trust=trust)
         # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
-        supply = host_provider_for(config.memory_manager, name, as_aligned=True)
-        self._terms = DedupContext(config, supply, self._origins)
+        provider = host_provider_for(config.memory_manager, name, keep_alignment=True)
+        self._terms = DedupContext(config, provider, self._origins)
         self._adoptions: dict[int, ModuleDedup] = {}
         self._settled: set[int] = set()
         self._left_alone: dict[int, nn.Module] = {}
@@ -163,8 +162,8 @@ class ModelLoad:
         if self._config.store is not None:
             report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
         terms = self._terms
-        if terms.supply.not_lent is not None:
-            report.skipped.append((BETWEEN_PROCESSES, terms.supply.not_lent))
+        if terms.provider.not_lent is not None:
+            report.skipped.append((BETWEEN_PROCESSES, terms.provider.not_lent))
         report.collisions = terms.collisions
         report.known = terms.remembered > 0 and terms.unknown == 0
         report.bytes_hashed = terms.bytes_hashed

@@ -133,7 +133,7 @@ class PackedGemm:
         alias.plain_name = first.plain_name
         alias.structure, alias.origins = structure_of([self.weight])
         first.aliases.append(alias)
-        registry.publish_record(key.digest, alias)
+        registry.register_record(key.digest, alias)
         if first in assembly.own:
             assembly.own.add(alias)
         return True
@@ -157,8 +157,8 @@ class PackedGemm:
             "keeps_weight": packed is None,
         }
         record.structure, record.origins = structure_of([weight])
-        registry.publish_record(key.digest, record)
-        registry.publish_record(content.digest, record)
+        registry.register_record(key.digest, record)
+        registry.register_record(content.digest, record)
         assembly.own.add(record)
         setattr(linear, RECORD, record)
 

@@ -166,7 +166,7 @@ class LayerProcessor:
             record.structure, record.origins = structure_of(list(layer.deferred.values()))
         layer.share(record)
         if record is not None and layer.complete(record):
-            registry.publish_record(key.digest, record)
+            registry.register_record(key.digest, record)
             self.assembly.own.add(record)
             setattr(layer.layer, RECORD, record)
 

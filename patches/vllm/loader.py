@@ -32,8 +32,8 @@ from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
 from tensor_dedup.loader.checkpoint_io.write_back import keep
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.deferred.trace import UntraceableError
-from tensor_dedup.loader.garbage_collection import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.load_lock import LOAD_LOCK
+from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.memory_manager.client.names import checkpoint_name

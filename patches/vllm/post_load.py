@@ -107,7 +107,7 @@ def _share(assembly: LoadSession, finals: list[tuple[str, nn.Parameter]]) -> Non
             continue
         nbytes = parameter.nbytes
         try:
-            replace_data(parameter, assembly.supply.map(resident))
+            replace_data(parameter, assembly.provider.map(resident))
         except UntraceableError as error:
             _enter_private(assembly, label, parameter, str(error))
         else:

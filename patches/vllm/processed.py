@@ -66,7 +66,7 @@ class ProcessedLayer:
             here = made.pop(name, None) or assembly.make(each)
             tensor.copy_(here.tensor)
             assembly.give_back(here)
-            replace_data(each.parameter, assembly.supply.private(tensor))
+            replace_data(each.parameter, assembly.provider.private(tensor))
             self.context.done(each)
 
     def process(self, original: Original) -> None:
@@ -102,7 +102,7 @@ class ProcessedLayer:
             if resident is None:
                 assembly.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
                 continue
-            replace_data(parameter, assembly.supply.map(resident))
+            replace_data(parameter, assembly.provider.map(resident))
             assembly.enter(label, parameter.nbytes, resident, made=made, sources=sources)
             if record is not None and isinstance(resident, Resident):
                 record.residents[name] = (resident, type(parameter))
@@ -175,7 +175,7 @@ class ProcessedLayer:
         of = self.deferred.values() if each is None else (each,)
         reason = next((r for one in of if (r := self.context.assembly.reason(one))), None)
         if reason is None:
-            reason = self.context.assembly.supply.reason(label)
+            reason = self.context.assembly.provider.reason(label)
         if reason is None and not sharable_anywhere(parameter.detach()):
             return "its processed form has gaps"
         if reason is None and self._kept and self.context.updated:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tensor_dedup.loader.rng import rng_restored_on_failure
+from tensor_dedup.loader.process_state import rng_restored_on_failure
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig

@@ -16,7 +16,7 @@ from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.pytorch.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
-from tensor_dedup.loader.cuda.manager_use import borrowing_from
+from tensor_dedup.loader.cuda.manager_residents import borrowing_from
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.deferred.evaluate import Evaluator
 from tensor_dedup.loader.deferred.parameters import (
@@ -32,7 +32,7 @@ from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.deferred.storage import within
 from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
 from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages, surely_unwritten
-from tensor_dedup.loader.heap import release_memory
+from tensor_dedup.loader.process_state import release_memory
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.torch_dtypes import torch_dtype
@@ -70,9 +70,9 @@ class LoadRun:
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
         evaluator = Evaluator(reader, scratch)
-        supply = _home(config, name, gpu)
+        provider = _home(config, name, gpu)
         self._gpu = gpu
-        self.assembly = LoadSession(config, reader, scratch, evaluator, supply)
+        self.assembly = LoadSession(config, reader, scratch, evaluator, provider)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
         self.untouched = UninitialisedStorages()
@@ -97,7 +97,7 @@ class LoadRun:
         trace: TracebackType | None,
     ) -> None:
         self.assembly.reader.abandon()
-        self.assembly.supply.close()
+        self.assembly.provider.close()
         self.assembly.ahead.close()
         for file in self._files:
             file.close()
@@ -154,7 +154,7 @@ class LoadRun:
         settle_strays(
             model,
             self.tracer,
-            lambda view: assembly.supply.private(assembly.evaluator.value(view)),
+            lambda view: assembly.provider.private(assembly.evaluator.value(view)),
         )
         for parameter in eplb_parameters(model):
             if (each := self._deferred.get(id(parameter))) is not None:
@@ -163,7 +163,7 @@ class LoadRun:
         assembly.expect(parameters)
         shareable = [p for p in parameters if p.sources and assembly.reason(p) is None]
         self._known = bool(shareable) and all(assembly.known(p) for p in shareable)
-        packed = self._config.cpu_weights != "plain" and not assembly.supply.plain
+        packed = self._config.cpu_weights != "plain" and not assembly.provider.plain
         on_gpu = self._gpu is not None
         self._processor = LayerProcessor(
             LayerContext(assembly, self._deferred, packed, self._model_dtype, on_gpu, updated)
@@ -221,7 +221,7 @@ class LoadRun:
         if self._gpu is not None:
             for parameter in model.parameters():
                 if not parameter.is_meta and parameter.device.type != self._gpu.device.type:
-                    replace_data(parameter, self.assembly.supply.private(parameter.detach()))
+                    replace_data(parameter, self.assembly.provider.private(parameter.detach()))
 
     def share_left_over(self, model: nn.Module) -> None:
         """Parameters that no layer's processing asked for."""
@@ -310,7 +310,7 @@ class LoadRun:
 
     def say_not_lent(self, report: ModelReport) -> None:
         """Enter why a memory manager that was asked for was not used for all, if so."""
-        reason = self.assembly.supply.not_lent
+        reason = self.assembly.provider.not_lent
         if reason is not None:
             report.skipped.append((BETWEEN_PROCESSES, reason))
 

@@ -104,6 +104,6 @@ class ScaledGemm:
             assembly.ledger.skip(weight.name, UPDATED)
         if record is not None and layer.complete(record):
             record.opaque, record.opaque_bytes = weakref.ref(handler), nbytes
-            registry.publish_record(record.key, record)
+            registry.register_record(record.key, record)
             assembly.own.add(record)
             setattr(handler, RECORD, record)

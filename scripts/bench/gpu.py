@@ -6,8 +6,7 @@
 *handles*: making, exporting, importing, mapping and unmapping handles of 2 to 64 MiB. *load*: a
 file that is in no cache to the GPU, beside safetensors, fastsafetensors and the Run:ai streamer
 where they are installed, and the limits: reading the file, and copying pinned memory. *attach*: a
-resident model of 1, 4 and 14 GB. *forward*: products with shared and with private weights. *hash*:
-digests of tensors that lie there, by the kernel and by the host.
+resident model of 1, 4 and 14 GB. *forward*: products with shared and with private weights.
 Prints a section of Markdown, and names the GPU; `--write` puts it into docs/benchmarks.md.
 (Here and not in cuda.py, which stands aside where it is imported: it bears a package's name.)
 `--rehearse`: over the fake driver and tiny, to see that it runs; its figures mean nothing.
@@ -30,20 +29,18 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
-from gpu_hash import hashing
 from gpu_place import MIB, Bench, Serving
 from process_memory import drop_pages
 from stats import estimate, machine, verdict, write_section
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent
-from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
-from tensor_dedup.loader.cuda.residents import Views
+from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.types import ResidentKey
 
-PARTS = ("handles", "load", "attach", "forward", "hash")
+PARTS = ("handles", "load", "attach", "forward")
 GIB = 1 << 30
 REPEATS = 7
 ATTACH_MOST_MS = 100.0
@@ -304,7 +301,7 @@ def main(
     """Measure, print, and perhaps keep."""
     if not rehearse and not torch.cuda.is_available():
         raise click.ClickException("torch sees no GPU; --rehearse runs without one")
-    parts = dict(zip(PARTS, (handles, load, attach, forward, hashing), strict=True))
+    parts = dict(zip(PARTS, (handles, load, attach, forward), strict=True))
     with tempfile.TemporaryDirectory(prefix="td-", dir=work) as folder:
         bench = Bench(Path(folder), rehearse, 0.004 if rehearse else size)
         lines = ["## Memory of a GPU", "", f"- GPU: {gpu_name(rehearsal=rehearse)}"]

@@ -21,7 +21,7 @@ from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile
-from tensor_dedup.loader.garbage_collection import WITHOUT_FULL_COLLECTIONS
+from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.run import LoadRun

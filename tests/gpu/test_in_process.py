@@ -11,12 +11,11 @@ import torch
 import gpu_world
 from gpu_world import KIND, PLACE, Load, wait_for_gpu, weights
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.cuda.local import LocalDevice
-from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
-from tensor_dedup.loader.cuda.residents import Views
+from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
+from tensor_dedup.loader.cuda.shared import LocalDevice
 from tensor_dedup.loader.cuda.tensors import tensor_at
+from tensor_dedup.loader.process_state import rng_restored_on_failure
 from tensor_dedup.loader.residents.resident import shares_memory
-from tensor_dedup.loader.rng import rng_restored_on_failure
 
 pytestmark = pytest.mark.gpu
 needs_streams = pytest.mark.skipif(gpu_world.REHEARSAL, reason="the CPU has no streams or graphs")

@@ -136,7 +136,7 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
 
     monkeypatch.setattr("tensor_dedup.loader.post_load.slab_fill.submit", submit)
     terms = DedupContext(
-        TensorDedupConfig(hash_algorithm="xxhash64"), HostProvider(as_aligned=True)
+        TensorDedupConfig(hash_algorithm="xxhash64"), HostProvider(keep_alignment=True)
     )
     one = model_of(p=torch.full((LARGE,), 1.0), q=torch.full((LARGE,), 2.0))
     ModuleDedup(one, terms).settle()
@@ -202,12 +202,12 @@ class Meddling(HostProvider):
 
     path: Path = Path()
 
-    def make(
+    def get_or_build(
         self, wanted: Sequence[ResidentRequest], check: Any = None
     ) -> list[tuple[Resident, bool]]:
         with self.path.open("r+b") as file:
             file.write(as_file(2.0))
-        return HostProvider.make(self, wanted, check)
+        return HostProvider.get_or_build(self, wanted, check)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
     if twins:
         model.register_parameter("twin", mapped(path).weight)
     origins = MappedFiles("blake3", trust=True)
-    supply = Meddling(as_aligned=True, path=path)
-    terms = DedupContext(TensorDedupConfig(), supply, origins if hints else None)
+    provider = Meddling(keep_alignment=True, path=path)
+    terms = DedupContext(TensorDedupConfig(), provider, origins if hints else None)
     with pytest.raises(ChangedFileError, match="changed while it was being loaded"):
         ModuleDedup(model, terms).settle()
     origins.close()
@@ -260,7 +260,7 @@ def test_what_is_hashed_is_what_was_copied(
     model, other = mapped(path, count), model_of(weight=torch.ones(count))
     origins = MappedFiles("blake3", trust=True) if read else None
     ModuleDedup(
-        model, DedupContext(TensorDedupConfig(), HostProvider(as_aligned=True), origins)
+        model, DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), origins)
     ).settle()
     assert mapped(path, count).weight[0] == 2
     if origins is not None:

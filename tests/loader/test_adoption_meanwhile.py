@@ -148,7 +148,7 @@ def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> 
     first, second = mapped(path, count), mapped(path, count)
     second.register_parameter("more", nn.Parameter(torch.full((count,), 3.0)))
     origins = MappedFiles("blake3", trust=True)
-    terms = DedupContext(TensorDedupConfig(), HostProvider(as_aligned=True), origins)
+    terms = DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), origins)
     for model in (first, second):
         ModuleDedup(model, terms).settle()
     origins.close()
@@ -200,7 +200,7 @@ def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
         model = model_of(small=whole[:COUNT], large=whole[COUNT:])
         config = TensorDedupConfig(hash_algorithm=algorithm)
         origins = MappedFiles(algorithm, trust=True)
-        found = ModuleDedup(model, DedupContext(config, HostProvider(as_aligned=True), origins))
+        found = ModuleDedup(model, DedupContext(config, HostProvider(keep_alignment=True), origins))
         with monkeypatch.context() as patched:
             if short and write:
                 patched.setattr(SlabWriter, "put", refused)

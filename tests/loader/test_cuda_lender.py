@@ -25,15 +25,12 @@ from gpu_loads import (
     read,
     weights,
 )
-from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
-from tensor_dedup.loader.cuda.manager_use import Borrowing
-from tensor_dedup.loader.cuda.requests import DeviceRequest, bytes_on_host, copy_of
-from tensor_dedup.loader.cuda.residents import Views
+from tensor_dedup.loader.cuda.manager_residents import Borrowing, DeviceManagerResidents
+from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents.resident import resident_key, shares_memory
+from tensor_dedup.loader.residents.resident import digest_of, resident_key, shares_memory
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.memory_manager.errors import (
@@ -178,8 +175,7 @@ def test_bytes_come_back_to_be_hashed(load: Callable[[], Load]) -> None:
     mine = load()
     mine.put(weights(1))
     tensor = mine.find(weights(1))
-    found = bytes_on_host(mine.gpu, tensor.data_ptr(), tensor.nbytes)
-    assert digest(found) == key_of(weights(1)).digest
+    assert digest_of(tensor) == key_of(weights(1)).digest
 
 
 def test_another_gpus_manager_is_refused(manager: gpus.GpuManager) -> None:

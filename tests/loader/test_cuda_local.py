@@ -13,10 +13,8 @@ from gpu_loads import key_of, weights
 from refusing_driver import RefusingDriver
 from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.local import LocalDevice
-from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
-from tensor_dedup.loader.cuda.residents import Views
-from tensor_dedup.loader.cuda.shared import SharedGpu
+from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
+from tensor_dedup.loader.cuda.shared import LocalDevice, SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.resident import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver

@@ -12,7 +12,7 @@ import gpus
 from gpu_bench import UNIT, Bench, checked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
-from tensor_dedup.loader.residents.device_mappings import PLACES
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.memory_manager.cuda.driver import Access, Result, current
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError
 
@@ -74,8 +74,11 @@ def test_several_slabs_lie_side_by_side(bench: Bench) -> None:
     first, second = bench.slab(2, b"a" * 2 * UNIT), bench.slab(1, b"b" * UNIT)
     mapping = bench.mapping(first, second)
     assert ctypes.string_at(mapping.address + 2 * UNIT - 2, 4) == b"aabb"
-    assert PLACES.of(mapping.address + 2 * UNIT - 2, 4) == [(1, 2 * UNIT - 2, 2), (2, 0, 2)]
-    assert PLACES.of(mapping.address + 3 * UNIT - 1, 2) == []
+    assert DEVICE_MAPPINGS.of(mapping.address + 2 * UNIT - 2, 4) == [
+        (1, 2 * UNIT - 2, 2),
+        (2, 0, 2),
+    ]
+    assert DEVICE_MAPPINGS.of(mapping.address + 3 * UNIT - 1, 2) == []
 
 
 def test_a_mapping_goes_after_the_last_work_that_was_begun(bench: Bench) -> None:
@@ -216,7 +219,7 @@ def test_mapping_takes_back_what_it_has_done(bench: Bench, number: int) -> None:
     assert bench.driver.calls == mapped_calls()[:number]
     assert bench.fake.left() == {}
     assert gpus.descriptors() == before
-    assert len(PLACES) == 0
+    assert len(DEVICE_MAPPINGS) == 0
     bench.driver.again()
     assert bench.mapping(first, second).nbytes == 3 * UNIT
     made = bench.driver.calls
@@ -234,7 +237,7 @@ def test_a_context_that_cannot_be_left_leaves_nothing_mapped(bench: Bench) -> No
     bench.driver.cleaning = False
     bench.fake.leave()
     assert bench.fake.left() == {}
-    assert len(PLACES) == 0
+    assert len(DEVICE_MAPPINGS) == 0
 
 
 def test_whatever_call_of_becoming_private_fails_it_is_shared_as_before(bench: Bench) -> None:
@@ -254,7 +257,7 @@ def test_whatever_call_of_becoming_private_fails_it_is_shared_as_before(bench: B
             assert bench.fake.access(mapping.address) == Access.READ
             assert ctypes.string_at(mapping.address, 5) == b"first"
             assert ctypes.string_at(mapping.address + UNIT, 6) == b"second"
-            assert len(PLACES) == 2
+            assert len(DEVICE_MAPPINGS) == 2
     assert number == 1 + len(bench.driver.calls)
     # Two imports, a wait, for each slab (create, reserve, map, allow, copy, wait), two maps, allow.
     assert number == 20
@@ -293,7 +296,7 @@ def test_a_model_becomes_private_where_it_is_and_others_do_not(bench: Bench) -> 
     slab = bench.slab(1, b"weights")
     mine, others = bench.mapping(slab), bench.mapping(slab)
     assert mine.address != others.address
-    assert PLACES.same(mine.address, others.address, 7)
+    assert DEVICE_MAPPINGS.same(mine.address, others.address, 7)
     address = mine.address
     bench.fake.begin(7)
     mine.make_private()
@@ -304,7 +307,7 @@ def test_a_model_becomes_private_where_it_is_and_others_do_not(bench: Bench) -> 
         gpus.put(bench.fake, address, b"changed")
     assert ctypes.string_at(address, 7) == b"changed"
     assert ctypes.string_at(others.address, 7) == b"weights"
-    assert not PLACES.same(address, others.address, 7)
+    assert not DEVICE_MAPPINGS.same(address, others.address, 7)
     mine.make_private()
     assert ctypes.string_at(address, 7) == b"changed"
 
@@ -324,7 +327,7 @@ def test_a_child_that_is_forked_unmaps_nothing(bench: Bench) -> None:
     mapping = bench.mapping(bench.slab(1, b"weights"))
 
     def child() -> None:
-        aside = bench.gpu.aside
+        aside = bench.gpu.retired
         mapping._end()
         if not aside:
             os.kill(os.getpid(), 9)

@@ -5,8 +5,7 @@ import gc
 import pytest
 import torch
 
-from tensor_dedup.loader.residents.identity import ReplicaKey, cast_key, is_of_bytes
-from tensor_dedup.loader.residents.resident import resident_key
+from tensor_dedup.loader.residents.resident import ReplicaKey, cast_key, is_of_bytes, resident_key
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.types import ResidentKey
 

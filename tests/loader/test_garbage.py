@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import kernel
-from tensor_dedup.loader.garbage_collection import WITHOUT_FULL_COLLECTIONS, WithoutFullCollections
+from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS, WithoutFullCollections
 
 WITHOUT = WITHOUT_FULL_COLLECTIONS
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tensor_dedup.loader import rng
-from tensor_dedup.loader.rng import rng_restored_on_failure
+from tensor_dedup.loader import process_state
+from tensor_dedup.loader.process_state import rng_restored_on_failure
 
 
 class Gpus:
@@ -64,6 +64,6 @@ def test_a_gpu_that_is_not_in_use_is_not_begun_for_it(
 ) -> None:
     monkeypatch.setattr(gpus, "is_initialized", lambda: False)
     monkeypatch.setattr(gpus, "get_rng_state_all", lambda: pytest.fail("it was asked"))
-    assert rng.accelerator() is None
+    assert process_state.accelerator() is None
     with rng_restored_on_failure():
         pass

@@ -31,7 +31,7 @@ def test_a_published_resident_is_found_by_its_key() -> None:
     table = Registry()
     (one,) = residents("one")
     assert table.lookup(one.key) is None
-    assert table.publish(one) is one
+    assert table.register(one) is one
     same_key = ResidentKey(one.key.dtype, one.key.shape, one.key.stride, one.key.digest)
     assert table.lookup(same_key) is one
     assert table.residents() == [one]
@@ -51,8 +51,8 @@ def test_equal_bytes_of_another_dtype_or_geometry_are_another_resident(
     table = Registry()
     (one,) = residents("digest")
     (two,) = pack([(other, "digest")])
-    assert table.publish(one) is one
-    assert table.publish(two) is two
+    assert table.register(one) is one
+    assert table.register(two) is two
     assert table.lookup(one.key) is one
 
 
@@ -61,8 +61,8 @@ def test_the_first_of_a_key_wins_and_the_other_leaves_nothing() -> None:
     gc.collect()
     before = slab_descriptors()
     (first,), (second,) = residents("same"), residents("same")
-    assert table.publish(first) is first
-    assert table.publish(second) is first
+    assert table.register(first) is first
+    assert table.register(second) is first
     del second
     assert slab_descriptors() == before + 1
 
@@ -78,7 +78,7 @@ def test_threads_that_publish_at_once_all_get_the_same_one() -> None:
             resident: Resident, start: threading.Barrier = start, got: list[Resident] = got
         ) -> None:
             start.wait()
-            got.append(table.publish(resident))
+            got.append(table.register(resident))
 
         threads = [threading.Thread(target=publish, args=(resident,)) for resident in mine]
         for thread in threads:
@@ -97,7 +97,7 @@ def test_a_resident_is_gone_with_the_last_tensor_and_without_the_collector() -> 
     before = slab_descriptors()
     (one,) = residents("one")
     key = one.key
-    tensors = [table.publish(one).map(), table.publish(one).map()]
+    tensors = [table.register(one).map(), table.register(one).map()]
     del one
     gc.disable()  # reference counts alone must do: memory is not returned some time later
     try:
@@ -114,10 +114,10 @@ def test_a_resident_is_gone_with_the_last_tensor_and_without_the_collector() -> 
 def test_a_gone_resident_can_be_published_anew() -> None:
     table = Registry()
     (one,) = residents("one")
-    table.publish(one)
+    table.register(one)
     del one
     (again,) = residents("one")
-    assert table.publish(again) is again
+    assert table.register(again) is again
 
 
 def test_a_slab_counts_once_and_whole_while_one_of_its_residents_lives() -> None:
@@ -125,9 +125,9 @@ def test_a_slab_counts_once_and_whole_while_one_of_its_residents_lives() -> None
     many = residents("a", "b", "c", nbytes=10_000)
     slab_bytes = many[0].slab.nbytes
     for resident in many:
-        table.publish(resident)
+        table.register(resident)
     (other,) = residents("d", nbytes=1)
-    table.publish(other)
+    table.register(other)
     assert table.resident_bytes() == slab_bytes + other.slab.nbytes
     del resident, other
     del many[1:]
@@ -141,11 +141,11 @@ def test_overhead_grows_with_the_entries_and_not_with_their_bytes() -> None:
     empty = table.overhead_bytes()
     small = residents(*map(str, range(100)), nbytes=1)
     for resident in small:
-        table.publish(resident)
+        table.register(resident)
     hundred = table.overhead_bytes()
     assert 100 * sys.getsizeof(small[0]) < hundred - empty < 100 * 1000
     (large,) = residents("large", nbytes=10 << 20)
-    table.publish(large)
+    table.register(large)
     assert table.overhead_bytes() - hundred < 1000
 
 
@@ -153,25 +153,25 @@ def test_layer_records_are_weak_and_the_first_wins() -> None:
     table = Registry()
     first, second = Record(), Record()
     assert table.lookup_record("layer") is None
-    assert table.publish_record("layer", first) is first
-    assert table.publish_record("layer", second) is first
+    assert table.register_record("layer", first) is first
+    assert table.register_record("layer", second) is first
     assert table.records() == {"layer": first}
     watch = weakref.ref(first)
     del first
     assert watch() is None
     assert table.lookup_record("layer") is None
-    assert table.publish_record("layer", second) is second
+    assert table.register_record("layer", second) is second
 
 
 def test_a_forked_child_may_publish_while_a_thread_of_the_parent_did() -> None:
     # The lock is held in the parent at the time of the fork, by a thread the child lacks.
     (one,) = residents("forked")
-    registry.publish(one)
+    registry.register(one)
     with registry._lock:
         pid = fork()
         if pid == 0:
             signal.alarm(30)  # instead of waiting for ever
-            os._exit(0 if registry.publish(residents("forked")[0]) is one else 1)
+            os._exit(0 if registry.register(residents("forked")[0]) is one else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert registry.lookup(one.key) is one
     assert forked(lambda: registry.lookup(one.key) is not None)
@@ -179,7 +179,7 @@ def test_a_forked_child_may_publish_while_a_thread_of_the_parent_did() -> None:
 
 def test_the_report_measures_the_process_wide_registry() -> None:
     (one,) = residents("measured")
-    registry.publish(one)
+    registry.register(one)
     made = report.report()
     assert made.resident_bytes >= registry.resident_bytes() >= one.slab.nbytes
     assert made.registry_bytes >= registry.overhead_bytes() > 0

@@ -14,8 +14,7 @@ import sys
 import pytest
 import torch
 
-from kernel import fork, forked, slabs
-from tensor_dedup.errors import UnsupportedError
+from kernel import fork, slabs
 from tensor_dedup.loader.residents.resident import Resident, SlabBuilder, pack, resident_key
 from tensor_dedup.loader.residents.slab import PAGE, OutOfMemoryError, SlabBusyError, SlabUsageError
 
@@ -48,65 +47,10 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 # Filling
 
 
-def test_a_reserved_tensor_is_zero_aligned_and_ends_in_the_slab() -> None:
-    builder = SlabBuilder(1 << 20)
-    small = builder.reserve(torch.bfloat16, (3, 5), (1, 3))
-    large = builder.reserve(torch.float32, (20_000,), (1,))
-    empty = builder.reserve(torch.float32, (0, 3), (3, 1))
-    assert not small.any()
-    assert small.data_ptr() % 64 == 0
-    assert large.data_ptr() % PAGE == 0
-    assert (empty.shape, empty.stride()) == ((0, 3), (3, 1))
-    small.copy_(torch.arange(15.0).view(3, 5))
-    large.copy_(torch.arange(20_000.0))
-    offsets = [builder.offset_of(tensor) for tensor in (small, large, empty)]
-    kept = [tensor.clone() for tensor in (small, large, empty)]
-    keys = [resident_key(tensor, "digest") for tensor in kept]
-    sizes = [tensor.nbytes for tensor in kept]
-    del small, large, empty
-    slab = builder.seal()
-    assert slab.nbytes < 1 << 20
-    for key, offset, nbytes, tensor in zip(keys, offsets, sizes, kept, strict=True):
-        mapped = Resident(key, slab, offset, nbytes).map()
-        assert mapped.stride() == tensor.stride()
-        assert torch.equal(mapped, tensor)
-
-
-def test_sealing_waits_for_the_last_writable_view() -> None:
-    builder = SlabBuilder(PAGE)
-    reserved = builder.reserve(torch.float32, (10,), (1,))
-    view = reserved[3:]
-    del reserved
-    with pytest.raises(SlabBusyError, match="drop them"):
-        builder.seal()
-    view.fill_(1)  # still writable
-    del view
-    assert builder.seal().nbytes == PAGE
-
-
 def descriptor_of(builder: SlabBuilder) -> int:
     descriptor = builder._writer._descriptor
     assert descriptor is not None
     return descriptor.fileno
-
-
-def test_pages_are_reserved_before_they_are_written() -> None:
-    # Or a write without memory left would be a SIGBUS, and no error.
-    builder = SlabBuilder(64 * PAGE)
-    builder.reserve(torch.uint8, (1,), (1,))
-    assert os.fstat(descriptor_of(builder)).st_blocks * 512 == 64 * PAGE
-
-
-def test_a_refused_reservation_is_a_typed_error_and_leaks_nothing(
-    before: tuple[int, int],
-) -> None:
-    builder = SlabBuilder(PAGE)
-    os.ftruncate(descriptor_of(builder), 0)
-    fcntl.fcntl(descriptor_of(builder), fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-    with pytest.raises(OutOfMemoryError, match="posix_fallocate"):
-        builder.reserve(torch.uint8, (1,), (1,))
-    del builder
-    assert slabs() == before
 
 
 def test_a_writable_mapping_somebody_else_made_holds_up_the_seal_too() -> None:
@@ -117,26 +61,10 @@ def test_a_writable_mapping_somebody_else_made_holds_up_the_seal_too() -> None:
     assert builder.seal().nbytes == PAGE
 
 
-def test_an_abandoned_builder_leaves_nothing_but_the_views_in_use(before: tuple[int, int]) -> None:
-    builder = SlabBuilder(1 << 20)
-    reserved = builder.reserve(torch.float32, (10,), (1,))
-    del builder
-    reserved.fill_(1)
-    assert slabs() == (before[0] + 1, before[1])
-    del reserved
-    assert slabs() == before
-
-
 def test_a_builder_refuses_what_does_not_fit_it() -> None:
     builder = SlabBuilder(PAGE)
     with pytest.raises(SlabUsageError, match="do not fit"):
         builder.add(torch.zeros(PAGE))
-    with pytest.raises(SlabUsageError, match="do not fit"):
-        builder.reserve(torch.uint8, (PAGE + 1,), (1,))
-    with pytest.raises(UnsupportedError, match="private"):
-        builder.reserve(torch.uint8, (2, 2), (4, 1))
-    with pytest.raises(SlabUsageError, match="not reserved here"):
-        builder.offset_of(torch.zeros(1))
     builder.seal()
     with pytest.raises(SlabUsageError, match="sealed"):
         builder.add(torch.zeros(1))
@@ -194,9 +122,7 @@ def test_an_interpreter_ends_well_with_residents_in_use() -> None:
     code = """
 (resident,) = pack([(torch.ones(4), "digest")])
 tensor = resident.map()
-builder = SlabBuilder(4096)
-reserved = builder.reserve(torch.float32, (4,), (1,))
-torch.kept = (tensor, reserved)
+torch.kept = tensor
 print(int(tensor.sum()))
 """
     done = run(code)
@@ -208,7 +134,7 @@ print(int(tensor.sum()))
 
 def test_a_child_forked_while_a_slab_is_filled_does_not_hold_up_its_seal() -> None:
     builder = SlabBuilder(PAGE)
-    reserved = builder.reserve(torch.float32, (4,), (1,))
+    filling = torch.full((4,), 2.0)
     stop_reading, stop_writing = os.pipe()
     pid = fork()
     if pid == 0:
@@ -216,9 +142,8 @@ def test_a_child_forked_while_a_slab_is_filled_does_not_hold_up_its_seal() -> No
         os.read(stop_reading, 1)
         os._exit(0)
     try:
-        reserved.fill_(2)
-        key = resident_key(reserved, "digest")
-        del reserved
+        key = resident_key(filling, "digest")
+        builder.add(filling)
         resident = Resident(key, builder.seal(), 0, 16)
         assert torch.equal(resident.map(), torch.full((4,), 2.0))
     finally:
@@ -227,36 +152,11 @@ def test_a_child_forked_while_a_slab_is_filled_does_not_hold_up_its_seal() -> No
         assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_child_does_not_unmap_what_lies_where_the_parent_fills_a_slab() -> None:
-    builder = SlabBuilder(PAGE)
-    reserved = builder.reserve(torch.uint8, (4,), (1,))
-    address = reserved.data_ptr()
-
-    def child() -> bytes:
-        nonlocal builder, reserved
-        libc = ctypes.CDLL(None)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        fixed_noreplace = 0x100000
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_noreplace
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        # The writable mapping is not inherited: its place is free.
-        assert libc.mmap(address, PAGE, protection, flags, -1, 0) == address
-        ctypes.memset(address, 5, 1)
-        del builder, reserved
-        gc.collect()
-        return ctypes.string_at(address, 1)
-
-    assert forked(child) == b"\5"
-    assert not reserved.any()
-
-
 # What the system refuses
 
 NOW = "int(open('/proc/self/statm').read().split()[0]) * 4096"
 REFUSALS = {
     "a mapping": ("AS", NOW, "resident.map()", "mmap"),
-    "a view": ("AS", NOW, "builder.reserve(torch.uint8, (64 << 20,), (1,))", "mmap"),
     "a descriptor": ("NOFILE", "3", "SlabBuilder(4096)", "memfd_create"),
     "a new slab": ("FSIZE", "4096", "SlabBuilder(8192)", "ftruncate"),
     "a write": ("FSIZE", "4096", "builder.add(big)", "pwrite"),

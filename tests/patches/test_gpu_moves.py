@@ -5,7 +5,6 @@ a whole process, so each test is a process; what each of them asserts, it assert
 """
 
 import gc
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,8 @@ import tiny_checkpoints as checkpoints
 from fake_driver import FakeDriver
 from refusing_driver import RefusingDriver
 from tensor_dedup import TensorDedupConfig, enable, move, report, shares_memory, sweep, unshare
-from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.hashing import HASHING, DeviceHash
-from tensor_dedup.loader.residents.resident import tensor_bytes
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.unshare import verify
 from tensor_dedup.memory_manager.cuda.driver import Access
@@ -157,40 +153,6 @@ def in_one_process() -> str:
 
 def test_models_of_one_process_share_and_stay_apart_when_one_writes() -> None:
     assert fresh.call(in_one_process) == "done"
-
-
-def hashed_there() -> str:
-    """Triton's interpreter hashes in the device's place; it writes arguments back, hence copies."""
-    from tensor_dedup.loader.cuda.blake3_kernel import leaf_digests
-
-    fake = install()
-    loaded = [nn.Sequential(nn.Linear(8, 8)).to(PLACE) for _ in range(2)]
-    loaded[1].load_state_dict(loaded[0].state_dict())
-    weight, bias = (each.nbytes for each in loaded[0].parameters())
-    with HASHING.replaced(
-        PLACE, lambda _: DeviceHash(lambda data: leaf_digests(data.cpu()), 0, asked=(65,))
-    ):
-        for each in loaded:
-            assert sweep(each).bytes_hashed == weight + bias
-        assert HASHING.nbytes == 2 * (weight + bias)
-        assert one_memory(*loaded)
-        data = next(loaded[0].parameters()).detach()
-        known = DEVICES.known(data)
-        assert known is not None
-        assert known.key.digest == digest(tensor_bytes(data.cpu()))
-        assert verify().ok
-        assert HASHING.nbytes == 3 * (weight + bias)
-        assert not report().devices
-    del loaded, each, data
-    nothing_is_left(fake)
-    return "done"
-
-
-def test_what_the_device_has_hashed_is_shared_and_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert fresh.call(hashed_there) == "done"
 
 
 def without_a_driver() -> str:

@@ -69,13 +69,13 @@ def test_a_large_layer_is_never_there_twice(
     assert made == {}
     assert scratch._lent == 0
     waiting: list[int] = []
-    make = HostProvider.make
+    make = HostProvider.get_or_build
 
     def making(self: HostProvider, *args: Any) -> Any:
         waiting.append(sum(not is_mapped(parameter) for parameter in layer.parameters()))
         return make(self, *args)
 
-    with mock.patch.object(HostProvider, "make", making):
+    with mock.patch.object(HostProvider, "get_or_build", making):
         processed.share()
     assert waiting == [2, 1]
     assert [int(p[0]) for p in layer.parameters() if is_mapped(p)] == [0, 1]

@@ -272,7 +272,7 @@ def test_verify_finds_a_resident_whose_bytes_are_not_its_names(
     wrong = digest(b"something else")
 
     [resident] = pack([(torch.arange(100), wrong)])
-    registry.publish(resident)
+    registry.register(resident)
 
     assert verify().mismatches == (wrong,)
     assert verify().residents == found.residents + 1

@@ -20,7 +20,7 @@ COUNT = 16 << 10
 
 def adoption(model: nn.Module, origins: MappedFiles | None = None) -> ModuleDedup:
     return ModuleDedup(
-        model, DedupContext(TensorDedupConfig(), HostProvider(as_aligned=True), origins)
+        model, DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), origins)
     )
 
 

@@ -125,7 +125,7 @@ class PlayedCore(RuleBasedStateMachine):
             slab = ledger.slabs[resident.slab]
             assert resident.slab in self.memory
             assert slab.residents[digest] is resident
-            assert not slab.ghost
+            assert not slab.released_but_mapped
             assert not slab.busy
         for key, record in self.world.records.items():
             assert set(record.digests) <= set(ledger.residents)

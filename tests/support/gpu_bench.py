@@ -12,7 +12,7 @@ from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceSlab
 from tensor_dedup.loader.cuda.tensors import held
-from tensor_dedup.loader.residents.device_mappings import PLACES
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.memory_manager.backends.vmm import VmmAllocation as ManagerSlab
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 
@@ -62,5 +62,5 @@ def checked() -> Iterator[Bench]:
     assert made.gpu.reap(wait=True) == 0
     left = made.fake.left()
     assert left == {}, left
-    assert len(PLACES) == 0
+    assert len(DEVICE_MAPPINGS) == 0
     assert held() == 0

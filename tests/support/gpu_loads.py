@@ -14,8 +14,7 @@ from refusing_driver import RefusingDriver
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
-from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
-from tensor_dedup.loader.cuda.residents import DeviceResident, Views
+from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, Views, copy_of
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import Client, Put, connect

@@ -21,8 +21,7 @@ from fake_driver import FakeDriver
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
-from tensor_dedup.loader.cuda.requests import DeviceRequest, copy_of
-from tensor_dedup.loader.cuda.residents import Views
+from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
 from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import connect

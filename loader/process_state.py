@@ -1,0 +1,117 @@
+"""State of the process that a load sets aside, restores or gives back.
+
+The garbage collector, which must not look at everything while much is made that stays; torch's
+random numbers, of which a load that is begun again must not have drawn any; the allocator's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+_libc: Final = ctypes.CDLL(None)
+_NEVER: Final = 2**31 - 1  # the greatest threshold Python takes
+
+
+class WithoutFullCollections:
+    """Suspend full garbage collections of the process while a thread is inside this context.
+
+    What a load makes is not garbage, but a mixture of experts makes so many objects that full
+    collections, each of which visits every object of the process, follow each other. The younger
+    generations are collected as ever, so the cycles that a layer leaves behind go soon, and
+    gc.collect still collects everything.
+
+    Reentrant, and usable from any thread: the first to enter changes the thresholds of the process,
+    the last to leave restores them. Whether the collector is enabled is left to the user, and so
+    are thresholds that somebody else sets meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._mine = _Entered()
+        self._lock = threading.Lock()
+        self._within = 0
+        self._before: tuple[int, int, int] | None = None
+        self._ours: tuple[int, int, int] | None = None
+        os.register_at_fork(after_in_child=self._alone)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._within == 0:
+                self._before = gc.get_threshold()
+                self._ours = (*self._before[:2], _NEVER)
+                gc.set_threshold(*self._ours)
+            self._within += 1
+            self._mine.times += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._mine.times -= 1
+            self._within -= 1
+            if self._within == 0:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        before, ours, self._before, self._ours = self._before, self._ours, None, None
+        if before is not None and gc.get_threshold() == ours:
+            gc.set_threshold(*before)
+
+    def _alone(self) -> None:
+        # In a child: only the thread that forked is there, the others will never leave.
+        self._lock = threading.Lock()
+        self._within = self._mine.times
+        if self._within == 0:
+            self._give_back()
+
+
+class _Entered(threading.local):
+    """How often the current thread has entered."""
+
+    times = 0
+
+
+WITHOUT_FULL_COLLECTIONS: Final = WithoutFullCollections()
+
+
+@contextmanager
+def rng_restored_on_failure() -> Iterator[None]:
+    """Restore torch's random number generators when the block fails.
+
+    Those of the CPU, and of all GPUs if this process has begun to use any: a load that is begun
+    again must not have drawn any numbers.
+    """
+    module = accelerator()
+    here = torch.get_rng_state()
+    there = None if module is None else module.get_rng_state_all()
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(here)
+        if module is not None:
+            module.set_rng_state_all(there)
+        raise
+
+
+def accelerator() -> Any:
+    """Return torch's module of the accelerator in use, such as torch.cuda; None without one."""
+    kind = torch.accelerator.current_accelerator()
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    begun = getattr(module, "is_initialized", lambda: False)
+    # To ask for a state would begin it, and a load in host memory needs none.
+    return module if begun() and hasattr(module, "get_rng_state_all") else None
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, which glibc keeps for later allocations.
+
+    It takes milliseconds. With another C library it does nothing.
+    """
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
