@@ -16,10 +16,16 @@ StoreError
 Each carries the file, the numbers and the next step, in its message and in `facts`.
 """
 
-from pathlib import PurePath
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
 from typing import ClassVar, Self
 
 from tensor_dedup.errors import StoreError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class AdvisedError(StoreError):
@@ -161,3 +167,18 @@ class UnfitForCollectionError(AdvisedError):
     """What is alive cannot be told for certain: nothing is deleted."""
 
     advice = "run `tensor-dedup repair --from PATH`, or delete the checkpoint that is broken"
+
+
+@contextmanager
+def os_errors(root: Path) -> Iterator[None]:
+    """Turn OSError into a StoreError about its file, or about `root` when it names none."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename if isinstance(error.filename, str | Path) else root
+        what = error.strerror or str(error)
+        if error.errno in _FULL:
+            raise NoSpaceError.at(path, what, errno=error.errno) from error
+        if error.errno in _DENIED:
+            raise StoreAccessError.at(path, what, errno=error.errno) from error
+        raise StoreIOError.at(path, what, errno=error.errno) from error

@@ -12,8 +12,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.layout import FOLDERS, KNOWN, MARKER_LINES
-from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.reading.export import make_folders
+from tensor_dedup.store.objects import Objects, make_folders
 
 ENVIRONMENT = "TENSOR_DEDUP_STORE"
 _MARKER_BYTES = 1 << 12

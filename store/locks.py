@@ -1,40 +1,69 @@
-"""Who may be in a store at once: any number of sessions, or one sweep."""
+"""The locks of a store: any number of sessions or one sweep, and one change of a name at a time.
+
+All are advisory `flock` locks on files in the store's folder, so the kernel releases them when
+their process dies.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.format.layout import StoreLayout
 
-# A sweep is a few renames, so a session that waits longer waits for something else.
+# A sweep is a few renames: a session that waits longer is waiting for something that is stuck.
 SESSION_WAIT_S = 120.0
 SWEEP_WAIT_S = 10.0
+# A change of a name is a few operations, so the same holds here.
+_NAMING_WAIT_S = 60.0
 
 
 @contextmanager
 def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S) -> Iterator[None]:
-    """Read or write: nothing is swept meanwhile. StoreBusyError: a sweep did not end."""
-    with _held(files, layout, exclusive=False, wait_s=wait_s):
+    """Hold the store open for reading or writing: nothing is swept meanwhile.
+
+    Raises:
+        StoreBusyError: a sweep did not end in `wait_s` seconds.
+    """
+    busy = f"a gc is running and did not end in {wait_s:g} s"
+    with _held(files, layout.lock, layout.root, busy, exclusive=False, wait_s=wait_s):
         yield
 
 
 @contextmanager
 def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) -> Iterator[None]:
-    """Delete: nobody is in a session meanwhile. StoreBusyError: a session did not end."""
-    with _held(files, layout, exclusive=True, wait_s=wait_s):
+    """Hold the store alone, to delete from it: nobody is in a session meanwhile.
+
+    Raises:
+        StoreBusyError: a session did not end in `wait_s` seconds.
+    """
+    busy = f"an import, export, verify or repair is running and did not end in {wait_s:g} s"
+    with _held(files, layout.lock, layout.root, busy, exclusive=True, wait_s=wait_s):
         yield
 
 
 @contextmanager
-def _held(files: Files, layout: StoreLayout, *, exclusive: bool, wait_s: float) -> Iterator[None]:
-    handle = files.open(layout.lock, "lock")
+def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
+    """Be the only one that changes references, for a moment.
+
+    Raises:
+        StoreBusyError: somebody else has been changing one for a minute.
+    """
+    path, wait_s = layout.names_lock, _NAMING_WAIT_S
+    busy = f"whoever changes a name has held it for {wait_s:g} s"
+    with _held(files, path, path, busy, exclusive=True, wait_s=wait_s):
+        yield
+
+
+@contextmanager
+def _held(
+    files: Files, path: Path, about: Path, busy: str, *, exclusive: bool, wait_s: float
+) -> Iterator[None]:
+    handle = files.open(path, "lock")
     try:
         if not files.flock(handle, exclusive=exclusive, wait_s=wait_s):
-            who = "an import, export, verify or repair" if exclusive else "a gc"
-            raise StoreBusyError.at(
-                layout.root, f"{who} is running and did not end in {wait_s:g} s", wait_s=wait_s
-            )
+            raise StoreBusyError.at(about, busy, wait_s=wait_s)
         yield
     finally:
         files.close(handle)

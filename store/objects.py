@@ -5,7 +5,7 @@ and its folder is synced before anything refers to it.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from tensor_dedup.store.errors import (
     MissingObjectError,
     NameTakenError,
     NewerFormatError,
-    StoreBusyError,
     UnknownNameError,
 )
 from tensor_dedup.store.files import Files, Handle
@@ -26,11 +25,10 @@ from tensor_dedup.store.format.layout import BAD_SUFFIX, READABLE_KINDS, TABLE_S
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import file_of, name_in
 from tensor_dedup.store.format.tables import Table
+from tensor_dedup.store.locks import naming
 
 _BAD = b"badl"
 _REF_BYTES = 1 << 12
-# A change of a name is a few operations: who waits longer waits for somebody who is stuck.
-_NAMING_WAIT_S = 60.0
 _HEX = frozenset("0123456789abcdef")
 _REF_TITLE = "tensor-dedup reference"
 
@@ -311,31 +309,13 @@ class Objects:
         self.files.sync_folder(path.parent)
         return target
 
-    def naming(self) -> "_Naming":
-        """Alone among all who change references, for a moment."""
-        return _Naming(self.files, self.layout)
+    def naming(self) -> AbstractContextManager[None]:
+        """Hold the lock under which references change; keep it for a moment only.
 
-
-class _Naming:
-    def __init__(self, files: Files, layout: StoreLayout) -> None:
-        self._files = files
-        self._path = layout.names_lock
-
-    def __enter__(self) -> None:
-        self._handle = self._files.open(self._path, "lock")
-        try:
-            if not self._files.flock(self._handle, exclusive=True, wait_s=_NAMING_WAIT_S):
-                raise StoreBusyError.at(
-                    self._path,
-                    f"whoever changes a name has held it for {_NAMING_WAIT_S:g} s",
-                    wait_s=_NAMING_WAIT_S,
-                )
-        except BaseException:
-            self._files.close(self._handle)
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close(self._handle)
+        Raises:
+            StoreBusyError: another process has held it for a minute.
+        """
+        return naming(self.files, self.layout)
 
 
 def ref_text(name: str, manifest: str) -> bytes:
@@ -366,3 +346,14 @@ def _is_data(path: Path) -> bool:
 
 def _is_object(path: Path) -> bool:
     return _is_digest(path.name) and path.parent.name == path.name[:2]
+
+
+def make_folders(files: Files, path: Path) -> None:
+    """Create a folder and those above it that are missing, durably."""
+    missing = []
+    while files.status(path) is None:
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        files.mkdir(folder)
+        files.sync_folder(folder.parent)

@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError
+from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError, os_errors
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.format.names import check_name, name_of
@@ -14,17 +14,21 @@ from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.os_errors import os_errors
 from tensor_dedup.store.reading.export import export
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
 from tensor_dedup.store.upkeep.repair import Repair, RepairResult
 from tensor_dedup.store.upkeep.stats import Listed, Stats, listed, stats
 from tensor_dedup.store.upkeep.verify import Level, VerifyResult, verify
-from tensor_dedup.store.writing.expected_manifest import Known, expected_manifest
 from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, SilentListener
-from tensor_dedup.store.writing.import_ import ImportResult, import_source
-from tensor_dedup.store.writing.import_listener import ImportListener, NullListener
+from tensor_dedup.store.writing.import_ import (
+    ImportListener,
+    ImportResult,
+    KnownDigests,
+    NullListener,
+    expected_manifest,
+    import_source,
+)
 from tensor_dedup.store.writing.sources import ImportSource, read_source
 from tensor_dedup.suggestions import nearest, perhaps
 
@@ -146,7 +150,7 @@ class Store:
             encoder.find_base(source)
         return encoder
 
-    def manifest_of(self, path: StrPath, known: Known) -> str:
+    def manifest_of(self, path: StrPath, known: KnownDigests) -> str:
         """The name of the manifest that importing a checkpoint would make; writes nothing.
 
         `known(path, fd)` gives the digests that are known of an open file, by (start, nbytes); the

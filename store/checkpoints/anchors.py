@@ -7,7 +7,7 @@ step costs. What is kept is bounded; of a larger model the first tensors are.
 import threading
 from dataclasses import dataclass
 
-from tensor_dedup.store.writing.encoded import Anchor
+from tensor_dedup.store.writing.encoder import Anchor
 
 _MOST = 64 << 20
 

@@ -22,7 +22,6 @@ from msgspec.structs import replace
 
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.checkpoints.devices import DeviceSnapshot, SnapshotDevice
-from tensor_dedup.store.checkpoints.fast import fast
 from tensor_dedup.store.checkpoints.host_pool import HostPool
 from tensor_dedup.store.checkpoints.last_step import StoredPiece
 from tensor_dedup.store.checkpoints.memory_writer import changed
@@ -35,6 +34,7 @@ from tensor_dedup.store.checkpoints.state import (
     tensor_fault,
 )
 from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.writing.hashing import fast
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.errors import ChangedModelError

@@ -24,7 +24,6 @@ from tensor_dedup.digest import digest
 from tensor_dedup.store.checkpoints.backpressure import Compress, known
 from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
-from tensor_dedup.store.checkpoints.fast import fast_all
 from tensor_dedup.store.checkpoints.last_step import (
     LastStep,
     PageState,
@@ -41,16 +40,14 @@ from tensor_dedup.store.checkpoints.run_cache import RunCache
 from tensor_dedup.store.checkpoints.runs import check_not_pinned, latest_digests
 from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.checkpoints.step_names import step_name
-from tensor_dedup.store.errors import LostHitError, NameTakenError
+from tensor_dedup.store.errors import LostHitError, NameTakenError, os_errors
 from tensor_dedup.store.format import manifests
-from tensor_dedup.store.format.manifests import PAGE_ENTRIES, FileEntry, Manifest
+from tensor_dedup.store.format.manifests import PAGE_ENTRIES, RESERVED, FileEntry, Manifest
 from tensor_dedup.store.format.names import check_path, file_of
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects, ref_text
-from tensor_dedup.store.os_errors import os_errors
-from tensor_dedup.store.reading.synthesized import RESERVED
 from tensor_dedup.store.writing.containers import PACK_BELOW
-from tensor_dedup.store.writing.hashing import Hasher
+from tensor_dedup.store.writing.hashing import Hasher, fast_all
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"

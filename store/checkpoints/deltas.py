@@ -22,8 +22,13 @@ from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
-from tensor_dedup.store.writing.encoded import Anchor, Plan, encoded
-from tensor_dedup.store.writing.encoder import ENCODE_FROM, element_width
+from tensor_dedup.store.writing.encoder import (
+    ENCODE_FROM,
+    Anchor,
+    Plan,
+    element_width,
+    encoded_leaf,
+)
 from tensor_dedup.store.writing.hashing import Hasher
 
 _SAMPLE_BYTES = 32 << 10
@@ -180,7 +185,7 @@ def _chunk(piece: Fresh, plan: Plan, at: int) -> bytes | None:
     if leaf_digests(data) != [piece.hashed.leaves[number : number + DIGEST_BYTES]]:
         raise changed(piece.name)
     try:
-        return encoded(memoryview(data), at, plan)
+        return encoded_leaf(memoryview(data), at, plan)
     except (CorruptTensorError, MissingObjectError):
         return None  # the anchor is not what it should be
 

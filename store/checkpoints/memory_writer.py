@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.checkpoints.errors import ChangedModelError
-from tensor_dedup.store.checkpoints.fast import fast_all, fast_stream
 from tensor_dedup.store.writing.containers import ContainerWriter, SealedContainer, record_of
-from tensor_dedup.store.writing.hashing import Hashed, Hasher
+from tensor_dedup.store.writing.hashing import Hashed, Hasher, fast_all, fast_stream
 
 # Small pieces are put together until there is this much: one system call for many of them.
 _TOGETHER = 1 << 20

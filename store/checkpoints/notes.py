@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.errors import BadMetricError
-from tensor_dedup.store.reading.synthesized import PART
+from tensor_dedup.store.format.manifests import PART
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
 # What JSON has no number for.

@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from tensor_dedup import sqlite
+from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.os_errors import os_errors
 from tensor_dedup.store.writing.hashing import Hasher
 
 # What a child inherited: closing it would end what the parent is doing, so it stays as it is.

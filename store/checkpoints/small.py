@@ -11,8 +11,7 @@ from tensor_dedup.store.checkpoints.memory_writer import Fresh
 from tensor_dedup.store.codecs.choice import CodecChoice
 from tensor_dedup.store.codecs.registry import CODECS
 from tensor_dedup.store.writing.containers import PACK_BELOW
-from tensor_dedup.store.writing.encoded import Plan
-from tensor_dedup.store.writing.encoder import element_width
+from tensor_dedup.store.writing.encoder import Plan, element_width
 
 # Below this, what a record needs is more than what encoding saves.
 SMALLEST = 256

@@ -1,17 +1,26 @@
-"""What one checkpoint is made of: files, each a sequence of pieces named by digest. No I/O.
+"""What a checkpoint is made of: files, each a sequence of pieces named by digest. No I/O.
 
 A piece is a tensor, or bytes that are kept verbatim: a safetensors header, a whole small file.
 Putting a file's pieces one behind the other gives the file. Pieces are paged, 256 to a page, in the
-order in which they came; manifests and pages are named by the digest of their frame, so a
+order in which they came. Manifests and pages are named by the digest of their frame, so a
 checkpoint that grows at its end shares all its full pages with what it was before.
+
+The tensors of a training step come in no file. The files that an export makes of them follow from
+their names, types and shapes, which the manifest has, so their headers are made when they are
+needed, always the same. A header holds an offset for every tensor before it: keeping one for every
+step would cost what all tensors' names cost, each time a tensor is added.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 import msgspec
+from msgspec import structs
 
 from tensor_dedup.digest import digest
+from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import check_path
@@ -21,6 +30,16 @@ MANIFEST = b"mani"
 PAGE = b"page"
 PAGE_ENTRIES = 256
 _ALIAS = "alias "
+
+# The files of a step, which an export synthesises.
+WEIGHTS = "model.safetensors"
+# In a folder of its own, where no engine looks for weights.
+STATE = "training/state.safetensors"
+STATE_MARK = "#"
+# The note of a manifest that says which part of the tensors an engine loads.
+PART = "weights"
+RESERVED = frozenset({WEIGHTS, STATE})
+_ALIGNMENT = 8
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -155,3 +174,71 @@ def by_file(
 def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
     """The pieces that belong to no file: the tensors of a training checkpoint."""
     return pieces[sum(file.pieces for file in manifest.files) :]
+
+
+@dataclass(frozen=True, slots=True)
+class SynthesizedFile:
+    """A file that an export makes: its path, its header, and the tensors behind that."""
+
+    path: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+
+    @property
+    def head(self) -> Piece:
+        """The header as a piece."""
+        return Piece(bytes.fromhex(digest(self.header)), len(self.header))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + sum(piece.nbytes for piece in self.pieces)
+
+
+def synthesized_files(loose: Sequence[Piece], part: str) -> Iterator[SynthesizedFile]:
+    """The files of tensors that belong to none: weights, and what is state of the training.
+
+    With a `part`, weights are those whose names begin with it and a dot, without these. What
+    safetensors has no type for is there as bytes.
+    """
+    start = f"{part}." if part else ""
+    weights = [
+        structs.replace(piece, name=piece.name.removeprefix(start))
+        for piece in loose
+        if piece.name is not None and _is_weight(piece.name, piece.dtype, start)
+    ]
+    state = [
+        piece
+        for piece in loose
+        if piece.name is not None and not _is_weight(piece.name, piece.dtype, start)
+    ]
+    for path, pieces in ((WEIGHTS, weights), (STATE, state)):
+        if pieces:
+            # Wide elements first: each then lies at a multiple of its size.
+            ordered = sorted(pieces, key=lambda piece: -_bits(piece))
+            yield SynthesizedFile(path, _header(ordered), tuple(ordered))
+
+
+def _is_weight(name: str, dtype: str | None, start: str) -> bool:
+    fit = name.startswith(start) and not name.startswith(STATE_MARK) and name != start
+    return fit and dtype in DTYPE_BITS
+
+
+def _bits(piece: Piece) -> int:
+    return DTYPE_BITS.get(piece.dtype or "", 8)
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for piece in pieces:
+        known = piece.dtype in DTYPE_BITS
+        entries[piece.name or ""] = {
+            "dtype": piece.dtype if known else "U8",
+            "shape": list(piece.shape or ()) if known else [piece.nbytes],
+            "data_offsets": [at, at + piece.nbytes],
+        }
+        at += piece.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tensor_dedup.store.errors import ExportTargetError
 from tensor_dedup.store.files import Files
-from tensor_dedup.store.reading.export import make_folders
+from tensor_dedup.store.objects import make_folders
 
 
 @contextmanager

@@ -24,12 +24,12 @@ from tensor_dedup.formats.artifact import (
 from tensor_dedup.formats.storage_graph import StorageGraph, graph_of
 from tensor_dedup.formats.tensor_index import IndexEntry, StorageExtent
 from tensor_dedup.store.buffers import allocate_all
+from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.init import workers
 from tensor_dedup.store.interchange.artifact_folder import ArtifactFolder
 from tensor_dedup.store.interchange.storages import TORCH_DTYPES
 from tensor_dedup.store.interchange.stored_artifact import StoredArtifact
-from tensor_dedup.store.os_errors import os_errors
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 
 _Folder: TypeAlias = ArtifactFolder | StoredArtifact

@@ -26,11 +26,11 @@ from tensor_dedup.formats.tensor_index import (
     encode_index_cbor,
 )
 from tensor_dedup.store.buffers import allocate
+from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.interchange.data_files import DataFiles, Stream, StreamingConfig
 from tensor_dedup.store.interchange.folder import new_folder, write_file
 from tensor_dedup.store.interchange.storages import HeldStorages, copy_into, hold
-from tensor_dedup.store.os_errors import os_errors
 
 MAX_FILE_BYTES: Final = 10_000_000_000
 _VIEW_STEP = 8 << 20

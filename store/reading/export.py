@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tensor_dedup.store.errors import ExportTargetError
 from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
 from tensor_dedup.store.writing.hashing import ProgressListener
 
@@ -69,14 +70,3 @@ def _fill(
             files.pwrite(handle, memoryview(data), at + start)
             progress.advance(len(data))
         at += piece.nbytes
-
-
-def make_folders(files: Files, path: Path) -> None:
-    """Make a folder and those above it, durably."""
-    missing = []
-    while files.status(path) is None:
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        files.mkdir(folder)
-        files.sync_folder(folder.parent)

@@ -1,7 +1,8 @@
 """Reading a checkpoint back: every byte that is returned has been compared with its digest."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -19,14 +20,24 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.external import EXTERNAL
-from tensor_dedup.store.format.manifests import Piece, aliases, by_file, loose
+from tensor_dedup.store.format.manifests import (
+    PART,
+    Piece,
+    aliases,
+    by_file,
+    loose,
+    synthesized_files,
+)
 from tensor_dedup.store.format.tables import PLAIN, Record
-from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.choose_containers import choose_containers
 from tensor_dedup.store.reading.decoding import Base, fill_leaves, leaves_of, read_range
-from tensor_dedup.store.reading.synthesized import PART, made_of
 
+# Up to so many containers are opened although fewer hold all that is wanted: for what they have
+# twice. A process may have a thousand files open, and an ensemble may lie in thousands.
+_SPARE = 16
+# One of which less than this is wanted is opened only for what no other has: its table is long.
+_DENSE = 1 / 4
 _T = TypeVar("_T")
 
 
@@ -327,7 +338,7 @@ class StoredCheckpoint(StoredPieces):
         super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
 
     def _make_files(self, free: Sequence[Piece]) -> Iterator[StoredFile]:
-        for made in made_of(free, self.notes.get(PART, "")):
+        for made in synthesized_files(free, self.notes.get(PART, "")):
             self._made[made.head.digest] = made.header
             yield StoredFile(made.path, made.nbytes, (made.head, *made.pieces))
 
@@ -400,3 +411,29 @@ def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:
     return StoredTensor(
         prefix + piece.name, piece.dtype, piece.shape, piece.nbytes, piece.digest.hex()
     )
+
+
+def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:
+    """The containers to open for these pieces: as few as hold them all, and those of the others
+    that hold little else, up to some.
+    """
+    wanted: Counter[ContainerId] = Counter()
+    sizes: dict[ContainerId, int] = {}
+    for held in places.values():
+        for place in held:
+            wanted[place.container] += place.nbytes
+            sizes[place.container] = place.file_bytes
+    ranked = sorted(wanted, key=lambda c: (wanted[c] < sizes[c] * _DENSE, -wanted[c], c))
+    ranks = {container: rank for rank, container in enumerate(ranked)}
+    chosen = {min(ranks[place.container] for place in held) for held in places.values()}
+    spare = (
+        rank
+        for rank, container in enumerate(ranked)
+        if rank not in chosen and wanted[container] >= sizes[container] * _DENSE
+    )
+    for rank in spare:
+        if len(chosen) >= _SPARE:
+            break
+        chosen.add(rank)
+    # What is not encoded is read first, what others own late.
+    return sorted((ranked[rank] for rank in sorted(chosen)), key=lambda c: c.kind, reverse=True)

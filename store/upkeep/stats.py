@@ -1,17 +1,41 @@
-"""What is in a store, for people and programs that only want to know."""
+"""What a store holds and how large it is: its checkpoints, bytes and codecs. Writes nothing."""
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.upkeep.codec_stats import Coded, by_codec
-from tensor_dedup.store.upkeep.gc import dead_bytes, needed
+from tensor_dedup.store.upkeep.gc import Held, dead_bytes, needed
 from tensor_dedup.store.upkeep.inventory import take_inventory
 
 _FLAT = ("refs", "quarantine", "trash", "tmp")
+
+
+@dataclass
+class Coded:
+    """What is stored by one codec: how many pieces, their bytes, and the bytes they take."""
+
+    pieces: int = 0
+    nbytes: int = 0
+    stored_bytes: int = 0
+
+
+def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
+    """All pieces in `used`, each once, where it takes least, by codec. Computes only."""
+    found: dict[str, Coded] = {}
+    seen = set[bytes]()
+    records = [r for pieces in held.values() for r in pieces.values() if r.digest in used]
+    for record in sorted(records, key=lambda record: record.stored):
+        if record.digest not in seen:
+            seen.add(record.digest)
+            coded = found.setdefault(record.codec, Coded())
+            coded.pieces += 1
+            coded.nbytes += record.nbytes
+            coded.stored_bytes += record.stored
+    return found
 
 
 @dataclass(frozen=True, slots=True)

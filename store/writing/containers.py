@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensor_dedup.store.errors import NoSpaceError
-from tensor_dedup.store.files import Handle
+from tensor_dedup.store.files import FileStatus, Handle
 from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.tables import ALIGNMENT, PLAIN, Record, Table
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.hashing import Hashed, Hasher, ProgressListener, Range, changed
-from tensor_dedup.store.writing.sources import Segment
+from tensor_dedup.store.writing.sources import ImportFile, Segment
 
 # Below this a piece shares a pack with others: 4 KiB alignment would cost more than it gives.
 PACK_BELOW = 64 << 10
@@ -194,3 +195,21 @@ def record_of(offset: int, nbytes: int, hashed: Hashed) -> Record:
 def data_path(objects: Objects, container: ContainerId) -> Path:
     """The file with a container's data."""
     return objects.layout.container(container.name, container.kind)
+
+
+def index_in_place(
+    objects: Objects, file: ImportFile, status: FileStatus, hashed: Sequence[Hashed]
+) -> ContainerId:
+    """Make a file whose segments have these digests a container, durably; it is only read.
+
+    `status` is what the file was before and after it was hashed.
+    """
+    records = [
+        record_of(segment.start, segment.nbytes, found)
+        for segment, found in zip(file.segments, hashed, strict=True)
+        if segment.nbytes
+    ]
+    origin = ExternalFile.of(file.path.absolute(), status)
+    name, blob = tables.encode(Table(EXTERNAL, status.size, records, origin.to_texts()))
+    objects.publish(blob, objects.layout.container(name, EXTERNAL))
+    return ContainerId(name, EXTERNAL)

@@ -1,23 +1,38 @@
-"""Hashing ranges of files on all threads: each byte is read once, and copied on the way if asked.
+"""Hashing on all threads: ranges of files, read once and copied on the way if asked, and memory.
 
-Memory is bounded by one buffer a thread. With one worker everything happens in the calling thread,
-so that a test can count operations.
+Memory is bounded by one buffer per thread. With one worker everything happens in the calling
+thread, so that a test can count operations.
+
+Beside the digest there is a fast hash that only says whether bytes are what they were. It has 128
+bits and is seeded at random in each process, so that nobody can prepare two tensors that look
+alike; it names nothing and is never written to disk.
 """
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from xxhash import xxh3_128, xxh3_128_digest
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.store.files import Files, Handle
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 # Whole leaves; long beside the cost of a system call, short beside a processor's cache.
 PIECE_BYTES = 2 * LEAF_BYTES
 _AHEAD = 4
+# Seeds the fast hash.
+SEED = secrets.randbits(64)
+# A large one takes long enough to be handed to a thread. Of many, the most are small.
+_LARGE = 1 << 20
+_MANY = 4096
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -161,3 +176,24 @@ def changed(source: Handle, how: str) -> ChangedFileError:
     return ChangedFileError(
         f"{source.path}: {how}; import it again when nobody writes it", path=str(source.path)
     )
+
+
+def fast(data: "Buffer") -> bytes:
+    """16 bytes that bytes of another content do not have. Any thread."""
+    return xxh3_128_digest(data, SEED)
+
+
+def fast_all(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
+    """The hash of each, in order; large ones on all threads."""
+    large = []
+    if len(data) <= _MANY:
+        large = [number for number, each in enumerate(data) if memoryview(each).nbytes >= _LARGE]
+    if len(large) < 2:
+        return [xxh3_128_digest(each, SEED) for each in data]
+    found = dict(zip(large, hasher.each(fast, [data[number] for number in large]), strict=True))
+    return [found.get(number) or fast(each) for number, each in enumerate(data)]
+
+
+def fast_stream() -> xxh3_128:
+    """The same of bytes that come in parts."""
+    return xxh3_128(seed=SEED)

@@ -1,19 +1,20 @@
-"""Taking a checkpoint in: what is new goes to containers, the rest is only referred to.
+"""Importing a checkpoint: what is new goes to containers, the rest is only referred to.
 
-Order: containers, index, pages and manifest, reference; each durable before the next begins. All of
-it happens under the session's lock, and before the reference is written everything it leads to is
-looked up once more.
+The order is containers, index, pages and manifest, reference, and each is durable before the next
+begins. All of it happens under the session's lock, and everything that the reference will lead to
+is looked up once more before it is written.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store.errors import LostHitError
-from tensor_dedup.store.files import FileStatus, Handle
+from tensor_dedup.store.files import Files, FileStatus, Handle
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry, Piece
 from tensor_dedup.store.format.tables import ENCODED
@@ -24,6 +25,7 @@ from tensor_dedup.store.writing.containers import (
     Copied,
     NewPiece,
     hash_copy,
+    index_in_place,
     kind_for,
 )
 from tensor_dedup.store.writing.hashing import (
@@ -33,8 +35,6 @@ from tensor_dedup.store.writing.hashing import (
     SilentListener,
     changed,
 )
-from tensor_dedup.store.writing.import_listener import ImportListener
-from tensor_dedup.store.writing.index_in_place import index_in_place
 from tensor_dedup.store.writing.sources import (
     ImportFile,
     ImportSource,
@@ -53,6 +53,31 @@ KNOWN_SHARE = 1 / 2000
 RAW_FROM = 1 << 20
 _SAMPLE_SHARE = 1 / 32
 _SAMPLE_TENSORS = 4
+
+KnownDigests: TypeAlias = Callable[[Path, int], Mapping[tuple[int, int], str]]
+"""Gives the digests that are known of an open file (path, descriptor), by (start, nbytes)."""
+
+
+class ImportListener(Protocol):
+    """Receives the digests of each imported file while the file is still open."""
+
+    def imported(
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
+    ) -> None:
+        """Take note of the digests of one file, by (start, nbytes). Must not raise.
+
+        The file behind `fd` had the status `before` when hashing began at `began_ns`, and has it
+        still.
+        """
+
+
+class NullListener:
+    """An ImportListener that ignores everything."""
+
+    def imported(
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
+    ) -> None:
+        """Nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,3 +364,41 @@ def _size_on_disk(objects: Objects, container: ContainerId) -> int:
     }
     found = [objects.files.status(path) for path in paths]
     return sum(status.size for status in found if status is not None)
+
+
+def expected_manifest(
+    files: Files, hasher: Hasher, source: ImportSource, known: KnownDigests
+) -> str:
+    """The name of the manifest that importing `source` would make; hashes only what is unknown.
+
+    `known(path, fd)` answers for each open file. It is believed: what is decided by the result must
+    be no more than whether something is imported again.
+    """
+    entries: list[FileEntry] = []
+    pieces: list[Piece] = []
+    for file in source.files:
+        handle = files.open(file.path, "read")
+        try:
+            digests = _digests(hasher, handle, file, known(file.path, handle.fd))
+        finally:
+            files.close(handle)
+        entries.append(FileEntry(file.stored_as, file.nbytes, len(digests), file.prefix))
+        pieces += [
+            Piece(digest, part.nbytes, part.name, part.dtype, part.shape)
+            for part, digest in zip(file.segments, digests, strict=True)
+        ]
+    return manifests.build(entries, pieces, aliases_of(source.files))[0]
+
+
+def _digests(
+    hasher: Hasher, handle: Handle, file: ImportFile, known: Mapping[tuple[int, int], str]
+) -> Sequence[bytes]:
+    unknown: list[Segment] = [s for s in file.segments if (s.start, s.nbytes) not in known]
+    hashed = {
+        (segment.start, segment.nbytes): found.digest
+        for segment, found in zip(unknown, hash_copy(hasher, handle, unknown, None), strict=True)
+    }
+    return [
+        hashed.get((s.start, s.nbytes)) or bytes.fromhex(known[s.start, s.nbytes])
+        for s in file.segments
+    ]

@@ -1,5 +1,6 @@
-"""What an import takes of a path: the weights, and the files an export needs to work anywhere."""
+"""What an import takes of a path or of the Hugging Face cache: weights and what belongs to them."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,8 @@ from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
 from tensor_dedup.formats.naming import is_index
 from tensor_dedup.formats.weights import Header, aliases_in
-from tensor_dedup.store.files import Files
+from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.format.names import name_of
 
 # Unless open_checkpoint chose them: second copies, states of a training run, and formats that are
 # not read; they would be stored as blind bytes.
@@ -24,6 +26,11 @@ _WEIGHTS = (
     ".onnx",
     ".npz",
 )
+
+# The Hugging Face cache.
+_MODELS = "models--"
+_SNAPSHOTS = "snapshots"
+_HIDDEN = "."
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +190,34 @@ def _verbatim(files: Files, path: Path, name: str) -> ImportFile:
         raise CheckpointNotFoundError(f"{path}: not a regular file; remove it", path=str(path))
     segments = (Segment(0, status.size),) if status.size else ()
     return ImportFile(path, name, "", segments, False)
+
+
+@dataclass(frozen=True, slots=True)
+class HubSnapshot:
+    """One revision of one repository, and the name `ORG/NAME@REVISION` it has in a store."""
+
+    path: Path
+    name: str
+
+
+def cache_path() -> Path:
+    """Where the cache is: HF_HUB_CACHE, else HF_HOME/hub, else in the user's cache folder."""
+    if named := os.environ.get("HF_HUB_CACHE"):
+        return Path(named)
+    if home := os.environ.get("HF_HOME"):
+        return Path(home) / "hub"
+    cache = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
+    return Path(cache) / "huggingface" / "hub"
+
+
+def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
+    """Every snapshot of every model in a cache, by name. Data sets and spaces are none."""
+    door = files or RealFiles()
+    for folder in door.listdir(root):
+        if not folder.startswith(_MODELS):
+            continue
+        for revision in door.listdir(root / folder / _SNAPSHOTS):
+            path = root / folder / _SNAPSHOTS / revision
+            status = door.status(path)
+            if not revision.startswith(_HIDDEN) and status is not None and status.kind == "folder":
+                yield HubSnapshot(path, f"{name_of(path)}@{revision}")

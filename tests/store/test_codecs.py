@@ -12,7 +12,7 @@ from tensor_dedup.store.codecs.names import AGAINST_BASE
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.codecs.registry import CODECS
 from tensor_dedup.store.errors import CorruptFrameError
-from tensor_dedup.store.writing.encoded import Plan, encoded
+from tensor_dedup.store.writing.encoder import Plan, encoded_leaf
 
 
 class TestCodecs(CodecTests):
@@ -128,5 +128,5 @@ class _Wrong:
 def test_what_does_not_come_back_is_not_stored_encoded() -> None:
     data = memoryview(bytes(range(200)) * 50)
     for codec in (CODECS["planes4"], _Wrong()):
-        blob = encoded(data, 0, Plan(CodecChoice(codec, "entropy", 0.5), None))
+        blob = encoded_leaf(data, 0, Plan(CodecChoice(codec, "entropy", 0.5), None))
         assert (blob is not None) == (codec is CODECS["planes4"])

@@ -19,7 +19,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
-from tensor_dedup.store.writing.hub import cache_path, snapshots
+from tensor_dedup.store.writing.sources import cache_path, snapshots
 
 FILE = "model.safetensors"
 A, B = stores.noise(1, 900 * stores.KIB), stores.noise(2, 700)

@@ -16,7 +16,7 @@ from tensor_dedup.analyze.layers import SharedLayer
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.stored import is_stored
 from tensor_dedup.cli.names import Dotted, cell
-from tensor_dedup.store.reading.synthesized import STATE_MARK
+from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.text_table import human
 
 # A matrix wider than this is unreadable in a terminal; the best pairs are listed instead.

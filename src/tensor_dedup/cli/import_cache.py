@@ -9,7 +9,7 @@ from tensor_dedup.errors import CheckpointNotFoundError, TensorDedupError, Unsup
 from tensor_dedup.loader.checkpoint_io.store_hints import StoreHints
 from tensor_dedup.store import ImportResult, Store
 from tensor_dedup.store.errors import NameTakenError
-from tensor_dedup.store.writing.hub import HubSnapshot, cache_path, snapshots
+from tensor_dedup.store.writing.sources import HubSnapshot, cache_path, snapshots
 from tensor_dedup.text_table import human
 
 

@@ -38,7 +38,7 @@ from tensor_dedup.store.checkpoints.runs import (
     stats,
 )
 from tensor_dedup.store.checkpoints.step_names import parse
-from tensor_dedup.store.reading.synthesized import STATE_MARK
+from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 

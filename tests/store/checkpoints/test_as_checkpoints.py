@@ -17,7 +17,7 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT, check_out
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.reading.synthesized import STATE, WEIGHTS
+from tensor_dedup.store.format.manifests import STATE, WEIGHTS
 
 
 def model() -> dict[str, Any]:
