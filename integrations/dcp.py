@@ -58,8 +58,8 @@ from tensor_dedup.store.checkpoints.sharded import (
 from tensor_dedup.store.checkpoints.state import NamedValue, dtype_names
 from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
 from tensor_dedup.store.checkpoints.step_names import check_run, step_name
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.format.manifests import STATE_MARK
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 
 __all__ = ["StoreReader", "StoreWriter"]
 
