@@ -11,27 +11,33 @@ weights are in the form that processes can share. Prints a section of Markdown; 
 into docs/benchmarks.md.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import mmap
 import multiprocessing
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.process_memory import drop_pages, read_pages
+from bench.results import HEAD
+from bench.stats import ENVIRONMENT, Estimate, Section, estimate, verdict
 from demonstration import models
-from process_memory import drop_pages, read_pages
-from results import HEAD
-from stats import ENVIRONMENT, Estimate, Section, estimate, verdict
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 
@@ -248,9 +254,9 @@ def decoding_plainly(work: Path, pairs: int) -> list[str]:
     with tempfile.TemporaryDirectory(dir=work, prefix=".hints-") as hints:
         os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         # They load vllm, which reads the environment then.
-        import decoding
-        from fine_tunes import made
-        from loading import prepare_process
+        from bench import decoding
+        from bench.fine_tunes import made
+        from bench.loading import prepare_process
 
         base = made(work)[models.BASE]
         prepare_process(base)

@@ -10,8 +10,8 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-import checkpoint_models as models
-from checkpoint_methods import SKLEARN, TORCH, XGBOOST, Kind, emptied
+from bench import checkpoint_models as models
+from bench.checkpoint_methods import SKLEARN, TORCH, XGBOOST, Kind, emptied
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import adapter_for
 from tensor_dedup.store.checkpoints.state import pieces

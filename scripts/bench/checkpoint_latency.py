@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import checkpoint_models as models
-from checkpoint_methods import (
+from bench import checkpoint_models as models
+from bench.checkpoint_methods import (
     OURS,
     SKLEARN,
     TENSORCAS,
@@ -27,8 +27,8 @@ from checkpoint_methods import (
     Snapshots,
     emptied,
 )
-from results import estimate_scaled
-from stats import Estimate, estimate, verdict
+from bench.results import estimate_scaled
+from bench.stats import Estimate, estimate, verdict
 from tensor_dedup.store.checkpoints.adapters import SklearnAdapter, XGBoostAdapter
 
 HEAD: Final = "| what | method | ms | ours to it | aim | | the article, ms |\n" + "| --- " * 7 + "|"

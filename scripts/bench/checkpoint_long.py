@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from checkpoint_methods import TORCH, Chunks, Files, Method, Ours, emptied
-from stats import estimate
+from bench.checkpoint_methods import TORCH, Chunks, Files, Method, Ours, emptied
+from bench.stats import estimate
 
 NOTES: Final = """\
 - GPT-2's architecture (124 million parameters) with random weights, for no released ones are at

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict_loader as dcp_loader
 from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
-import tensorcas_method as tensorcas
+from bench import tensorcas_method as tensorcas
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import checkpoint_models as models
-from checkpoint_methods import (
+from bench import checkpoint_models as models
+from bench.checkpoint_methods import (
     DVC_FILES,
     OURS,
     SKLEARN,

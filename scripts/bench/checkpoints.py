@@ -11,18 +11,22 @@ What `--long` adds is a section of its own: `--only gpt2 --write` leaves the oth
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
+from collections.abc import Callable
 from typing import Final
 
 import click
 
-import checkpoint_changes
-import checkpoint_latency
-import checkpoint_long
-from checkpoint_storage import storage
+from bench import checkpoint_changes, checkpoint_latency, checkpoint_long
+from bench.checkpoint_storage import storage
+from bench.stats import Section
 from demonstration import models
-from stats import Section
 
 PARTS: Final = ("storage", "changes", "deltas", "saves", "readme", "history")
 LONG: Final = "gpt2"

@@ -8,6 +8,14 @@ drawn anew. `--quick` shows that everything runs: its numbers say little. `--wri
 into docs/benchmarks.md instead of the one there.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import random
 import shutil
 import tempfile
@@ -18,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
@@ -27,8 +34,8 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from checkpoint_models import ResNet18, images
-from stats import Estimate, Section, estimate, verdict
+from bench.checkpoint_models import ResNet18, images
+from bench.stats import Estimate, Section, estimate, verdict
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 
 NOTHING: Final = "no saves"

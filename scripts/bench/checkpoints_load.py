@@ -10,18 +10,25 @@ Each load is a new handle, as a new process would have; loads of all sizes take 
 section of Markdown; `--write` puts it into docs/benchmarks.md.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import random
 import shutil
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
-from stats import Section, estimate
+from bench.stats import Section, estimate
 from tensor_dedup.store.checkpoints import CheckpointStore
 
 Model = dict[str, NDArray[Any]]

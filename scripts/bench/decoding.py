@@ -7,10 +7,10 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from loading import engine, let_go, make_known, require_nothing_resident, say
-from process_memory import settle
-from results import Row
-from stats import estimate, verdict
+from bench.loading import engine, let_go, make_known, require_nothing_resident, say
+from bench.process_memory import settle
+from bench.results import Row
+from bench.stats import estimate, verdict
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report import report
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
+from bench.fine_tunes import WEIGHTS
 from demonstration.models import check_space
-from fine_tunes import WEIGHTS
 
 HIDDEN: Final = 64
 INTERMEDIATE: Final = 32

@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 
-from fake_driver import FakeDriver
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
@@ -23,8 +22,16 @@ from tensor_dedup.memory_manager.errors import ManagerGoneError
 from tensor_dedup.memory_manager.protocol.paths import device_socket
 
 MIB: Final = 1 << 20
-_FAKE_MANAGER = Path(__file__).parents[2] / "tests" / "support" / "fake_gpu_manager.py"
+_SUPPORT: Final = Path(__file__).resolve().parents[2] / "tests" / "support"
+_FAKE_MANAGER: Final = _SUPPORT / "fake_gpu_manager.py"
 _REAL_MANAGER = ("-m", "tensor_dedup.memory_manager.server")
+
+
+def _fake_driver() -> Driver:
+    sys.path.append(str(_SUPPORT))  # the fake is no part of the package
+    from fake_driver import FakeDriver
+
+    return FakeDriver()
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Bench:
 
     def driver(self) -> Driver:
         """A driver, ready."""
-        made: Driver = FakeDriver() if self.rehearsal else NvidiaDriver()
+        made: Driver = _fake_driver() if self.rehearsal else NvidiaDriver()
         made.init()
         return made
 

@@ -6,14 +6,21 @@ One process, one run. Both sides alternate (A B, B A, A B, ...) after the same p
 a section of Markdown; `--write` puts it into docs/benchmarks.md instead of the one there.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import os
 import tempfile
-from pathlib import Path
 
 import click
 
+from bench.stats import ENVIRONMENT, Section
 from demonstration import models
-from stats import ENVIRONMENT, Section
 
 PARTS = ("unknown", "again", "known", "residency", "decode", "tracing")
 QUICK_PAIRS = 3
@@ -65,7 +72,7 @@ def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, writ
     section = Section("load.py", "Loading against plain vLLM")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
         os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
-        import suite  # it loads vllm, which reads the environment then
+        from bench import suite  # it loads vllm, which reads the environment then
 
         table = suite.run(folder, pairs, only or PARTS)
     how = f"{pairs} pairs. Checkpoints of Qwen2-0.5B shapes, random weights, bfloat16, 988 MB each"

@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from process_memory import settle, trim
+from bench.process_memory import settle, trim
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 from tensor_dedup.loader.report import ModelReport, report

@@ -7,24 +7,30 @@ is how many tensors there are. Both sides alternate. Prints a section of Markdow
 into docs/benchmarks.md instead of the one there.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import cProfile
 import os
 import pstats
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from bench.stats import ENVIRONMENT, Section, estimate, verdict
 from demonstration import models
-from stats import ENVIRONMENT, Section, estimate, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from results import Row
+    from bench.results import Row
 
 MOST_S = 5.0
 NAMES = ("qwen3-moe", "deepseek-v3")
@@ -42,10 +48,9 @@ _NOTES = """\
 
 def measured(name: str, work: Path, pairs: int) -> "list[Row]":
     """The rows of one mixture."""
-    import experts
-    import recording
-    from loading import in_pairs, load, load_and_drop, make_known
-    from results import Row, ratio_row
+    from bench import experts, recording
+    from bench.loading import in_pairs, load, load_and_drop, make_known
+    from bench.results import Row, ratio_row
 
     mixture = experts.MIXTURES[name]
     path = experts.made(mixture, work)
@@ -87,9 +92,8 @@ def _processor_seconds(work: "Callable[[], object]") -> float:
 
 
 def _profile(name: str, work: Path) -> None:
-    import experts
-    import recording
-    from loading import make_known
+    from bench import experts, recording
+    from bench.loading import make_known
 
     path = experts.made(experts.MIXTURES[name], work)
     make_known(path)
@@ -100,7 +104,7 @@ def _profile(name: str, work: Path) -> None:
 
 
 def _again(path: Path) -> None:
-    from loading import load, load_and_drop
+    from bench.loading import load, load_and_drop
 
     resident, _ = load(path, dedup=True)
     load_and_drop(path, dedup=True)
@@ -126,9 +130,9 @@ def main(pairs: int, only: tuple[str, ...], work: Path | None, profile: bool, wr
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
         os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
         # They load vllm, which reads the environment then.
-        import experts
-        from loading import prepare_process
-        from results import HEAD
+        from bench import experts
+        from bench.loading import prepare_process
+        from bench.results import HEAD
 
         prepare_process(experts.made(experts.SMALL, folder))
         if profile:

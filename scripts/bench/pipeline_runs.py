@@ -14,9 +14,9 @@ import torch
 import transformers
 from torch import nn
 
-from process_memory import drop_pages, pss, read_pages, settle
-from results import MIB, Row, mib, ratio_row
-from stats import estimate, verdict
+from bench.process_memory import drop_pages, pss, read_pages, settle
+from bench.results import MIB, Row, mib, ratio_row
+from bench.stats import estimate, verdict
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT, QUIET_NS
 from tensor_dedup.loader.residents.registry import registry

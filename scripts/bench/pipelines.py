@@ -8,14 +8,21 @@ float16, of random weights, each in files of its own. Prints a section of Markdo
 it into docs/benchmarks.md instead of the one there.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import os
 import tempfile
-from pathlib import Path
 
 import click
 
+from bench.stats import Section
 from demonstration import models, pictures
-from stats import Section
 
 DEFAULT_PAIRS = 12
 QUICK_PAIRS = 3
@@ -60,7 +67,7 @@ def main(pairs: int, quick: bool, tiny: bool, work: Path | None, write: bool) ->
     section = Section("pipelines.py", "Two image pipelines", PACKAGES)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
         os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
-        import pipeline_runs  # it loads the libraries, which read the environment then
+        from bench import pipeline_runs  # it loads the libraries, which read the environment then
 
         for name in pictures.missing(folder):
             pictures.make(name, folder, tiny=tiny, dtype="float16")

@@ -12,10 +12,10 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from fine_tunes import WEIGHTS
-from loading import configuration, in_pairs, make_known
-from results import Row
-from stats import Estimate, estimate, verdict
+from bench.fine_tunes import WEIGHTS
+from bench.loading import configuration, in_pairs, make_known
+from bench.results import Row
+from bench.stats import Estimate, estimate, verdict
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk

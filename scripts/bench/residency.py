@@ -5,12 +5,12 @@ from pathlib import Path
 
 import psutil
 
+from bench.fine_tunes import Content, contents, fine_tune
+from bench.loading import load, require_nothing_resident, say, touch
+from bench.process_memory import pss, settle
+from bench.results import MIB, Row
+from bench.stats import slope
 from demonstration.models import LAYERS
-from fine_tunes import Content, contents, fine_tune
-from loading import load, require_nothing_resident, say, touch
-from process_memory import pss, settle
-from results import MIB, Row
-from stats import slope
 
 SIZES = (1, 2, 4, 8)
 PLAIN_MOST = 4

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stats import Estimate, estimate, verdict
+from bench.stats import Estimate, estimate, verdict
 
 MIB = 1 << 20
 Sides = Sequence[Sequence[float]]  # plain, ours

@@ -8,15 +8,21 @@ rows the exact sizes follow from the published shapes, on the meta device. With 
 weights that some Python packages carry (about 180 MB, fetched by pip).
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click

@@ -12,13 +12,18 @@ docs/benchmarks.md instead of the one there.
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import click
 
+from bench.results import HEAD
+from bench.stats import Section
+from bench.store_methods import PACKAGES, Method, usable
+from bench.store_runs import Seconds, comparisons, imports, make_source, rates, rounds
 from demonstration import models
-from results import HEAD
-from stats import Section
-from store_methods import PACKAGES, Method, usable
-from store_runs import Seconds, comparisons, imports, make_source, rates, rounds
 
 PARTS = ("cold", "warm", "imports")
 QUICK_PAIRS = 3

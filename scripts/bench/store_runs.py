@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from process_memory import drop_pages, read_pages, settle
-from results import Row
-from stats import Estimate, estimate, verdict
-from store_methods import OURS, Method, Tensorfs, touch
+from bench.process_memory import drop_pages, read_pages, settle
+from bench.results import Row
+from bench.stats import Estimate, estimate, verdict
+from bench.store_methods import OURS, Method, Tensorfs, touch
 from tensor_dedup.store import Store
 
 TENSORFS_LEAST = 2.0

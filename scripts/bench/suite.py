@@ -3,14 +3,11 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import decoding
-import recording
-import residency
-import timings
+from bench import decoding, recording, residency, timings
+from bench.fine_tunes import HALF, made
+from bench.loading import prepare_process
+from bench.results import HEAD, Row
 from demonstration import models
-from fine_tunes import HALF, made
-from loading import prepare_process
-from results import HEAD, Row
 
 
 def run(work: Path, pairs: int, parts: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fine_tunes import WEIGHTS, differing_bytes
-from loading import (
+from bench.fine_tunes import WEIGHTS, differing_bytes
+from bench.loading import (
     Load,
     forget_hints,
     in_pairs,
@@ -16,9 +16,9 @@ from loading import (
     require_nothing_resident,
     touch,
 )
-from process_memory import allocated, drop_pages, pss, read_pages, settle
-from results import MIB, Row, extra_row, mib, ratio_row
-from stats import estimate, verdict
+from bench.process_memory import allocated, drop_pages, pss, read_pages, settle
+from bench.results import MIB, Row, extra_row, mib, ratio_row
+from bench.stats import estimate, verdict
 from tensor_dedup.errors import UnsupportedError
 
 COLD_MOST = 1.02

@@ -7,20 +7,26 @@ A made-up module of many sources with the usual loading pattern, `param.data.nar
 this thread, so that other work on the machine matters little. `load.py` has the figure that counts.
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+
 import cProfile
 import pstats
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import click
 import torch
 from torch import nn
 
-from stats import estimate, machine, verdict
+from bench.stats import estimate, machine, verdict
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceReader, SourceTensor
 from tensor_dedup.loader.deferred.evaluate import Evaluator
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, conclude, defer

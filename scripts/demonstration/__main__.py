@@ -1,6 +1,7 @@
 """`scripts/demo`: several checkpoints in one process, each tensor once, beside plain loading."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from demonstration import gallery, models, pictures, run, show
 from tensor_dedup.cli.errors import data_errors

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import Progress
 
-from demonstration import models, painter, pictures
+from demonstration import models, pictures
 from demonstration.run import Side, Step, follow, one_process
 from demonstration.show import BESIDE, new_table, ratio, signed
 from tensor_dedup.cli.names import Dotted
@@ -62,13 +62,8 @@ def run_side(
 ) -> Side:
     """Load all pipelines into one process and draw with each. EngineFailedError."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = {
-        "pipelines": [str(path) for path in paths],
-        "config": None if config is None else dict(config),
-        "size": size,
-        "folder": str(folder),
-    }
-    result = follow(painter.__file__, job, _ENVIRONMENT, folder / "log", step)
+    options = {"size": size, "folder": str(folder)}
+    result = follow("painter", paths, config, options, _ENVIRONMENT, folder / "log", step)
     return one_process(result)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from demonstration import engine
+from demonstration import process
 from tensor_dedup.errors import TensorDedupError
 
 KV_CACHE_BYTES = 64 << 20
@@ -173,28 +173,37 @@ def _child(
     step: Step,
     kv: int,
 ) -> dict[str, Any]:
-    job = {
-        "models": [str(model) for model in models],
-        "config": None if config is None else dict(config),
-        "kv_cache_bytes": kv,
-    }
-    return follow(engine.__file__, job, {**_ENVIRONMENT, **environment}, log, step)
+    return follow(
+        "engine", models, config, {"kv_cache_bytes": kv}, {**_ENVIRONMENT, **environment}, log, step
+    )
 
 
 def follow(
-    script: str, job: Mapping[str, Any], environment: Mapping[str, str], log: Path, step: Step
+    kind: str,
+    models: Sequence[Path],
+    config: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    log: Path,
+    step: Step,
 ) -> dict[str, Any]:
-    """One process that does a job, followed event by event until its result.
+    """Run one process (`process.Job`) and follow it event by event until its result.
 
-    The job gets a descriptor for events; what the process says otherwise goes to `log`. Raises
-    EngineFailedError.
+    What the process says otherwise goes to `log`. Raises EngineFailedError.
     """
     reader, writer = os.pipe()
     # -P: the script's own folder must not shadow anybody's modules.
-    command = [sys.executable, "-P", script, json.dumps({**job, "events": writer})]
+    job: process.Job = {
+        "kind": kind,
+        "models": [str(model) for model in models],
+        "config": None if config is None else dict(config),
+        "options": dict(options),
+        "events": writer,
+    }
+    command = [sys.executable, "-P", process.__file__, json.dumps(job)]
     result = None
     with log.open("wb") as output, os.fdopen(reader) as events:
-        process = subprocess.Popen(
+        child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -209,10 +218,10 @@ def follow(
                     result = event
                 else:
                     step(event["event"], Path(event.get("model", "")).name)
-            status = process.wait()
+            status = child.wait()
         finally:
-            process.kill()
-            process.wait()
+            child.kill()
+            child.wait()
     if result is None:
         raise _failed(status, log)
     return result

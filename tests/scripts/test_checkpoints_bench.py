@@ -21,8 +21,8 @@ def sizes_and_answers(root: str) -> dict[str, tuple[bool, int, int]]:
     import numpy as np
     import torch
 
-    import checkpoint_methods as methods
-    import checkpoint_models as models
+    from bench import checkpoint_methods as methods
+    from bench import checkpoint_models as models
 
     network = models.perceptron(64, 2).eval()
     forest, rounds = models.Forest(30), models.Rounds(30)
