@@ -46,8 +46,9 @@ from torch.futures import Future
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import BadStepError, UnknownStepError
+from tensor_dedup.store.checkpoints.errors import BadStepError, DamagedStateError, UnknownStepError
 from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.runs import check_run, step_name
 from tensor_dedup.store.checkpoints.sharded import (
     PART_ADAPTER,
     check_free,
@@ -56,8 +57,6 @@ from tensor_dedup.store.checkpoints.sharded import (
     part_run,
 )
 from tensor_dedup.store.checkpoints.state import NamedValue, dtype_names
-from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
-from tensor_dedup.store.checkpoints.step_names import check_run, step_name
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 

@@ -26,7 +26,7 @@ from tensor_dedup.seams import ReplacedSeam, Replacements, usable
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
-from tensor_dedup.store.checkpoints.step_names import parse
+from tensor_dedup.store.checkpoints.runs import parse_step_name
 from tensor_dedup.store.store import Store
 
 try:
@@ -153,7 +153,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         if found is None:
             return self._others.load(path, map_location)
         name, manifest = found
-        step = parse(name)
+        step = parse_step_name(name)
         if step is None or self._store.objects.ref(name) != manifest:
             raise UnknownStepError.at(path, f"{name} is not what it was when this was saved")
         return CheckpointStore(self._store, step.run).load(step.step)

@@ -20,7 +20,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.checkpoints.retention import Rules
-from tensor_dedup.store.checkpoints.step_names import StepName, parse, step_name
+from tensor_dedup.store.checkpoints.runs import StepName, parse_step_name, step_name
 
 # Lightning is published under two names, and one does not accept the classes of the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:
@@ -188,7 +188,7 @@ def _step(path: str | Path) -> StepName | None:
     text = str(path)
     if not text.startswith(SCHEME):
         return None
-    found = parse(text.removeprefix(SCHEME))
+    found = parse_step_name(text.removeprefix(SCHEME))
     if found is None or found.pin:
         raise BadStepError.at(text, f"no step in {text!r}; write {SCHEME}RUN@STEP")
     return found

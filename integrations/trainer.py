@@ -28,7 +28,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.checkpoints.retention import Rules
-from tensor_dedup.store.checkpoints.step_names import step_name
+from tensor_dedup.store.checkpoints.runs import step_name
 
 __all__ = ["StoreCallback"]
 

@@ -9,7 +9,6 @@ TensorDedupError
       - ChangedFileError          the file changed while it was being read
       - UnreadableFileError       the system fails to read a file that is there
       - IncompleteCheckpointError weights that the model needs are not in it
-  - SharedWeightsError          a write to weights that others share, which cannot be served
   - IntegrityError              bytes are not what their digest or their record says
       - AuditError                a shared layer differs from the one rebuilt from its checkpoint
   - StoreError                  the store cannot do what was asked, or is not what it says it is
@@ -82,10 +81,6 @@ class IncompleteCheckpointError(CheckpointError):
             path=path,
             parameters=tuple(name for name, _ in lacking),
         )
-
-
-class SharedWeightsError(TensorDedupError):
-    """A write to weights that other models share, which cannot be made private first."""
 
 
 class IntegrityError(TensorDedupError):

@@ -25,13 +25,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.capture import Context, StepCapture
+from tensor_dedup.store.checkpoints.capture import (
+    Context,
+    CudaDevice,
+    HostPool,
+    SnapshotDevice,
+    StepCapture,
+)
 from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
-from tensor_dedup.store.checkpoints.devices import CudaDevice, SnapshotDevice
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
-from tensor_dedup.store.checkpoints.host_pool import HostPool
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.step_names import step_name
+from tensor_dedup.store.checkpoints.runs import step_name
 
 if TYPE_CHECKING:
     import torch

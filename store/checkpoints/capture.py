@@ -1,31 +1,42 @@
-"""Pinning a step down: what may change before it is saved is copied, unless the store has it.
+"""Capturing a step: what may change before it is saved is copied, unless the store already has it.
 
-    pinning = Pinning(values, context)     in the thread that trains: small pieces are copied here
-    pinning.guard()                        and large ones of which nobody counts the writes
-    pinning.work()                         large ones, one by one, in any threads together
-    pinning.hold()                         returns when the model may change
-    pinning.snapshot(...)                  in the background
+    capture = StepCapture(values, context)  in the training thread: small pieces are copied here
+    capture.guard()                         and large ones whose writes nobody counts
+    capture.work()                          large ones, one by one, in any number of threads
+    capture.hold()                          returns when the model may change
+    capture.snapshot(...)                   in the background
 
-A large tensor on the host costs one of two things. One that was as in the step before when it was
-last looked at is hashed where it lies, which reads it once, and nothing is copied when the store
-has these very bytes. Another one is copied at once, and hashed in the background. What a tensor is
-decides; what it was only says what is tried first.
+A large tensor on the host costs one of two things. If it was unchanged when it was last looked at,
+it is hashed where it lies, which reads it once, and nothing is copied when the store has these
+bytes. Otherwise it is copied at once and hashed in the background. The tensor's content decides in
+the end; its history only says what is tried first.
+
+Copies go into a pool of bounded size, used again from step to step: writing to fresh memory takes
+three times as long as writing to memory that held the step before. Copies from a device run on a
+stream of their own while the device goes on computing, and it is the device that waits for them,
+not the host: the kernels of the optimizer start when the copies are done, and Python goes on at
+once.
 """
 
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+import os
 import threading
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from tensor_dedup.store.buffers import PAGE, allocate
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.devices import DeviceSnapshot, SnapshotDevice
-from tensor_dedup.store.checkpoints.host_pool import HostPool
-from tensor_dedup.store.checkpoints.last_step import StoredPiece
 from tensor_dedup.store.checkpoints.memory_writer import changed
 from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.run_cache import StoredPiece
 from tensor_dedup.store.checkpoints.state import (
     NamedValue,
     is_array,
@@ -34,11 +45,180 @@ from tensor_dedup.store.checkpoints.state import (
     tensor_fault,
 )
 from tensor_dedup.store.writing.containers import PACK_BELOW
-from tensor_dedup.store.writing.hashing import fast
+from tensor_dedup.store.writing.hashing import change_hash
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.errors import ChangedModelError
     from tensor_dedup.store.checkpoints.state import Value
+
+
+# More than this share of a block is not left unused.
+_SLACK: Final = 8
+
+
+def default_bytes() -> int:
+    """A quarter of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+class HostPool:
+    """Blocks of host memory, `capacity` bytes of them at most. Any thread.
+
+    Pinned blocks are page-locked by CUDA: copies from a device go into them by themselves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.reset()
+
+    def reset(self) -> None:
+        """As new, in a forked child: its parent's threads hold the lock and the blocks."""
+        self._lock = threading.Lock()
+        # By whether they are pinned; in order of their sizes, for a model may have thousands.
+        self._free: dict[bool, list[memoryview]] = {False: [], True: []}
+        self._allocated = 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all blocks, those that nobody has with them."""
+        return self._allocated
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> memoryview | None:
+        """A block of at least `nbytes`, until `give`; None: there is no room now."""
+        size = -(-nbytes // PAGE) * PAGE
+        with self._lock:
+            free = self._free[pinned]
+            at = bisect_left(free, size, key=_size)
+            if at < len(free) and _size(free[at]) <= size + size // _SLACK:
+                return free.pop(at)
+            self._shrink(self.capacity - size)
+            if self._allocated + size > self.capacity:
+                return None
+            block = _allocate(size, pinned)
+            self._allocated += block.nbytes if block is not None else 0
+            return block
+
+    def _shrink(self, most: int) -> None:
+        """Let go of blocks nobody has, until there are at most so many bytes."""
+        for free in self._free.values():
+            while free and self._allocated > most:
+                self._allocated -= free.pop().nbytes
+
+    def give(self, block: memoryview, *, pinned: bool = False) -> None:
+        """Give back what `take` gave."""
+        with self._lock:
+            insort(self._free[pinned], block, key=_size)
+
+    def clear(self) -> None:
+        """Let go of all blocks nobody has."""
+        with self._lock:
+            self._shrink(0)
+
+
+def _size(block: memoryview) -> int:
+    return block.nbytes
+
+
+def _allocate(nbytes: int, pinned: bool) -> memoryview | None:
+    try:
+        if not pinned:
+            return allocate(nbytes, huge=True)
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
+    except (OSError, MemoryError, RuntimeError):  # the last is torch's way to say the same
+        return None
+
+
+class DeviceSnapshot(Protocol):
+    """The copies of one save from one device."""
+
+    def copy(self, tensor: "torch.Tensor", into: memoryview) -> "torch.Tensor":
+        """Begin to copy a tensor; where its elements will be, in C order: memory of `into`."""
+        ...
+
+    def hold(self) -> None:
+        """What the device is told from now on begins after the copies that were begun."""
+        ...
+
+    def wait(self) -> None:
+        """Until all copies are done. Any thread."""
+        ...
+
+
+class SnapshotDevice(Protocol):
+    """Where some tensors are, and a way to copy them to the host."""
+
+    def takes(self, tensor: "torch.Tensor") -> bool:
+        """Whether it is there."""
+        ...
+
+    def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
+        """Copies of this tensor and others beside it, as they are after what was asked so far."""
+        ...
+
+
+class CudaDevice:
+    """CUDA devices, each with one stream for copies."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Any] = {}
+
+    def takes(self, tensor: "torch.Tensor") -> bool:
+        # docstring inherited
+        return tensor.is_cuda
+
+    def begin(self, tensor: "torch.Tensor") -> "DeviceSnapshot":
+        # docstring inherited
+        import torch
+
+        number = tensor.device.index
+        if number not in self._streams:
+            stream: Any = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+            self._streams[number] = stream
+        return _CudaCopies(tensor.device, self._streams[number])
+
+
+class _CudaCopies:
+    def __init__(self, device: "torch.device", stream: Any) -> None:
+        import torch
+
+        self._device, self._stream = device, stream
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(self, tensor: "torch.Tensor", into: memoryview) -> "torch.Tensor":
+        # docstring inherited
+        import torch
+
+        host = host_tensor(tensor, into)
+        with torch.cuda.stream(self._stream):
+            # Resolved here, not on the stream of the model: this one would not wait for that.
+            host.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
+            # Recorded each time: the last one counts, and nobody has to say which that is.
+            self._event.record(self._stream)
+        # Its memory is not given to others before the copy is done, even if the model lets go.
+        tensor.record_stream(self._stream)
+        return host
+
+    def hold(self) -> None:
+        # docstring inherited
+        import torch
+
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        # docstring inherited
+        self._event.synchronize()
+
+
+def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
+    """An empty contiguous tensor on the host, of this one's dtype and shape, in this memory."""
+    import torch
+
+    nbytes = tensor.numel() * tensor.element_size()
+    flat = torch.frombuffer(memory[:nbytes], dtype=torch.uint8)
+    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +397,7 @@ class StepCapture:
     def _pin(self, large: _Large) -> bool:
         """Find a piece known, or copy it; False: there is no room."""
         if large.name not in self._context.moving:
-            key = fast(large.view)
+            key = change_hash(large.view)
             if key in self._context.known:
                 self._check(large)
                 self._found(large.places, key)
@@ -281,7 +461,7 @@ class StepCapture:
         first = self._pieces[copy.places[0]]
         if copy.nbytes < PACK_BELOW:
             return
-        key = fast(copy.block[: copy.nbytes])
+        key = change_hash(copy.block[: copy.nbytes])
         if key in self._context.known:
             self._context.moving.discard(first.name)
             self._found(copy.places, key)

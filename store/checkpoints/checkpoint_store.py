@@ -1,7 +1,17 @@
 """One run's checkpoints in a store: saved, found again, kept and let go."""
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tensor_dedup.store.buffers import BufferPool
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, value
+from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.checkpoints.state import Value
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -10,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
 from tensor_dedup.store.checkpoints.background import ExtractedStep, Hook, PendingSave, Saves, told
-from tensor_dedup.store.checkpoints.backpressure import Compress
+from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.errors import (
     BadLimitError,
@@ -18,22 +28,22 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.host_pool import HostPool, default_bytes
-from tensor_dedup.store.checkpoints.load_values import load_values
 from tensor_dedup.store.checkpoints.notes import Notes, checked
-from tensor_dedup.store.checkpoints.order import StepOrder
+from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
+    StepOrder,
     check_not_pinned,
+    check_run,
     describe_all,
     in_order,
     manifest_of,
     pinned_steps,
     stats,
+    step_name,
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.state import pieces
-from tensor_dedup.store.checkpoints.step_names import check_run, step_name
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -48,9 +58,28 @@ from tensor_dedup.store.writing.sources import small_files
 if TYPE_CHECKING:
     import torch
 
+
 _LOG = logging.getLogger("tensor_dedup")
+
+
 StrPath = str | PathLike[str]
+
+
 _READERS = 8  # the disk wants several requests even where there are fewer cores
+
+
+# A region of memory is let go when the tensors in it are copied.
+_REGION = 64 << 20
+
+
+_AHEAD = 2
+
+
+# Up to so much, threads take longer to begin than one takes to read it all.
+_ALONE_BYTES = 4 << 20
+
+
+_ALONE_PIECES = 256
 
 
 class CheckpointStore:
@@ -397,3 +426,46 @@ def _check_limits(run: str, in_flight: int, pool_bytes: int | None) -> None:
 
 class TensorCasStore(CheckpointStore):
     """CheckpointStore under the name and with the arguments of tensorcas."""
+
+
+def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
+    """The tensors of an open step by name: arrays of their own, or pieces of their own.
+
+    CorruptTensorError, MissingObjectError: one is right nowhere. Memory: the step, and a little.
+    """
+    tensors = {tensor.name: tensor for tensor in checkpoint}
+    named = defaultdict(list)
+    for tensor in tensors.values():
+        named[bytes.fromhex(tensor.digest) if tensor.nbytes else b""].append(tensor)
+    found: dict[str, Value] = {}
+    for tensor in named.pop(b"", ()):
+        found[tensor.name] = _value(tensor, memoryview(b""))
+    sizes = {digest: same[0].nbytes for digest, same in named.items()}
+    for digest, view in _read(checkpoint, sizes, threads):
+        for tensor in named[digest]:
+            found[tensor.name] = _value(tensor, view[: tensor.nbytes])
+    return {name: found[name] for name in tensors}
+
+
+def _read(
+    checkpoint: StoredCheckpoint, sizes: Mapping[bytes, int], threads: int
+) -> Iterator[tuple[bytes, memoryview]]:
+    """The bytes of pieces, in any order; valid until the next is asked for."""
+    if len(sizes) <= _ALONE_PIECES and sum(sizes.values()) <= _ALONE_BYTES:
+        for digest, nbytes in sizes.items():
+            yield digest, memoryview(checkpoint.read_piece(digest, 0, nbytes, nbytes))
+        return
+    waiting = dict(sizes)
+    with BulkReader(checkpoint, threads, BufferPool(0), verify=True, mapped=False) as filler:
+        for filled in filler.fill(plan(checkpoint, sizes, _REGION), _AHEAD):
+            for record in filled.span.records:
+                start = record.offset - filled.span.start
+                if waiting.pop(record.digest, None) is not None:
+                    yield record.digest, filled.memory[start : start + record.nbytes]
+        yield from filler.read(list(waiting.items()), _AHEAD * _REGION)
+
+
+def _value(tensor: StoredTensor, view: memoryview) -> "Value":
+    if tensor.dtype in NUMPY_CODES:
+        return value(NamedValue(tensor.name, tensor.dtype, tensor.shape, view))
+    return NamedValue(tensor.name, tensor.dtype, tensor.shape, bytearray(view))

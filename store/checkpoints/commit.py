@@ -21,25 +21,24 @@ from pathlib import Path, PurePath
 from typing import Self
 
 from tensor_dedup.digest import digest
-from tensor_dedup.store.checkpoints.backpressure import Compress, known
 from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
-from tensor_dedup.store.checkpoints.last_step import (
+from tensor_dedup.store.checkpoints.memory_writer import Want, Wanted
+from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.piece_writer import PieceWriter
+from tensor_dedup.store.checkpoints.policy import Compress, checked_compress
+from tensor_dedup.store.checkpoints.publish_batch import PublishBatch, SyncedFolders
+from tensor_dedup.store.checkpoints.run_cache import (
     LastStep,
     PageState,
     PieceTable,
     Row,
+    RunCache,
     StoredPiece,
-    crowded,
+    packs_to_merge,
 )
-from tensor_dedup.store.checkpoints.memory_writer import Want, Wanted
-from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.piece_writer import PieceWriter
-from tensor_dedup.store.checkpoints.publish_batch import PublishBatch, SyncedFolders
-from tensor_dedup.store.checkpoints.run_cache import RunCache
-from tensor_dedup.store.checkpoints.runs import check_not_pinned, latest_digests
+from tensor_dedup.store.checkpoints.runs import check_not_pinned, latest_digests, step_name
 from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.checkpoints.step_names import step_name
 from tensor_dedup.store.errors import LostHitError, NameTakenError, os_errors
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES, RESERVED, FileEntry, Manifest
@@ -47,7 +46,7 @@ from tensor_dedup.store.format.names import check_path, file_of
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects, ref_text
 from tensor_dedup.store.writing.containers import PACK_BELOW
-from tensor_dedup.store.writing.hashing import Hasher, fast_all
+from tensor_dedup.store.writing.hashing import Hasher, change_hashes
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"
@@ -115,7 +114,7 @@ class Saver:
 
     def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
         self._objects = objects
-        self._compress = known(compress)
+        self._compress = checked_compress(compress)
         self._keeper = RunCache(objects, workers)
         self._lock = threading.Lock()
         self._settled = SyncedFolders()
@@ -236,10 +235,10 @@ class _Commit:
     def _hashes(self, names: Sequence[str | None]) -> list[bytes]:
         known = self._snapshot.hashes
         if not known:
-            return fast_all(self._hasher, self._data)
+            return change_hashes(self._hasher, self._data)
         there = [None if name is None else known.get(name) for name in names]
         pairs = zip(self._data, there, strict=True)
-        found = iter(fast_all(self._hasher, [data for data, key in pairs if key is None]))
+        found = iter(change_hashes(self._hasher, [data for data, key in pairs if key is None]))
         return [key or next(found) for key in there]
 
     def _kept(self, number: int, part: PieceTable, alive: set[ContainerId]) -> PageState | None:
@@ -275,7 +274,7 @@ class _Commit:
                 else:
                     self._want(wanted, row, memoryview(self._data[at]), known)
         pages = [page for page in kept if page is not None]
-        packs = crowded(chain(places, *(page.weights.items() for page in pages)))
+        packs = packs_to_merge(chain(places, *(page.weights.items() for page in pages)))
         again = self._lying_in(packs, parts, known, pages)
         if wanted or again:
             known |= self._stocker.store(wanted, again)

@@ -11,10 +11,9 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
-from tensor_dedup.store.checkpoints.anchors import AnchorMemory, KeptAnchor
-from tensor_dedup.store.checkpoints.backpressure import Backpressure, worth_waiting_for
 from tensor_dedup.store.checkpoints.memory_writer import Fresh, MemoryWriter, changed
-from tensor_dedup.store.checkpoints.small import SmallTensorPolicy
+from tensor_dedup.store.checkpoints.policy import Backpressure, SmallTensorPolicy, worth_waiting_for
+from tensor_dedup.store.checkpoints.run_cache import AnchorMemory, KeptAnchor
 from tensor_dedup.store.codecs.choice import WORTH, CodecChoice, Sample, choose
 from tensor_dedup.store.codecs.records import entry, head_bytes
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError

@@ -1,22 +1,38 @@
-"""The ways in which saving and loading the steps of a run can fail, one class each.
+"""The errors of saving and loading the steps of a run, and of taking a model's state apart.
 
 StoreError
-  - of its use:    UnknownStepError      this run has no such step
-                   BadStepError          a step is no number from 0 on
-                   BadMetricError        a metric is no number, or no step has it
-                   BadRetentionError     what is to be kept makes no sense
-                   PinnedStepError       a pinned step is not deleted
-                   NamedTwiceError       two tensors of one name, or a file in a tensor's place
-                   NotATrainingError     a checkpoint of that name that no run has saved
-                   BadLimitError         a bound of what saves in the background may use makes none
-                   BadCompressError      `compress` is none of what there is
-                   ForkedSaveError       a save that another process has begun is waited for
+  - of its use:    UnknownStepError      the run has no such step
+                   BadStepError          a step is not a whole number from 0 on
+                   BadMetricError        a metric is not a number, or no step has it
+                   BadRetentionError     the retention rules make no sense
+                   PinnedStepError       a kept step is neither replaced nor deleted
+                   NamedTwiceError       two tensors have one name, or a file a tensor's place
+                   NotATrainingError     the checkpoint was imported, not saved by a run
+                   BadLimitError         a limit on background saves makes no sense
+                   BadCompressError      `compress` has an unknown value
+                   ForkedSaveError       a save of another process is waited for
   - of the world:  ChangedModelError     a tensor was written to while it was saved
-                   BrokenSaveError       a save in the background ended as none should
+                   BrokenSaveError       a background save ended with an unexpected error
+  - StateError, taking a model apart:
+                   UnsupportedValueError    a Python value has no form in a checkpoint
+                   UnsupportedArrayError    an array or a tensor has none
+                   CyclicStateError         a container holds itself
+                   UnknownModelError        no adapter takes an object of this type
+                   UnknownAdapterError      no adapter has this name
+                   ProviderTakenError       a type or a name has a provider already
+  - StateError, putting it together:
+                   DamagedStateError        what is stored is not what `extract` wrote
+                   UnknownProviderError     a provider that it needs is not registered here
+                   ForbiddenClassError      it names a class that is not on the list
+                   MismatchedOriginalError  `original` is another kind of object
 
-Those of the store itself are in store/errors.py.
+A StateError names the place in the object, as Python would write it. Each ends in the next step.
+The errors of the store itself are in `tensor_dedup.store.errors`.
 """
 
+from typing import ClassVar, Self
+
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import AdvisedError, UnknownNameError
 
 
@@ -90,3 +106,76 @@ class BrokenSaveError(AdvisedError):
     """A save in the background ended as none should. Nothing was committed."""
 
     advice = "save again, and report what its thread has printed"
+
+
+class StateError(StoreError):
+    """The state of a model cannot be taken apart or put together."""
+
+    advice: ClassVar[str] = "see the documentation of adapters"
+
+    @classmethod
+    def at(cls, place: str, what: str, **facts: object) -> Self:
+        """The error about the value at `place`, its message ending in the next step."""
+        return cls(f"{place or 'the model'}: {what}; {cls.advice}", place=place, **facts)
+
+
+class UnsupportedValueError(StateError):
+    """A Python value that has no form in a checkpoint."""
+
+    advice = "remove it, save it as plain values and arrays, or register a StateProvider for it"
+
+
+class UnsupportedArrayError(StateError):
+    """An array or a tensor whose elements have no form in a checkpoint."""
+
+    advice = "convert it to a dense array of numbers first"
+
+
+class CyclicStateError(StateError):
+    """A list or dict that holds itself, or one nested too deeply to follow."""
+
+    advice = "save a structure without circles"
+
+
+class UnknownModelError(StateError):
+    """No adapter takes an object of this type."""
+
+    advice = "pass an adapter, or register a StateProvider for its type"
+
+
+class UnknownAdapterError(StateError):
+    """No adapter has this name."""
+
+    advice = "pass the adapter that saved it"
+
+
+class ProviderTakenError(StateError):
+    """A type or a name has a provider already: a second one would read what the first wrote."""
+
+    advice = "choose another name"
+
+
+class DamagedStateError(StateError):
+    """What was stored is not what an adapter wrote."""
+
+    advice = "load another step, or run `tensor-dedup verify --full`"
+
+
+class UnknownProviderError(StateError):
+    """The checkpoint needs a provider that this process does not have."""
+
+    advice = (
+        "register it (tensor_dedup.store.checkpoints.adapters.register_provider) and load again"
+    )
+
+
+class ForbiddenClassError(StateError):
+    """The checkpoint names a class that is never looked up because a checkpoint says so."""
+
+    advice = "pass an `original` of that class"
+
+
+class MismatchedOriginalError(StateError):
+    """The object that was given cannot take this state."""
+
+    advice = "pass an `original` built like the model that was saved"

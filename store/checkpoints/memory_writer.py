@@ -11,7 +11,12 @@ from typing import TypeAlias
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.checkpoints.errors import ChangedModelError
 from tensor_dedup.store.writing.containers import ContainerWriter, SealedContainer, record_of
-from tensor_dedup.store.writing.hashing import Hashed, Hasher, fast_all, fast_stream
+from tensor_dedup.store.writing.hashing import (
+    Hashed,
+    Hasher,
+    change_hasher,
+    change_hashes,
+)
 
 # Small pieces are put together until there is this much: one system call for many of them.
 _TOGETHER = 1 << 20
@@ -56,7 +61,7 @@ def hash_all(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
     for view, key in parts:
         if view.nbytes < _HANDED_OVER:  # the last of its piece
             leaves[key] += leaf_digests(view)
-    now = fast_all(hasher, [view for _, _, view in wanted.values()])
+    now = change_hashes(hasher, [view for _, _, view in wanted.values()])
     return [
         _checked(key, is_now, *held, leaves[key])
         for (key, held), is_now in zip(wanted.items(), now, strict=True)
@@ -87,7 +92,7 @@ class MemoryWriter(ContainerWriter):
     def put(self, piece: Fresh) -> None:
         """Store a piece. ChangedModelError: it is not what it was."""
         start = self._reserve(piece.view.nbytes)
-        check = fast_stream()
+        check = change_hasher()
         for at in range(0, piece.view.nbytes, LEAF_BYTES):
             part = bytes(piece.view[at : at + LEAF_BYTES])
             check.update(part)

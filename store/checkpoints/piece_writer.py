@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from typing import Self, TypeAlias
 
 from tensor_dedup.store.checkpoints.deltas import DeltaWriter, Encoding
-from tensor_dedup.store.checkpoints.last_step import Places, StoredPiece
 from tensor_dedup.store.checkpoints.memory_writer import Fresh, MemoryWriter, Wanted, hash_all
 from tensor_dedup.store.checkpoints.publish_batch import PublishBatch
+from tensor_dedup.store.checkpoints.run_cache import Places, StoredPiece
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects

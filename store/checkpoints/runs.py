@@ -1,6 +1,17 @@
-"""What a store knows of runs: their steps, metrics, sizes and differences. Writes nothing."""
+"""The runs in a store: how their steps are named and ordered, their metrics, sizes and differences.
+
+A step is the checkpoint RUN@STEP, and RUN@STEP@pin is the reference that keeps one whatever the
+retention rules say. Numbers are written without leading zeros, since a name is what people type
+after store://; whoever lists steps sorts them by number.
+
+The time of saving orders steps, not their numbers: when a training went back to step 5 and saved 6
+again, the steps 8 to 10 of its first attempt are older than that. Of steps whose references have
+the same time (the clocks of file systems tick every few milliseconds, some every second), the
+greater one counts as the later. Nothing here writes.
+"""
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -8,18 +19,68 @@ from dataclasses import asdict, dataclass
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import (
+    BadStepError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.notes import Notes, shown
-from tensor_dedup.store.checkpoints.step_names import parse, step_name
-from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, UnknownNameError
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NewerFormatError,
+    UnknownNameError,
+)
+from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.format.manifests import Manifest, Piece
-from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.names import check_name, file_of
 from tensor_dedup.store.objects import Objects
 
 _LOG = logging.getLogger("tensor_dedup")
+
+
+# Eighteen digits fit everywhere; nobody counts further.
+_NAME = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<pin>@pin)?", re.DOTALL)
+
+
+_PIN = "@pin"
+
+
+_LARGEST = 10**18 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """A reference that a run has made: of a step, or the one that keeps a pinned step."""
+
+    run: str
+    step: int
+    pin: bool
+
+    @property
+    def name(self) -> str:
+        """As the store has it."""
+        return f"{self.run}@{self.step}{_PIN if self.pin else ''}"
+
+
+def step_name(run: str, step: int, *, pin: bool = False) -> str:
+    """The name of a step. BadStepError; BadNameError: the run's name does not fit."""
+    if type(step) is not int or not 0 <= step <= _LARGEST:
+        raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
+    return check_name(f"{run}@{step}{_PIN if pin else ''}")
+
+
+def check_run(run: str) -> str:
+    """`run` itself when a run can be called so. BadNameError."""
+    # With the longest step, so that a run that began can go on.
+    check_name(f"{run}@{_LARGEST}{_PIN}")
+    return run
+
+
+def parse_step_name(name: str) -> StepName | None:
+    """What a name says; None: no step is called so."""
+    found = _NAME.fullmatch(name)
+    return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +166,13 @@ class Difference:
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
     """The numbers of what is called as the steps of a run are, in order; imports with them."""
-    found = (parse(name) for name in objects.names())
+    found = (parse_step_name(name) for name in objects.names())
     return sorted(each.step for each in found if each and each.run == run and not each.pin)
 
 
 def pinned_steps(objects: Objects, run: str) -> set[int]:
     """The steps of a run that are pinned."""
-    found = (parse(name) for name in objects.names())
+    found = (parse_step_name(name) for name in objects.names())
     return {each.step for each in found if each and each.run == run and each.pin}
 
 
@@ -125,7 +186,9 @@ def check_not_pinned(objects: Objects, run: str, step: int) -> None:
 
 def run_names(objects: Objects) -> list[str]:
     """The runs in a store. What was imported under a name like a step's is none."""
-    found = {each.run for name in objects.names() if (each := parse(name)) and not each.pin}
+    found = {
+        each.run for name in objects.names() if (each := parse_step_name(name)) and not each.pin
+    }
     return sorted(run for run in found if next(contents(objects, run), None) is not None)
 
 
@@ -293,3 +356,43 @@ def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> 
         sum(new[name].nbytes for name in both[False]),
         metrics,
     )
+
+
+class StepOrder:
+    """What one handle knows of the steps of its run. Any thread, in a session.
+
+    What was imported may be called as a step is: only its manifest tells, and is read once.
+    """
+
+    def __init__(self, objects: Objects, run: str) -> None:
+        self._objects, self._run = objects, run
+        self._known: dict[int, tuple[FileStatus, bool]] = {}
+
+    def saved(self, *, readable: bool = False) -> dict[int, int]:
+        """Each step in order, and when it was saved, in ns since 1970.
+
+        One whose manifest cannot be read is a step, unless only the `readable` ones are wanted.
+        """
+        found: dict[int, int] = {}
+        for step in step_numbers(self._objects, self._run):
+            path = self._objects.layout.refs / file_of(step_name(self._run, step))
+            status = self._objects.files.status(path)
+            if status is not None and self._is_step(step, status, unreadable=not readable):
+                found[step] = status.mtime_ns
+        return found
+
+    def _is_step(self, step: int, status: FileStatus, *, unreadable: bool) -> bool:
+        known = self._known.get(step)
+        if known is not None and known[0] == status:
+            return known[1]
+        try:
+            manifest_of(self._objects, self._run, step)
+        except UnknownStepError:  # deleted just now
+            return False
+        except (DamagedFileError, MissingObjectError, NewerFormatError):
+            return unreadable
+        except NotATrainingError:
+            self._known[step] = (status, False)
+            return False
+        self._known[step] = (status, True)
+        return True

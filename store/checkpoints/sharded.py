@@ -17,8 +17,12 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.runs import manifest_of, pinned_steps
-from tensor_dedup.store.checkpoints.step_names import parse, step_name
+from tensor_dedup.store.checkpoints.runs import (
+    manifest_of,
+    parse_step_name,
+    pinned_steps,
+    step_name,
+)
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -98,7 +102,7 @@ def forget_parts(store: Store, run: str) -> None:
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
     with store.locked():
         for name in store.objects.names():
-            step = parse(name)
+            step = parse_step_name(name)
             if step is None or step.pin or called_so.fullmatch(step.run) is None:
                 continue
             if _is_part(store.objects, step.run, step.step):

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tensor_dedup.formats.pytorch.allowed import DTYPES
-from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedArrayError
+from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
 
 if TYPE_CHECKING:
     import numpy as np

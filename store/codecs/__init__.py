@@ -1,13 +1,13 @@
 """The codecs of a store: bytes in, fewer bytes out, and the same bytes again.
 
-    interface   what a codec is; contract.py has the tests that every one must pass
-    names       which there are                            registry    the codecs themselves
-    streams     compressed byte streams with bounds        elements    words and their planes
-    planes      planes: alone, of XOR, of differences      steps       small differences
-    sparse      few differences                            places      a few places among many
-    records     a tensor, chunk by chunk
-    choosing    which codec a tensor gets, by measurement on samples
+    interface     the protocol of a codec, and the names of all codecs
+    streams       compressed byte streams with bounds, made of words and their planes
+    planes        `planes`, `xor`, `diff`: planes of words, alone or of what differs from a base
+    byte_delta    `step`: small differences from a base, one byte each
+    sparse        `sparse`: the few words that differ from a base
+    records       an encoded tensor, chunk by chunk
+    choice        the codecs themselves, and which one a tensor gets, measured on samples
 
-Nothing here touches files, knows dtypes or trusts what it decodes: whoever reads a tensor compares
+Nothing here opens files, knows dtypes or trusts what it decodes: whoever reads a tensor compares
 its bytes with its digest.
 """

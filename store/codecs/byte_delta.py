@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tensor_dedup.store.codecs.elements import SIGNED, join, split, words
 from tensor_dedup.store.codecs.interface import Effort
-from tensor_dedup.store.codecs.sparse_index import read_places, streams_of
-from tensor_dedup.store.codecs.streams import Reader, pack
+from tensor_dedup.store.codecs.sparse import read_places, streams_of
+from tensor_dedup.store.codecs.streams import SIGNED, Reader, join, pack, split, words
 
 _BLOCK = 256 << 10  # elements: what two passes find in a processor's cache
 

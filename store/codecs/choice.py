@@ -1,16 +1,47 @@
-"""Which codec a tensor gets: the one that makes samples of it smallest, if that saves enough."""
+"""The codecs themselves, and which one a tensor gets: the one that makes its samples smallest.
 
-from collections.abc import Iterator, Sequence
+It must save a tenth; otherwise the tensor is stored as it is. Importing this loads numpy and
+zstandard; `interface` knows the names of all codecs without either.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from tensor_dedup.store.codecs.interface import Codec, Effort
-from tensor_dedup.store.codecs.registry import CODECS
+from tensor_dedup.store.codecs.byte_delta import ByteDelta
+from tensor_dedup.store.codecs.interface import FAMILIES, Codec, Effort
+from tensor_dedup.store.codecs.planes import Planes
+from tensor_dedup.store.codecs.sparse import Sparse
 
 # What is encoded at all must save a tenth: else it is not worth being decoded.
 WORTH = 0.9
+
+
 SAMPLE_BYTES = 128 << 10
+
+
 _SAMPLES = 3
+
+
 _MATCHES_COST = 1.03
+
+
+_MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
+    "planes": lambda name, width: Planes(name, width, "nothing"),
+    "xor": lambda name, width: Planes(name, width, "xor"),
+    "diff": lambda name, width: Planes(name, width, "difference"),
+    "step": ByteDelta,
+    "sparse": Sparse,
+}
+
+
+CODECS: Mapping[str, Codec] = MappingProxyType(
+    {
+        f"{name}{width}": _MAKERS[name](f"{name}{width}", width)
+        for name, family in FAMILIES.items()
+        for width in family.widths
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

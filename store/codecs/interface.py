@@ -1,5 +1,8 @@
-"""What a codec is."""
+"""What a codec is, and the names of all there are. Loads neither numpy nor zstandard."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES
@@ -37,3 +40,30 @@ class Codec(Protocol):
         BadEncodingError: `blob` is no encoded form of so many bytes; `out` may then hold anything.
         However wrong `blob` is, no more memory is taken than a few times that of `out`.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Codecs that differ in the width of the words they are made for."""
+
+    against_base: bool
+    widths: tuple[int, ...] = (1, 2, 4, 8)
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "planes": Family(against_base=False),
+        "xor": Family(against_base=True),
+        "diff": Family(against_base=True),
+        "step": Family(against_base=True, widths=(1, 2)),
+        "sparse": Family(against_base=True),
+    }
+)
+AGAINST_BASE: Mapping[str, bool] = MappingProxyType(
+    {
+        f"{name}{width}": family.against_base
+        for name, family in FAMILIES.items()
+        for width in family.widths
+    }
+)
+"""Every name a record may have, and whether its base is needed."""

@@ -5,9 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from tensor_dedup.store.codecs.elements import Words, fold, join, split, unfold, words
 from tensor_dedup.store.codecs.interface import Effort
-from tensor_dedup.store.codecs.streams import Reader, pack
+from tensor_dedup.store.codecs.streams import Reader, Words, fold, join, pack, split, unfold, words
 
 Against = Literal["nothing", "xor", "difference"]
 

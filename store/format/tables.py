@@ -13,7 +13,7 @@ import msgspec
 
 from tensor_dedup.digest import combine, digest
 from tensor_dedup.errors import IntegrityError
-from tensor_dedup.store.codecs.names import AGAINST_BASE
+from tensor_dedup.store.codecs.interface import AGAINST_BASE
 from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
 from tensor_dedup.store.format import frames

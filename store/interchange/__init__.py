@@ -18,9 +18,8 @@ from tensor_dedup.formats.storage_graph import (
     TensorAlias,
     rebuild_index,
 )
-from tensor_dedup.store.interchange.data_files import StreamingConfig
 from tensor_dedup.store.interchange.load import load_dict
-from tensor_dedup.store.interchange.save import MAX_FILE_BYTES, save_dict
+from tensor_dedup.store.interchange.save import MAX_FILE_BYTES, StreamingConfig, save_dict
 from tensor_dedup.store.interchange.storages import storage_graph
 
 __all__ = [

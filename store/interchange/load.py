@@ -1,36 +1,232 @@
-"""Reading a folder of data files with an index back to tensors. Needs torch."""
+"""Reading a folder of data files with an index back into tensors. Needs torch.
+
+The folder is one on disk (ArtifactFolder), or one that was imported into a store (StoredArtifact).
+"""
 
 import hashlib
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 
-from tensor_dedup.errors import ConfigError, IntegrityError
+from tensor_dedup.errors import (
+    ChangedFileError,
+    CheckpointNotFoundError,
+    ConfigError,
+    IntegrityError,
+)
 from tensor_dedup.formats.artifact import (
     CANONICAL,
     HASH_LEAF_BYTES,
+    ArtifactDescriptor,
     Verifier,
+    index_multihash,
     multihash,
+    parse_descriptor,
     parse_verification,
     tree_root,
     verification_name,
 )
+from tensor_dedup.formats.data_files import INDEX_NAME, data_files
+from tensor_dedup.formats.errors import NotAFileError
+from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
 from tensor_dedup.formats.storage_graph import StorageGraph, graph_of
-from tensor_dedup.formats.tensor_index import IndexEntry, StorageExtent
+from tensor_dedup.formats.tensor_index import (
+    IndexEntry,
+    StorageExtent,
+    TensorIndex,
+    check_data,
+    check_same,
+    parse_index,
+    parse_index_cbor,
+)
+from tensor_dedup.formats.tensor_index_errors import DataFilesError, DescriptorError
 from tensor_dedup.store.buffers import allocate_all
 from tensor_dedup.store.errors import os_errors
-from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.init import workers
-from tensor_dedup.store.interchange.artifact_folder import ArtifactFolder
+from tensor_dedup.store.interchange.save import DATA_NAME
 from tensor_dedup.store.interchange.storages import TORCH_DTYPES
-from tensor_dedup.store.interchange.stored_artifact import StoredArtifact
 from tensor_dedup.store.reading.reader import StoredCheckpoint
+
+_DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
+
+
+class ArtifactFolder:
+    """The index and descriptor of a folder, checked, and its data as one run of bytes.
+
+    Any thread may read. Close it, or use it as a context manager.
+    """
+
+    verified = False
+
+    def __init__(self, files: Files, path: Path) -> None:
+        """Open it. CheckpointNotFoundError, FormatError."""
+        self.path = path
+        self._files = files
+        self._undo = ExitStack()
+        self._starts: list[tuple[int, Handle]] = []
+        self.data_bytes = 0
+        index_path, blob = self.optional("tensor_index.json")
+        self.index = self._index(index_path, blob)
+        descriptor_path, text = self.optional("artifact_descriptor.json")
+        self.descriptor = None if text is None else parse_descriptor(text, str(descriptor_path))
+        if self.descriptor is not None and blob is not None:
+            self._check_descriptor(descriptor_path, blob)
+        try:
+            self._open_data()
+            check_data(self.index, self.data_bytes, str(path))
+        except BaseException:
+            self.close()
+            raise
+
+    def _index(self, path: Path, blob: bytes | None) -> TensorIndex:
+        cbor_path, cbor = self.optional("tensor_index.cbor")
+        index = None if blob is None else parse_index(blob, str(path))
+        other = None if cbor is None else parse_index_cbor(cbor, str(cbor_path))
+        if index is not None and other is not None:
+            check_same(index, other)
+        found = index or other
+        if found is None:
+            raise CheckpointNotFoundError(
+                f"{path}: no such file; name a folder with a tensor_index.json", path=str(path)
+            )
+        return found
+
+    def _check_descriptor(self, path: Path, blob: bytes) -> None:
+        descriptor = self.descriptor
+        if descriptor is None:
+            return
+        if descriptor.index_multihash != index_multihash(blob):
+            raise DescriptorError.at(str(path), "it is about another index")
+        if descriptor.total_size != self.index.total_size:
+            what = f"{descriptor.total_size} bytes, the index has {self.index.total_size}"
+            raise DescriptorError.at(str(path), what)
+
+    def _open_data(self) -> None:
+        found = (_DATA.fullmatch(name) for name in self._files.listdir(self.path))
+        numbers = sorted(int(match[1]) for match in found if match)
+        if numbers != list(range(len(numbers))) or not numbers:
+            what = f"there are data files {numbers[:8]}, which is not 0, 1, 2, ..."
+            raise DataFilesError.at(str(self.path), what)
+        for number in numbers:
+            handle = self._open(self.path / f"{DATA_NAME}{number}")
+            self._starts.append((self.data_bytes, handle))
+            self.data_bytes += self._files.status_of(handle).size
+
+    def _open(self, path: Path) -> Handle:
+        handle = self._files.open(path, "read")
+        self._undo.callback(self._files.close, handle)
+        if self._files.status_of(handle).kind != "file":
+            raise NotAFileError.at(str(path), "not a regular file")
+        return handle
+
+    def optional(self, name: str) -> tuple[Path, bytes | None]:
+        """A small file of the folder: its path, and its bytes where it is there."""
+        path = self.path / name
+        try:
+            handle = self._files.open(path, "read")
+        except (FileNotFoundError, NotADirectoryError):
+            return path, None
+        try:
+            status = self._files.status_of(handle)
+            if status.kind != "file" or status.size > MAX_HEADER_BYTES:
+                raise NotAFileError.at(str(path), f"not a file of {MAX_HEADER_BYTES} bytes at most")
+            blob = bytearray(status.size)
+            return path, bytes(blob[: self._files.pread(handle, memoryview(blob), 0)])
+        finally:
+            self._files.close(handle)
+
+    def read(self, view: memoryview, start: int) -> None:
+        """Fill `view` from `start` of the data. ChangedFileError: there are fewer bytes now."""
+        done = 0
+        ends = [at for at, _ in self._starts[1:]] + [self.data_bytes]
+        for (at, handle), end in zip(self._starts, ends, strict=True):
+            begin = start + done
+            if not at <= begin < end or done == view.nbytes:
+                continue
+            with view[done : done + end - begin] as part:
+                if self._files.pread(handle, part, begin - at) != part.nbytes:
+                    raise ChangedFileError(
+                        f"{handle.path}: it ends before {end - at} by now; load it again when "
+                        "nobody writes it",
+                        path=str(handle.path),
+                    )
+                done += part.nbytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; a second time does nothing."""
+        self._undo.close()
+
+
+class StoredArtifact:
+    """The same as ArtifactFolder, read from an open checkpoint, which compares every byte itself.
+
+    Any thread may read. The checkpoint stays open.
+    """
+
+    verified = True
+    descriptor: ArtifactDescriptor | None = None
+
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+        """CheckpointNotFoundError: it was not such a folder. FormatError."""
+        self.path = Path(checkpoint.name)
+        self._checkpoint = checkpoint
+        self._files = {file.path: file.pieces for file in checkpoint.files}
+        _, blob = self.optional(INDEX_NAME)
+        if blob is None:
+            raise CheckpointNotFoundError(
+                f"{checkpoint.name}: it has no {INDEX_NAME}; load it with load_tensors",
+                path=checkpoint.name,
+            )
+        self.index = parse_index(blob, INDEX_NAME)
+        self._pieces = [p for name in data_files(self._files).files for p in self._files[name]]
+        self._starts: list[int] = []
+        end = 0
+        for piece in self._pieces:
+            self._starts.append(end)
+            end += piece.nbytes
+        check_data(self.index, end, checkpoint.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held."""
+
+    def optional(self, name: str) -> tuple[Path, bytes | None]:
+        """A small file: its name, and its bytes where it is there."""
+        pieces = self._files.get(name)
+        if pieces is None:
+            return self.path / name, None
+        return self.path / name, b"".join(map(self._whole, pieces))
+
+    def _whole(self, piece: Piece) -> bytes:
+        return bytes(self._checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes))
+
+    def read(self, view: memoryview, start: int) -> None:
+        """Fill `view` from `start` of the data. CorruptTensorError, MissingObjectError."""
+        done, number = 0, max(0, bisect_right(self._starts, start) - 1)
+        while done < view.nbytes:
+            piece, at = self._pieces[number], start + done - self._starts[number]
+            with view[done : done + max(0, piece.nbytes - at)] as part:
+                self._checkpoint.read_piece_into(piece.digest, at, part, piece.nbytes)
+                done += part.nbytes
+            number += 1
+
 
 _Folder: TypeAlias = ArtifactFolder | StoredArtifact
 

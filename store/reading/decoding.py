@@ -57,7 +57,7 @@ def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> me
 def _decode(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
-    from tensor_dedup.store.codecs.registry import CODECS  # and with it numpy
+    from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
 
     codec = CODECS[record.codec]
     refused: list[str] = []

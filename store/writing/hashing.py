@@ -3,7 +3,7 @@
 Memory is bounded by one buffer per thread. With one worker everything happens in the calling
 thread, so that a test can count operations.
 
-Beside the digest there is a fast hash that only says whether bytes are what they were. It has 128
+Beside the digest there is a change hash that only says whether bytes are what they were. It has 128
 bits and is seeded at random in each process, so that nobody can prepare two tensors that look
 alike; it names nothing and is never written to disk.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Whole leaves; long beside the cost of a system call, short beside a processor's cache.
 PIECE_BYTES = 2 * LEAF_BYTES
 _AHEAD = 4
-# Seeds the fast hash.
+# Seeds the change hash.
 SEED = secrets.randbits(64)
 # A large one takes long enough to be handed to a thread. Of many, the most are small.
 _LARGE = 1 << 20
@@ -178,22 +178,24 @@ def changed(source: Handle, how: str) -> ChangedFileError:
     )
 
 
-def fast(data: "Buffer") -> bytes:
+def change_hash(data: "Buffer") -> bytes:
     """16 bytes that bytes of another content do not have. Any thread."""
     return xxh3_128_digest(data, SEED)
 
 
-def fast_all(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
+def change_hashes(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
     """The hash of each, in order; large ones on all threads."""
     large = []
     if len(data) <= _MANY:
         large = [number for number, each in enumerate(data) if memoryview(each).nbytes >= _LARGE]
     if len(large) < 2:
         return [xxh3_128_digest(each, SEED) for each in data]
-    found = dict(zip(large, hasher.each(fast, [data[number] for number in large]), strict=True))
-    return [found.get(number) or fast(each) for number, each in enumerate(data)]
+    found = dict(
+        zip(large, hasher.each(change_hash, [data[number] for number in large]), strict=True)
+    )
+    return [found.get(number) or change_hash(each) for number, each in enumerate(data)]
 
 
-def fast_stream() -> xxh3_128:
+def change_hasher() -> xxh3_128:
     """The same of bytes that come in parts."""
     return xxh3_128(seed=SEED)

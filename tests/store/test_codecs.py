@@ -6,11 +6,9 @@ import struct
 import pytest
 
 from codec_contract import CodecTests
-from tensor_dedup.store.codecs.choice import CodecChoice, Sample, choose, distance, places
-from tensor_dedup.store.codecs.interface import CHUNK_BYTES, Codec, Effort
-from tensor_dedup.store.codecs.names import AGAINST_BASE
+from tensor_dedup.store.codecs.choice import CODECS, CodecChoice, Sample, choose, distance, places
+from tensor_dedup.store.codecs.interface import AGAINST_BASE, CHUNK_BYTES, Codec, Effort
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
-from tensor_dedup.store.codecs.registry import CODECS
 from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.writing.encoder import Plan, encoded_leaf
 

@@ -27,7 +27,7 @@ from tensor_dedup.errors import (
 from tensor_dedup.formats.tensor_index import DTYPES
 from tensor_dedup.store import buffers
 from tensor_dedup.store.errors import ExportTargetError
-from tensor_dedup.store.interchange import data_files, load_dict, rebuild_index, save_dict
+from tensor_dedup.store.interchange import load_dict, rebuild_index, save, save_dict
 
 MIB = 1 << 20
 Tensors = Mapping[str, torch.Tensor]
@@ -286,7 +286,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(nbytes)
         return buffers.allocate(nbytes)
 
-    monkeypatch.setattr(data_files, "allocate", counted)
+    monkeypatch.setattr(save, "allocate", counted)
     return sizes
 
 

@@ -34,10 +34,10 @@ from tensor_dedup.store.checkpoints.runs import (
     describe_all,
     difference,
     growth,
+    parse_step_name,
     run_names,
     stats,
 )
-from tensor_dedup.store.checkpoints.step_names import parse
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
@@ -215,7 +215,7 @@ def _number(value: float | None) -> str:
 
 
 def _step(name: str) -> tuple[str, int]:
-    found = parse(name)
+    found = parse_step_name(name)
     if found is None or found.pin:
         raise WrongUse(f"{name!r} is no step; write RUN@STEP, as `tensor-dedup list` does")
     return found.run, found.step

@@ -25,7 +25,7 @@ from tensor_dedup.store.checkpoints.adapters.plain import CONTAINERS
 from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
 from tensor_dedup.store.checkpoints.adapters.sklearn import SklearnAdapter
 from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
-from tensor_dedup.store.checkpoints.state_errors import UnknownAdapterError, UnknownModelError
+from tensor_dedup.store.checkpoints.errors import UnknownAdapterError, UnknownModelError
 
 __all__ = [
     "LightGBMAdapter",

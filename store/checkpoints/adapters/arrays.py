@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.plain import Wire, dtype_of, dtype_wire
+from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.store.checkpoints.state import NUMPY_CODES
-from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedArrayError
 
 if TYPE_CHECKING:
     import numpy as np

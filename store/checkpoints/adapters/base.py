@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from tensor_dedup.store.checkpoints.state_errors import ProviderTakenError, StateError
+from tensor_dedup.store.checkpoints.errors import ProviderTakenError, StateError
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value

@@ -11,16 +11,15 @@ from weakref import ref
 
 from xxhash import xxh3_128_digest
 
-from tensor_dedup.store.checkpoints.adapters import appended
-from tensor_dedup.store.checkpoints.adapters.appended import GrowingAdapter
+from tensor_dedup.store.checkpoints.adapters import ensembles
 from tensor_dedup.store.checkpoints.adapters.base import (
     PieceSeries,
     StateProvider,
     register_provider,
 )
-from tensor_dedup.store.checkpoints.adapters.estimators import estimator_provider
+from tensor_dedup.store.checkpoints.adapters.ensembles import GrowingAdapter, estimator_provider
 from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
-from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
+from tensor_dedup.store.checkpoints.errors import DamagedStateError
 
 _SIZES: Final = b"\ntree_sizes="
 _AFTER_SIZES: Final = b"\n\n"
@@ -56,7 +55,7 @@ class _Known(NamedTuple):
 
 
 def _state(booster: Any) -> dict[str, object]:
-    memory = appended.current()
+    memory = ensembles.append_only_memory()
     parts = _whole(booster) if memory is None else _grown(booster, memory)
     kept = {name: getattr(booster, name) for name in _KEPT if hasattr(booster, name)}
     return {"kept": kept, **parts, "sum": xxh3_128_digest(_joined(parts))}
@@ -68,7 +67,7 @@ def _whole(booster: Any, start: int = 0) -> dict[str, Any]:
     return _cut(booster.model_to_string(num_iteration=-1, start_iteration=start).encode())
 
 
-def _grown(booster: Any, memory: appended.Appended) -> dict[str, Any]:
+def _grown(booster: Any, memory: ensembles.AppendOnlyMemory) -> dict[str, Any]:
     known: _Known | None = memory.known(booster)
     if known is not None and known.booster() is not booster:
         known = None
@@ -77,7 +76,7 @@ def _grown(booster: Any, memory: appended.Appended) -> dict[str, Any]:
     if known is not None and slices is not False:
         parts = _longer(booster, known)
         if parts is None:
-            appended.said_otherwise("booster")
+            ensembles.warn_not_append_only("booster")
         elif slices is None:
             # Once for each booster: this LightGBM may write slices otherwise.
             sliced, parts = parts, _whole(booster)

@@ -1,17 +1,20 @@
-"""Takes a structure apart: tensors and arrays as pieces, the rest as one shape and plain values.
+"""Structures taken apart: tensors and arrays as pieces, the rest as one shape and its plain values.
 
-A piece is called by the keys that lead to it, joined by dots, so a state dict keeps its names.
+A piece is named by the keys that lead to it, joined by dots, so a state dict keeps its names. The
+shape is a tree of nodes, the piece `#structure`; a node says what stands at one place, and None
+means the next of the plain values in `#values`. So the shape stays the same from step to step while
+numbers change, and the store keeps one of it. FORMAT.md defines both.
 """
 
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 import msgspec
 
-from tensor_dedup.store.checkpoints.adapters import arrays, nodes, plain
+from tensor_dedup.store.checkpoints.adapters import arrays, plain
 from tensor_dedup.store.checkpoints.adapters.base import (
     PieceSeries,
     StateProvider,
@@ -19,7 +22,13 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     placed,
     providers,
 )
-from tensor_dedup.store.checkpoints.adapters.nodes import Node
+from tensor_dedup.store.checkpoints.adapters.plain import Wire
+from tensor_dedup.store.checkpoints.errors import (
+    CyclicStateError,
+    DamagedStateError,
+    StateError,
+    UnsupportedArrayError,
+)
 from tensor_dedup.store.checkpoints.state import (
     NamedValue,
     dtype_names,
@@ -28,18 +37,166 @@ from tensor_dedup.store.checkpoints.state import (
     raw,
     tensor_fault,
 )
-from tensor_dedup.store.checkpoints.state_errors import (
-    CyclicStateError,
-    StateError,
-    UnsupportedArrayError,
-)
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
 
+
+STRUCTURE: Final = "#structure"
+
+
+VALUES: Final = "#values"
+
+
+FORMAT: Final = 1
+
+
 _RESERVED: Final = "#"
+
+
 _ALONE: Final = "tensor"
+
+
 _OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups"})
+
+
+_KEPT_NAMES: Final = 64
+
+
+_names: Final[dict[str, list[str]]] = {}
+
+
+class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
+    """A list, dict and so on (`kind`: its tag) that holds more than plain values."""
+
+    kind: int
+    head: Wire
+    keys: list[Wire]
+    items: list["Node"]
+
+
+class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defaults=True):
+    """A torch tensor, the piece `name`.
+
+    `same`: the piece before it that is the same memory. `order`: of its dimensions in memory, where
+    it is not C's. `grad` and `parameter`: requires_grad, and whether it is an nn.Parameter.
+    """
+
+    name: str
+    same: str | None = None
+    order: list[int] | None = None
+    grad: bool = False
+    parameter: bool = False
+
+
+class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaults=True):
+    """A numpy array, the piece `name`. `dtype` where the piece cannot say it, else None."""
+
+    name: str
+    same: str | None = None
+    order: list[int] | None = None
+    dtype: Wire = None
+
+
+class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """A Piece that stood there."""
+
+    name: str
+
+
+class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
+    """An object of a provider, made of its state; `number` is what a RefNode calls it."""
+
+    provider: str
+    number: int
+    state: "Node"
+
+
+class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
+    """An object that stands at a place before this one too."""
+
+    number: int
+
+
+class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
+    """Many pieces `name`_000000 and so on; how many is the next value."""
+
+    name: str
+
+
+class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
+    """A numpy array of Python objects; its shape is the next value."""
+
+    items: list["Node"]
+
+
+class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
+    """A tensor of one element without dimensions; its bytes are the next value."""
+
+    dtype: str
+
+
+class Fixed(msgspec.Struct, array_like=True, tag=9, frozen=True):
+    """A plain value that hardly ever changes."""
+
+    value: Wire
+
+
+Node: TypeAlias = Union[  # noqa: UP007 -- forward names above, and one a line
+    Container,
+    TensorLeaf,
+    ArrayLeaf,
+    PieceLeaf,
+    ObjectNode,
+    RefNode,
+    SeriesLeaf,
+    ObjectArray,
+    InlineTensor,
+    Fixed,
+    None,
+]
+
+
+class Structure(msgspec.Struct, array_like=True, frozen=True):
+    """The whole piece `#structure`."""
+
+    format: int
+    root: Node
+
+
+_decoder: Final = msgspec.msgpack.Decoder(Structure)
+
+
+def decode_structure(data: memoryview) -> Node:
+    """The root. DamagedStateError when it is none, or of a later version of this package."""
+    try:
+        structure = _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise DamagedStateError.at(STRUCTURE, str(error)) from error
+    if structure.format != FORMAT:
+        what = f"version {structure.format}, this package reads {FORMAT}"
+        raise DamagedStateError.at(STRUCTURE, what, format=structure.format)
+    return structure.root
+
+
+def decode_values(data: memoryview) -> list[Any]:
+    """The plain values, still on the wire."""
+    try:
+        return msgspec.msgpack.decode(data, type=list[Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise DamagedStateError.at(VALUES, str(error)) from error
+
+
+def series_names(name: str, count: int) -> list[str]:
+    """What the pieces of a series are called. They are kept: a step has those of the one before."""
+    known = _names.get(name, [])
+    if len(known) < count:
+        # A new list: another thread may be looking at the old one.
+        known = known + [f"{name}_{number:06d}" for number in range(len(known), count)]
+        if len(_names) >= _KEPT_NAMES:
+            _names.clear()
+        _names[name] = known
+    return known[:count]
 
 
 def take_apart(model: object) -> "dict[str, Value]":
@@ -53,11 +210,11 @@ def take_apart(model: object) -> "dict[str, Value]":
         root = walk.node(model, ValuePath(), 0)
     except RecursionError as error:
         raise CyclicStateError.at("", "nested too deeply for this stack") from error
-    structure = msgspec.msgpack.encode(nodes.Structure(nodes.FORMAT, root))
+    structure = msgspec.msgpack.encode(Structure(FORMAT, root))
     for grown in sorted(walk.series, key=len, reverse=True):
         walk.tensors.update(grown)
-    walk.tensors[nodes.STRUCTURE] = packed(nodes.STRUCTURE, structure)
-    walk.tensors[nodes.VALUES] = packed(nodes.VALUES, msgspec.msgpack.encode(walk.values))
+    walk.tensors[STRUCTURE] = packed(STRUCTURE, structure)
+    walk.tensors[VALUES] = packed(VALUES, msgspec.msgpack.encode(walk.values))
     return walk.tensors
 
 
@@ -98,7 +255,7 @@ class _Walk:
 
     def _other(self, value: object, place: ValuePath, depth: int) -> Node:
         if isinstance(value, NamedValue):
-            return nodes.PieceLeaf(self._add(place, value))
+            return PieceLeaf(self._add(place, value))
         if isinstance(value, PieceSeries):
             return self._series(value, place)
         if type(value) in plain.CONTAINERS and not hasattr(value, "_metadata"):
@@ -123,21 +280,21 @@ class _Walk:
             items = [self.node(x, place.item(i), depth + 1) for i, x in enumerate(value)]
         self._inline = inline
         if any(item is not None for item in items):
-            return nodes.Container(tag, head, keys, items)
+            return Container(tag, head, keys, items)
         # All plain: then it is one plain value.
         self.values[first:] = [plain.wrap(value, keys, self.values[first:])]
         return None
 
     def _item(self, key: object, held: object, place: ValuePath, depth: int) -> Node:
         if self._inline and key == "params" and _are_numbers(held):
-            return nodes.Fixed(plain.encode(held, "", depth + 1))
+            return Fixed(plain.encode(held, "", depth + 1))
         return self.node(held, place.key(key), depth + 1)
 
     def _object(self, value: object, provider: StateProvider, place: ValuePath, depth: int) -> Node:
         if (known := self._numbers.get(id(value))) is not None:
             if id(value) in self._open:
                 raise CyclicStateError.at(str(place), "an object that is part of its own state")
-            return nodes.RefNode(known[0])
+            return RefNode(known[0])
         number = len(self._numbers)
         self._numbers[id(value)] = number, value
         self._open.add(id(value))
@@ -145,7 +302,7 @@ class _Walk:
         node = self._state(provider.state(value), provider, place, depth + 1)
         self._inline = inline
         self._open.discard(id(value))
-        return nodes.ObjectNode(provider.name, number, node)
+        return ObjectNode(provider.name, number, node)
 
     def _state(self, state: object, provider: StateProvider, place: ValuePath, depth: int) -> Node:
         """The state of an object; that of most is a dict, whose keys are like attributes."""
@@ -156,10 +313,10 @@ class _Walk:
         for key, held in state.items():
             at = place.key(key, attribute=True, flat=key in provider.flat)
             if key in provider.fixed:
-                items.append(nodes.Fixed(plain.encode(held, str(at), depth)))
+                items.append(Fixed(plain.encode(held, str(at), depth)))
             else:
                 items.append(self.node(held, at, depth + 1))
-        return nodes.Container(plain.DICT, None, keys, items)
+        return Container(plain.DICT, None, keys, items)
 
     def _tensor(self, tensor: Any, place: ValuePath, depth: int) -> Node:
         if tensor.layout != sys.modules["torch"].strided and not tensor.is_meta:
@@ -177,7 +334,7 @@ class _Walk:
             order = arrays.order_of(tensor.shape, tensor.stride(), 1)
         parameter = type(tensor).__name__ == "Parameter"
         grad = tensor.requires_grad and tensor.is_leaf
-        return nodes.TensorLeaf(name, same, order, grad, parameter)
+        return TensorLeaf(name, same, order, grad, parameter)
 
     def _sparse(self, tensor: Any, place: ValuePath, depth: int) -> Node:
         provider = providers.named("torch.sparse")
@@ -189,7 +346,7 @@ class _Walk:
         if tensor.dtype not in dtype_names():
             raise UnsupportedArrayError.at("", f"a tensor of dtype {tensor.dtype}")
         self.values.append(bytes(raw(tensor)))
-        return nodes.InlineTensor(dtype_names()[tensor.dtype])
+        return InlineTensor(dtype_names()[tensor.dtype])
 
     def _array(self, array: Any, place: ValuePath, depth: int) -> Node:
         if type(array).__name__ == "MaskedArray" and (masked := providers.named("numpy.masked")):
@@ -198,11 +355,11 @@ class _Walk:
             self.values.append(list(array.shape))
             items = array.reshape(-1).tolist()
             children = [self.node(held, place.item(i), depth + 1) for i, held in enumerate(items)]
-            return nodes.ObjectArray(children)
+            return ObjectArray(children)
         stored, dtype = arrays.storable(array)
         name, same = self._leaf(place, stored, ("numpy", id(array)), array.size, array)
         order = arrays.order_of(array.shape, array.strides, array.itemsize)
-        return nodes.ArrayLeaf(name, same, order, dtype)
+        return ArrayLeaf(name, same, order, dtype)
 
     def _leaf(
         self, place: ValuePath, held: Any, memory: tuple[Any, ...], size: int, kept: object = None
@@ -215,8 +372,8 @@ class _Walk:
         return name, None if first == name else first
 
     def _series(self, series: PieceSeries, place: ValuePath) -> Node:
-        base = self._free(place.key(series.name).name, nodes.series_names("", 1)[0])
-        names = nodes.series_names(base, len(series.items))
+        base = self._free(place.key(series.name).name, series_names("", 1)[0])
+        names = series_names(base, len(series.items))
         if not self.tensors.keys().isdisjoint(names):  # by a key that looks like one of its names
             return self._series(PieceSeries(f"{series.name}~", series.items), place)
         sizes = list(map(len, series.items))
@@ -224,7 +381,7 @@ class _Walk:
         made = map(NamedValue, names, repeat("U8"), map(shapes.__getitem__, sizes), series.items)
         self.series.append(dict(zip(names, made, strict=True)))
         self.values.append(len(series.items))
-        return nodes.SeriesLeaf(base)
+        return SeriesLeaf(base)
 
     def _add(self, place: ValuePath, held: Any) -> str:
         name = self._free(place.name or _ALONE)

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from tensor_dedup.store.checkpoints.state_errors import (
+from tensor_dedup.store.checkpoints.errors import (
     CyclicStateError,
     DamagedStateError,
     UnsupportedValueError,

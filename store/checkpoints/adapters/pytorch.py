@@ -10,12 +10,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
-from tensor_dedup.store.checkpoints.adapters.structure import StructureAdapter
-from tensor_dedup.store.checkpoints.state_errors import (
-    DamagedStateError,
-    MismatchedOriginalError,
-)
+from tensor_dedup.store.checkpoints.adapters.rebuild import StructureAdapter, mismatched
+from tensor_dedup.store.checkpoints.errors import DamagedStateError, MismatchedOriginalError
 
 _STATE: Final = "state"
 _METADATA: Final = "metadata"

@@ -1,10 +1,23 @@
-"""Puts together what nested.py took apart, into an object that is there or into new ones."""
+"""Structures put together again, into an object that exists or into new ones.
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+Parts of an original may share memory: tied weights, or views of one buffer. What is filled last is
+then what all of them show, so in the end every part that overlaps another is compared with what was
+saved for it.
+"""
+
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensor_dedup.store.checkpoints.adapters import arrays, nodes, plain
+from tensor_dedup.store.checkpoints.adapters.nested import take_apart
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.checkpoints.state import Value
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tensor_dedup.store.checkpoints.adapters import arrays, nested, plain
 from tensor_dedup.store.checkpoints.adapters.base import (
     PieceSeries,
     StateProvider,
@@ -12,7 +25,11 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     located,
     providers,
 )
-from tensor_dedup.store.checkpoints.adapters.originals import Originals
+from tensor_dedup.store.checkpoints.errors import (
+    DamagedStateError,
+    MismatchedOriginalError,
+    UnknownProviderError,
+)
 from tensor_dedup.store.checkpoints.state import (
     NamedValue,
     dtype_names,
@@ -21,11 +38,6 @@ from tensor_dedup.store.checkpoints.state import (
     pieces,
     raw,
     value,
-)
-from tensor_dedup.store.checkpoints.state_errors import (
-    DamagedStateError,
-    MismatchedOriginalError,
-    UnknownProviderError,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +54,7 @@ def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any
     differs (MismatchedOriginalError). StateError; then some of `original` may have been filled.
     """
     rebuild = _Rebuild(tensors)
-    root = nodes.decode_structure(raw(rebuild.piece(nodes.STRUCTURE)))
+    root = nested.decode_structure(raw(rebuild.piece(nested.STRUCTURE)))
     result = rebuild.node(root, ValuePath(), original)
     rebuild.finish()
     return result
@@ -51,7 +63,7 @@ def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any
 class _Rebuild:
     def __init__(self, tensors: "Mapping[str, Value]") -> None:
         self._tensors = tensors
-        wires = nodes.decode_values(raw(self.piece(nodes.VALUES)))
+        wires = nested.decode_values(raw(self.piece(nested.VALUES)))
         self._count = len(wires)
         self._wires = iter(wires)
         self._objects: dict[int, Any] = {}
@@ -70,38 +82,38 @@ class _Rebuild:
     def finish(self) -> None:
         """DamagedStateError when plain values are left over; MismatchedOriginalError."""
         if next(self._wires, None) is not None:
-            raise DamagedStateError.at(nodes.VALUES, f"more values than places, {self._count}")
+            raise DamagedStateError.at(nested.VALUES, f"more values than places, {self._count}")
         self._originals.check()
 
-    def node(self, node: nodes.Node, place: ValuePath, original: object) -> Any:
+    def node(self, node: nested.Node, place: ValuePath, original: object) -> Any:
         """What stands at one place."""
         match node:
             case None:
                 return plain.decode(self._wire())
-            case nodes.TensorLeaf():
+            case nested.TensorLeaf():
                 return self._tensor(node, place, original)
-            case nodes.ArrayLeaf():
+            case nested.ArrayLeaf():
                 return self._array(node, place, original)
-            case nodes.Container():
+            case nested.Container():
                 return self._container(node, place, original)
-            case nodes.ObjectNode():
+            case nested.ObjectNode():
                 return self._object(node, place, original)
-            case nodes.RefNode():
+            case nested.RefNode():
                 return self._known(node)
             case _:
                 return self._rare(node, place, original)
 
-    def _rare(self, node: nodes.Node, place: ValuePath, original: object) -> Any:
+    def _rare(self, node: nested.Node, place: ValuePath, original: object) -> Any:
         match node:
-            case nodes.SeriesLeaf():
+            case nested.SeriesLeaf():
                 return self._series(node)
-            case nodes.ObjectArray():
+            case nested.ObjectArray():
                 return self._object_array(node, place, original)
-            case nodes.InlineTensor():
+            case nested.InlineTensor():
                 return self._inlined(node)
-            case nodes.PieceLeaf():
+            case nested.PieceLeaf():
                 return as_piece(node.name, self.piece(node.name))
-            case nodes.Fixed():
+            case nested.Fixed():
                 return plain.decode(node.value)
             case _:
                 raise DamagedStateError.at(str(place), "an unknown kind of node")
@@ -110,9 +122,9 @@ class _Rebuild:
         try:
             return next(self._wires)
         except StopIteration as error:
-            raise DamagedStateError.at(nodes.VALUES, "fewer values than places") from error
+            raise DamagedStateError.at(nested.VALUES, "fewer values than places") from error
 
-    def _container(self, node: nodes.Container, place: ValuePath, original: Any) -> Any:
+    def _container(self, node: nested.Container, place: ValuePath, original: Any) -> Any:
         keys = [plain.decode(key) for key in node.keys]
         if len(keys) != (len(node.items) if node.kind in plain.MAPPINGS else 0):
             raise DamagedStateError.at(str(place), "keys and items differ in number")
@@ -127,7 +139,7 @@ class _Rebuild:
             self._originals.restored(original, place)
         return filled
 
-    def _object(self, node: nodes.ObjectNode, place: ValuePath, original: Any) -> Any:
+    def _object(self, node: nested.ObjectNode, place: ValuePath, original: Any) -> Any:
         provider = providers.named(node.provider)
         if provider is None:
             raise UnknownProviderError.at(
@@ -144,13 +156,13 @@ class _Rebuild:
             self._originals.restored(original, place)
         return restored
 
-    def _known(self, node: nodes.RefNode) -> Any:
+    def _known(self, node: nested.RefNode) -> Any:
         try:
             return self._objects[node.number]
         except KeyError as error:
-            raise DamagedStateError.at(nodes.STRUCTURE, "a reference to nothing") from error
+            raise DamagedStateError.at(nested.STRUCTURE, "a reference to nothing") from error
 
-    def _tensor(self, node: nodes.TensorLeaf, place: ValuePath, original: Any) -> Any:
+    def _tensor(self, node: nested.TensorLeaf, place: ValuePath, original: Any) -> Any:
         make = partial(self._made_tensor, node)
         if is_tensor(original) and self._originals.fill(original, place, make):
             kept = original
@@ -160,10 +172,10 @@ class _Rebuild:
             self._leaves[node.name] = self._faces[node.name, node.parameter, node.grad] = kept
         return kept
 
-    def _made_tensor(self, node: nodes.TensorLeaf) -> Any:
+    def _made_tensor(self, node: nested.TensorLeaf) -> Any:
         return _parameter(node, _ordered_tensor(as_tensor(self.piece(node.name)), node.order))
 
-    def _array(self, node: nodes.ArrayLeaf, place: ValuePath, original: Any) -> Any:
+    def _array(self, node: nested.ArrayLeaf, place: ValuePath, original: Any) -> Any:
         make = partial(self._made_array, node)
         if is_array(original) and self._originals.fill(original, place, make):
             kept = original
@@ -173,13 +185,13 @@ class _Rebuild:
             self._leaves[node.name] = kept
         return kept
 
-    def _made_array(self, node: nodes.ArrayLeaf) -> Any:
+    def _made_array(self, node: nested.ArrayLeaf) -> Any:
         made = as_array(node.name, self.piece(node.name))
         if node.dtype is not None:
             made = arrays.restored(made, node.dtype)
         return made if node.order is None else arrays.ordered(made, node.order)
 
-    def _face(self, node: nodes.TensorLeaf, name: str) -> Any:
+    def _face(self, node: nested.TensorLeaf, name: str) -> Any:
         """The memory of a piece before it, as what stood at this place."""
         leaf, key = self._leaf(name), (name, node.parameter, node.grad)
         if key not in self._faces:
@@ -196,15 +208,15 @@ class _Rebuild:
                 name, "the same as a piece that does not come before"
             ) from error
 
-    def _series(self, node: nodes.SeriesLeaf) -> PieceSeries:
+    def _series(self, node: nested.SeriesLeaf) -> PieceSeries:
         count = self._wire()
         # The number of pieces bounds it, not what the checkpoint says.
         if type(count) is not int or not 0 <= count <= len(self._tensors):
             raise DamagedStateError.at(node.name, f"a series of {count!r} pieces")
-        names = nodes.series_names(node.name, count)
+        names = nested.series_names(node.name, count)
         return PieceSeries(node.name, [raw(self.piece(name)) for name in names])
 
-    def _object_array(self, node: nodes.ObjectArray, place: ValuePath, original: Any) -> Any:
+    def _object_array(self, node: nested.ObjectArray, place: ValuePath, original: Any) -> Any:
         import numpy as np
 
         shape = self._wire()
@@ -218,11 +230,11 @@ class _Rebuild:
         except (TypeError, ValueError) as error:
             raise DamagedStateError.at(str(place), f"{len(items)} objects in {shape}") from error
 
-    def _inlined(self, node: nodes.InlineTensor) -> Any:
+    def _inlined(self, node: nested.InlineTensor) -> Any:
         data = self._wire()
         if type(data) is not bytes:
-            raise DamagedStateError.at(nodes.VALUES, "no bytes of a tensor")
-        return as_tensor(NamedValue(nodes.VALUES, node.dtype, (), data))
+            raise DamagedStateError.at(nested.VALUES, "no bytes of a tensor")
+        return as_tensor(NamedValue(nested.VALUES, node.dtype, (), data))
 
 
 def as_tensor(held: "Value") -> Any:
@@ -270,11 +282,11 @@ def _restore(provider: StateProvider, state: Any, original: Any, place: ValuePat
             raise DamagedStateError.at("", what, provider=provider.name) from error
 
 
-def _built(node: nodes.Container, keys: list[Any], items: list[Any]) -> Any:
+def _built(node: nested.Container, keys: list[Any], items: list[Any]) -> Any:
     try:
         return plain.build(node.kind, node.head, keys, items)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DamagedStateError.at(nodes.STRUCTURE, f"no container: {error}") from error
+        raise DamagedStateError.at(nested.STRUCTURE, f"no container: {error}") from error
 
 
 def _filled(made: Any, original: Any) -> Any:
@@ -318,13 +330,13 @@ def _ordered_tensor(tensor: Any, order: list[int] | None) -> Any:
     if order is None:
         return tensor
     if sorted(order) != list(range(tensor.dim())):
-        raise DamagedStateError.at(nodes.STRUCTURE, f"{order} is no order of {tensor.dim()}")
+        raise DamagedStateError.at(nested.STRUCTURE, f"{order} is no order of {tensor.dim()}")
     shape = [tensor.shape[number] for number in order]
     held = torch.empty(shape, dtype=tensor.dtype)
     return held.permute([order.index(number) for number in range(tensor.dim())]).copy_(tensor)
 
 
-def _parameter(node: nodes.TensorLeaf, tensor: Any) -> Any:
+def _parameter(node: nested.TensorLeaf, tensor: Any) -> Any:
     import torch
 
     if node.grad and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -338,3 +350,138 @@ def mismatched(original: object, kind: str) -> MismatchedOriginalError:
     """The error about an original that is no such thing."""
     found = type(original).__qualname__
     return MismatchedOriginalError.at("", f"`original` is a {found}, not {kind}", type=found)
+
+
+class _Fill(NamedTuple):
+    """A part that was filled, and how to make again what it was filled with."""
+
+    place: ValuePath
+    part: Any
+    make: Callable[[], Any]
+
+
+class _Span(NamedTuple):
+    device: str
+    start: int
+    stop: int
+    number: int
+
+
+class Originals:
+    """The parts of one original. One thread."""
+
+    def __init__(self) -> None:
+        # Kept: what took the place of a part in memory would have its identity.
+        self._used: Final[dict[int, object]] = {}
+        self._fills: Final[list[_Fill]] = []
+
+    def unused(self, container: Any) -> Any:
+        """The dict or list; None when it stands at another place too, and is filled there."""
+        if not isinstance(container, dict | list):
+            return container
+        if id(container) in self._used:
+            return None
+        self._used[id(container)] = container
+        return container
+
+    def restored(self, part: object, place: ValuePath) -> None:
+        """An object has been given its state. MismatchedOriginalError when it had another's."""
+        if isinstance(part, dict | list):
+            return  # a state dict: what it is made of was `unused`
+        if id(part) in self._used:
+            what = "one object in `original`, and two objects in what was saved"
+            raise MismatchedOriginalError.at(str(place), what)
+        self._used[id(part)] = part
+
+    def fill(self, part: Any, place: ValuePath, make: Callable[[], Any]) -> bool:
+        """Put what `make` makes into a tensor or an array; False when it does not take it."""
+        made = make()
+        put = _fill_tensor if is_tensor(made) else _fill_array
+        if not put(made, part):
+            return False
+        self._fills.append(_Fill(place, part, make))
+        return True
+
+    def check(self) -> None:
+        """MismatchedOriginalError when a part shows what another was filled with."""
+        for fill in _overlapping(self._fills):
+            if not _equal(fill.part, fill.make()):
+                what = "shares one memory with another part of `original`, which is another value"
+                raise MismatchedOriginalError.at(str(fill.place), what)
+
+
+def _overlapping(fills: Sequence[_Fill]) -> Iterator[_Fill]:
+    """Those whose memory may be that of others too, in their order."""
+    found: set[int] = set()
+    last = None
+    for span in sorted(_spans(fills)):
+        if last and last.device == span.device and span.start < last.stop:
+            found |= {last.number, span.number}
+            last = max(last, span, key=lambda each: each.stop)
+        else:
+            last = span
+    return (fills[number] for number in sorted(found))
+
+
+def _spans(fills: Sequence[_Fill]) -> Iterator[_Span]:
+    for number, (_, part, _) in enumerate(fills):
+        if is_tensor(part):
+            device, start, size = str(part.device), part.data_ptr(), part.element_size()
+            strides = [step * size for step in part.stride()]
+        else:
+            device, start, size = "cpu", part.ctypes.data, part.itemsize
+            strides = part.strides
+        if 0 not in part.shape:
+            reach = [step * (count - 1) for step, count in zip(strides, part.shape, strict=True)]
+            below, above = sum(min(0, each) for each in reach), sum(max(0, each) for each in reach)
+            yield _Span(device, start + below, start + above + size, number)
+
+
+def _equal(part: Any, made: Any) -> bool:
+    import numpy as np
+
+    shown, meant = (np.frombuffer(_bits(held), np.uint8) for held in (part, made))
+    return bool(np.array_equal(shown, meant))
+
+
+def _bits(held: Any) -> memoryview:
+    import numpy as np
+
+    return raw(held if is_tensor(held) else arrays.storable(np.asarray(held))[0])
+
+
+def _fill_tensor(made: Any, part: Any) -> bool:
+    import torch
+
+    if not is_tensor(part) or part.is_meta or part.layout != torch.strided:
+        return False
+    if (part.shape, part.dtype) != (made.shape, made.dtype):
+        return False
+    if any(size > 1 and not step for size, step in zip(part.shape, part.stride(), strict=True)):
+        return False  # expanded: several elements are one place in memory
+    with torch.no_grad():
+        part.copy_(made)
+    return True
+
+
+def _fill_array(made: Any, part: Any) -> bool:
+    if not is_array(part) or not part.flags.writeable:
+        return False
+    if (part.shape, part.dtype) != (made.shape, made.dtype):
+        return False
+    part[...] = made
+    return True
+
+
+class StructureAdapter:
+    """An adapter that is a name and the types it is chosen for. Safe from several threads."""
+
+    name: str
+
+    def extract(self, model: Any) -> "Mapping[str, Value]":
+        """Tensors, arrays and trees by the keys and attributes that lead to them. StateError."""
+        return take_apart(model)
+
+    def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
+        """The same structure, put into `original` where one is given. StateError."""
+        return put_together(tensors, original)

@@ -1,36 +1,46 @@
 """Ensembles of scikit-learn as one piece a tree, and what grows with them in pieces.
 
 A piece has a row for each node: the record as scikit-learn has it, with zeros where no field lies,
-then the node's values. All trees are taken at once: 5,000 cost some 20 ms. What the estimators
+then the node's values. All trees are read at once: 5,000 cost some 20 ms. What the estimators
 around the trees have in common is kept once; their differences, a few numbers each, in pieces of
 256 trees.
+
+scikit-learn walks trees in C and checks nothing. A step may have been made by anybody, so
+everything that would lead out of a tree's memory is refused here as damage.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import is_not
 from typing import Any, Final
 
 import msgspec
 
 from tensor_dedup.store.checkpoints.adapters import plain
-from tensor_dedup.store.checkpoints.adapters.appended import read
 from tensor_dedup.store.checkpoints.adapters.arrays import blank_gaps
 from tensor_dedup.store.checkpoints.adapters.base import PieceSeries, full_name
-from tensor_dedup.store.checkpoints.adapters.sklearn_checks import (
-    PREDICTOR,
-    check_links,
-    check_object,
-)
-from tensor_dedup.store.checkpoints.state_errors import DamagedStateError
+from tensor_dedup.store.checkpoints.adapters.ensembles import read_columns
+from tensor_dedup.store.checkpoints.errors import DamagedStateError
+from tensor_dedup.store.checkpoints.state import is_array
+
+PREDICTOR: Final = "sklearn.ensemble._hist_gradient_boosting.predictor.TreePredictor"
+
 
 _CHUNK: Final = 256
+
+
 _TREE: Final = "tree_"
+
+
 _LEAF: Final = -1
+
+
 # Bytes of trees that are put together at a time.
 _ROOM: Final = 16 << 20
+
+
 # What ensembles keep a number of for each round.
 _SCORES: Final = frozenset(
     {
@@ -42,11 +52,34 @@ _SCORES: Final = frozenset(
         "estimator_errors_",
     }
 )
+
+
 # Numbers in a piece of such an array.
 _GROWING: Final = 1024
+
+
 _HOME: Final = "sklearn.tree._classes"
+
+
 _PREDICTOR_FIELDS: Final = ["nodes", "binned_left_cat_bitsets", "raw_left_cat_bitsets"]
+
+
 _BITSET: Final = (8, "<u4")
+
+
+_BOOSTING: Final = "sklearn.ensemble._hist_gradient_boosting.gradient_boosting"
+
+
+# They hand trees what they were asked about, and trees do not look at how many features it has.
+_TRUSTING: Final = frozenset(
+    {"sklearn.ensemble._forest", "sklearn.ensemble._gb", "sklearn.ensemble._iforest"}
+)
+
+
+_TREES: Final = "sklearn.tree._classes"
+
+
+_SET_WORDS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -119,7 +152,7 @@ def trees_state(trees: Trees) -> Any:
         return {"several": _as_given(trees)}
     _, (features, classes, outputs), state = first[_TREE].__reduce__()
     dtype = state["nodes"].dtype
-    taken = read(trees.estimators, lambda some: _columns(some, trees.estimators[0], dtype))
+    taken = read_columns(trees.estimators, lambda some: _columns(some, trees.estimators[0], dtype))
     if taken is None:
         return {"several": _as_given(trees)}
     pieces, depths, differences = taken
@@ -327,7 +360,7 @@ def made_tree(
 def predictors_state(predictors: Predictors) -> dict[str, object]:
     """A Series of trees: nodes, then both kinds of sets of categories; how many in another."""
     trees = predictors.trees
-    found = read(trees, _predictor_columns)
+    found = read_columns(trees, _predictor_columns)
     assert found is not None
     parts, *sizes = found
     return {
@@ -388,3 +421,80 @@ def restore_growing(state: Any) -> Any:
     import numpy as np
 
     return np.frombuffer(bytearray().join(state["parts"].items), state["dtype"])
+
+
+def check_links(left: Any, right: Any, leaves: Any) -> None:
+    """DamagedStateError unless every node leads to later ones, or nowhere."""
+    import numpy as np
+
+    numbers, count = np.arange(len(left)), len(left)
+    for child in (left, right):
+        wrong = ~leaves & ((child <= numbers) | (child >= count))
+        if wrong.any() or not count:
+            raise DamagedStateError.at("", "a node of a tree leads out of it")
+
+
+def check_object(held: Any) -> None:
+    """DamagedStateError for an estimator or a tree that would read beside its arrays."""
+    kinds = type(held).__mro__
+    modules, state = {kind.__module__ for kind in kinds}, getattr(held, "__dict__", {})
+    if any(full_name(kind) == PREDICTOR for kind in kinds):
+        check_predictor(held)
+    elif _BOOSTING in modules and "_predictors" in state:
+        _check_rounds(state)
+    elif _TREES in modules and "tree_" in state:
+        _check_features([held], _number(state["n_features_in_"]))
+    elif modules & _TRUSTING and "estimators_" in state:
+        _check_features(_each(state["estimators_"]), _number(state["n_features_in_"]))
+
+
+def check_predictor(tree: Any) -> None:
+    """DamagedStateError for a tree of histogram-based boosting whose nodes lead out of it."""
+    import numpy as np
+
+    nodes, sets = tree.nodes, (tree.binned_left_cat_bitsets, tree.raw_left_cat_bitsets)
+    if nodes.ndim != 1 or any(each.shape != (len(each), _SET_WORDS) for each in sets):
+        raise DamagedStateError.at("", "a tree of arrays of other shapes")
+    inner = nodes["is_leaf"] == 0
+    check_links(nodes["left"].astype(np.int64), nodes["right"].astype(np.int64), ~inner)
+    sorts = inner & (nodes["is_categorical"] != 0)
+    if (nodes["bitset_idx"][sorts] >= min(map(len, sets))).any():
+        raise DamagedStateError.at("", "a node of a tree asks for a set that is not there")
+    if (nodes["feature_idx"][inner] < 0).any():
+        raise DamagedStateError.at("", "a node of a tree asks for a feature before the first")
+
+
+def _check_rounds(state: dict[str, Any]) -> None:
+    import numpy as np
+
+    categorical = np.asarray(state["_bin_mapper"].is_categorical_).reshape(-1) != 0
+    count = min(_number(state["n_features_in_"]), _number(state["_n_features"]), len(categorical))
+    for tree in chain.from_iterable(state["_predictors"]):
+        nodes = tree.nodes[tree.nodes["is_leaf"] == 0]
+        if (nodes["feature_idx"] >= count).any():
+            raise _asks_for_more(count)
+        if not categorical[nodes["feature_idx"][nodes["is_categorical"] != 0]].all():
+            raise DamagedStateError.at("", "a node of a tree asks for categories of a number")
+
+
+def _check_features(estimators: Any, count: int) -> None:
+    for estimator in estimators:
+        tree = getattr(estimator, "tree_", None)
+        if tree is not None and tree.n_features > count:
+            raise _asks_for_more(count)
+
+
+def _asks_for_more(count: int) -> DamagedStateError:
+    return DamagedStateError.at("", f"a tree asks for more than the {count} features there are")
+
+
+def _each(estimators: Any) -> Iterator[Any]:
+    return iter(estimators.reshape(-1).tolist() if is_array(estimators) else estimators)
+
+
+def _number(held: Any) -> int:
+    import numpy as np
+
+    if not isinstance(held, int | np.integer):
+        raise DamagedStateError.at("", f"{held!r} features")
+    return int(held)

@@ -9,12 +9,12 @@ import pytest
 from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import LightGBMAdapter, adapter_for, by_name
 from tensor_dedup.store.checkpoints.adapters.lightgbm import _cut, _joined
-from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.checkpoints.state_errors import (
+from tensor_dedup.store.checkpoints.errors import (
     DamagedStateError,
     MismatchedOriginalError,
     UnsupportedValueError,
 )
+from tensor_dedup.store.checkpoints.state import NamedValue
 
 ADAPTER = LightGBMAdapter()
 RNG = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import torch
 
 from frozen_pieces import there_and_back
 from tensor_dedup.store.checkpoints.adapters import NumpyAdapter, PyTorchAdapter
-from tensor_dedup.store.checkpoints.state_errors import MismatchedOriginalError
+from tensor_dedup.store.checkpoints.errors import MismatchedOriginalError
 
 ADAPTER, NUMPY = PyTorchAdapter(), NumpyAdapter()
 

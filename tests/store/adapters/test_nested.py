@@ -25,8 +25,7 @@ from tensor_dedup.store.checkpoints.adapters import (
     register_provider,
 )
 from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter, Providers
-from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.checkpoints.state_errors import (
+from tensor_dedup.store.checkpoints.errors import (
     CyclicStateError,
     DamagedStateError,
     ProviderTakenError,
@@ -36,6 +35,7 @@ from tensor_dedup.store.checkpoints.state_errors import (
     UnsupportedArrayError,
     UnsupportedValueError,
 )
+from tensor_dedup.store.checkpoints.state import NamedValue
 
 NUMPY = NumpyAdapter()
 

@@ -11,7 +11,7 @@ from torch import nn
 import fresh
 from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import PyTorchAdapter
-from tensor_dedup.store.checkpoints.state_errors import (
+from tensor_dedup.store.checkpoints.errors import (
     MismatchedOriginalError,
     UnsupportedArrayError,
     UnsupportedValueError,

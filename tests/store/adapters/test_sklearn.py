@@ -44,14 +44,14 @@ from tensor_dedup.store.checkpoints.adapters import (
     sklearn_trees,
 )
 from tensor_dedup.store.checkpoints.adapters.sklearn import _class, _restore_function
-from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.checkpoints.state_errors import (
+from tensor_dedup.store.checkpoints.errors import (
     DamagedStateError,
     ForbiddenClassError,
     MismatchedOriginalError,
     StateError,
     UnsupportedValueError,
 )
+from tensor_dedup.store.checkpoints.state import NamedValue
 
 ADAPTER = SklearnAdapter()
 RNG = np.random.default_rng(0)

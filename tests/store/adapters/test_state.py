@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, pieces, raw, value
-from tensor_dedup.store.checkpoints.state_errors import DamagedStateError, UnsupportedArrayError
 
 TORCH = {
     "F64": torch.float64,
@@ -181,9 +181,9 @@ def test_no_framework_is_imported_for_it() -> None:
     code = (
         "import sys\n"
         "import tensor_dedup.store.checkpoints.adapters as adapters\n"
-        "from tensor_dedup.store.checkpoints.state import Piece, pieces\n"
+        "from tensor_dedup.store.checkpoints.state import NamedValue, pieces\n"
         "from tensor_dedup.store.checkpoints.adapters import ModelAdapter, PyTorchAdapter\n"
-        "pieces({'a': Piece('a', 'U8', (1,), b'a')})\n"
+        "pieces({'a': NamedValue('a', 'U8', (1,), b'a')})\n"
         "adapters.adapter_for({'a': 1}).extract({'a': [1, 2, (3, None)]})\n"
         "names = 'torch', 'sklearn', 'scipy', 'xgboost', 'lightgbm'\n"
         "print(*[name for name in names if name in sys.modules])"

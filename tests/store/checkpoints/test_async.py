@@ -17,15 +17,14 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.capture import Context, StepCapture
+from tensor_dedup.store.checkpoints.capture import Context, HostPool, StepCapture
 from tensor_dedup.store.checkpoints.errors import (
     BadLimitError,
     BadStepError,
     ForkedSaveError,
     PinnedStepError,
+    UnsupportedArrayError,
 )
-from tensor_dedup.store.checkpoints.host_pool import HostPool
-from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
 from tensor_dedup.store.errors import LostHitError
 
 WEIGHT_BYTES = 160 * 200 * 4

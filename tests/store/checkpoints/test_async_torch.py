@@ -11,13 +11,16 @@ from torch import nn
 
 from steps import shares
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.capture import Context, StepCapture
+from tensor_dedup.store.checkpoints.capture import (
+    Context,
+    CudaDevice,
+    HostPool,
+    StepCapture,
+    host_tensor,
+)
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.devices import CudaDevice, host_tensor
-from tensor_dedup.store.checkpoints.errors import ChangedModelError
-from tensor_dedup.store.checkpoints.host_pool import HostPool
+from tensor_dedup.store.checkpoints.errors import ChangedModelError, UnsupportedArrayError
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.state_errors import UnsupportedArrayError
 from trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})

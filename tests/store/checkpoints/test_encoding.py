@@ -8,7 +8,7 @@ import pytest
 from steps import Model, assert_same, copied, handle, shares
 from stores import assert_holds, open_store
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.anchors import AnchorMemory
+from tensor_dedup.store.checkpoints.run_cache import AnchorMemory
 
 
 def weights(seed: int) -> Model:

@@ -12,9 +12,9 @@ import pytest
 from gates import Gate, gated
 from steps import Model, assert_same, copied, handle
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.backpressure import Backpressure
 from tensor_dedup.store.checkpoints.commit import Saved
 from tensor_dedup.store.checkpoints.errors import BadCompressError
+from tensor_dedup.store.checkpoints.policy import Backpressure
 from tensor_dedup.store.format.tables import PLAIN
 
 ELEMENTS = 200_000

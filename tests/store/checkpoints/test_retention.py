@@ -14,7 +14,7 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.retention import Retention, ranked
-from tensor_dedup.store.checkpoints.step_names import parse, step_name
+from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
 
 
 def metrics(*losses: float) -> dict[int, dict[str, float]]:
@@ -167,7 +167,7 @@ def test_a_handle_outlives_the_index(tmp_path: Path) -> None:
 def test_names_of_steps(run: str) -> None:
     for step in (0, 7, 10**18 - 1):
         for pin in (False, True):
-            found = parse(step_name(run, step, pin=pin))
+            found = parse_step_name(step_name(run, step, pin=pin))
             assert found is not None
             assert (found.run, found.step, found.pin) == (run, step, pin)
 
@@ -176,5 +176,5 @@ def test_names_of_steps(run: str) -> None:
     "name", ["run", "run@", "run@01", "run@x", "run@-1", "@5", "run@1@pin@pin"]
 )
 def test_names_that_are_no_steps(name: str) -> None:
-    found = parse(name)
+    found = parse_step_name(name)
     assert found is None or found.run != "run"

@@ -15,10 +15,10 @@ from tensor_dedup.store.checkpoints.errors import (
     BadStepError,
     NamedTwiceError,
     NotATrainingError,
+    UnknownAdapterError,
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.runs import describe_all, run_names
-from tensor_dedup.store.checkpoints.state_errors import UnknownAdapterError
 from tensor_dedup.store.errors import BadNameError
 
 

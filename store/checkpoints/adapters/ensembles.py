@@ -1,10 +1,12 @@
-"""Ensembles that only grow: trees that an adapter has read are not read again.
+"""What adapters of tree ensembles share: append-only reading, and estimators of boosting packages.
 
-For who declares it (`append_only=True`): whoever changes a tree that was saved gets the old one.
-What is looked at of the known trees is that they are as many, or more, and that the last of them is
-what it was. Where that does not hold, all is read again.
+With `append_only=True` the caller declares that an ensemble only grows, and trees that an adapter
+has read are not read again: whoever changes a saved tree gets the old one. What is checked in every
+save is that the known trees are still there, as many or more, and that the last of them is what it
+was. Where that does not hold, everything is read again.
 """
 
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,9 @@ from contextvars import ContextVar
 from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
-from tensor_dedup.store.checkpoints.adapters.structure import StructureAdapter
+from tensor_dedup.store.checkpoints.adapters.base import StateProvider
+from tensor_dedup.store.checkpoints.adapters.rebuild import StructureAdapter, mismatched
+from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedValueError
 
 _LOG = logging.getLogger("tensor_dedup")
 _Columns = TypeVar("_Columns", bound=tuple[list[Any], ...])
@@ -30,7 +34,7 @@ class _Read(NamedTuple):
     columns: tuple[list[Any], ...]
 
 
-class Appended:
+class AppendOnlyMemory:
     """What one adapter keeps, of what it took apart last. One thread at a time."""
 
     def __init__(self) -> None:
@@ -55,27 +59,27 @@ class Appended:
         self._next[id(key)] = value
 
 
-_current: ContextVar[Appended | None] = ContextVar("appended", default=None)
+_current: ContextVar[AppendOnlyMemory | None] = ContextVar("appended", default=None)
 
 
-def current() -> Appended | None:
+def append_only_memory() -> AppendOnlyMemory | None:
     """What the adapter that is at work keeps; None: nothing was declared."""
     return _current.get()
 
 
-def said_otherwise(kind: str) -> None:
+def warn_not_append_only(kind: str) -> None:
     """Log that what was declared does not hold."""
     _LOG.warning(_BROKEN, kind)
 
 
-def read(
+def read_columns(
     objects: Sequence[Any], columns_of: Callable[[Sequence[Any]], _Columns | None]
 ) -> _Columns | None:
     """`columns_of(objects)`: of each object an item in each column.
 
     Of objects that were read in the step before only the last is read, to be compared.
     """
-    memory = current()
+    memory = append_only_memory()
     if memory is None:
         return columns_of(objects)
     columns = _longer(memory.known(objects[0]), objects, columns_of) or columns_of(objects)
@@ -99,7 +103,7 @@ def _longer(
         if new is not None and [column[0] for column in new] == [c[-1] for c in known.columns]:
             pairs = zip(known.columns, new, strict=True)
             return tuple(old + column[1:] for old, column in pairs)  # type: ignore[return-value]
-    said_otherwise(type(objects[0]).__name__)
+    warn_not_append_only(type(objects[0]).__name__)
     return None
 
 
@@ -114,7 +118,7 @@ class GrowingAdapter(StructureAdapter):
         That there are no fewer trees, and that the last known one is what it was, is looked at in
         every save; if not, a warning is logged and all is read.
         """
-        self._memory = Appended() if append_only else None
+        self._memory = AppendOnlyMemory() if append_only else None
         self._lock = threading.Lock()
 
     def extract(self, model: Any) -> Any:
@@ -126,7 +130,7 @@ class GrowingAdapter(StructureAdapter):
 
 
 @contextmanager
-def _at_work(memory: Appended) -> Iterator[None]:
+def _at_work(memory: AppendOnlyMemory) -> Iterator[None]:
     token = _current.set(memory)
     memory.begin()
     try:
@@ -134,3 +138,34 @@ def _at_work(memory: Appended) -> Iterator[None]:
         memory.end()
     finally:
         _current.reset(token)
+
+
+def estimator_provider(package: str, title: str, base: str) -> StateProvider:
+    """For the estimators of a package, which people call `title`.
+
+    `base` is the class they are all made from, as "module:name". Imports nothing.
+    """
+    module, _, name = base.partition(":")
+
+    def state(estimator: Any) -> dict[str, object]:
+        kind = type(estimator)
+        if kind.__module__.partition(".")[0] != package:
+            what = f"a {kind.__qualname__}, made from {title}'s estimators"
+            raise UnsupportedValueError.at("", what)
+        return {"class": kind.__name__, "state": dict(vars(estimator))}
+
+    def restore(state: Any, original: Any) -> Any:
+        found = getattr(importlib.import_module(package), state["class"], None)
+        every = getattr(importlib.import_module(module), name)
+        if not isinstance(found, type) or not issubclass(found, every):
+            raise DamagedStateError.at("", f"{title} has no estimator {state['class']!r}")
+        kind: Any = found
+        if original is not None and type(original) is not kind:
+            article = "an" if package[0] in "aeioux" else "a"
+            raise mismatched(original, f"{article} {package}.{kind.__name__}")
+        estimator = kind.__new__(kind) if original is None else original
+        estimator.__dict__.clear()
+        estimator.__dict__.update(state["state"])
+        return estimator
+
+    return StateProvider(f"{package}.estimator", state, restore, flat=frozenset({"state"}))
