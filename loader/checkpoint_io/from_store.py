@@ -9,21 +9,21 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from tensor_dedup.errors import ChangedFileError, FormatError, StoreError
 from tensor_dedup.formats.safetensors import parse_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
-from tensor_dedup.loader.checkpoint_io.reread import from_store
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from tensor_dedup.config import TensorDedupConfig
-    from tensor_dedup.loader.checkpoint_io.reread import Reread
+    from tensor_dedup.loader.checkpoint_io.sources import Read, Reread
     from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
     from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
     from tensor_dedup.store.reading.reader import StoredFile as Stored
@@ -187,8 +187,15 @@ class StoredSource(SourceFile):
         return bytes(data)
 
     def reread(self, spec: TensorSpec) -> Reread | None:
-        """From the store, by digest, as long as it has it."""
-        return from_store(self._store, self._digests[spec.start], spec.nbytes)
+        """From the store, by digest; reading raises StoreError once the store has it no more."""
+        store, digest, nbytes = self._store, self._digests[spec.start], spec.nbytes
+
+        @contextmanager
+        def opened() -> Iterator[Read]:
+            with store.pieces([digest.hex()]) as pieces:
+                yield lambda at, size: bytes(pieces.read_piece(digest, at, at + size, nbytes))
+
+        return opened
 
     def check_unchanged(self) -> None:
         """Nothing: containers never change, and what is read is verified."""

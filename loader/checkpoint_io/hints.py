@@ -1,4 +1,4 @@
-"""Digests of byte ranges of files this machine has hashed before.
+"""Digests of byte ranges of files that this machine has hashed before. Imports no torch.
 
 A hint says: the file that had this identity had these digests. It is written only when the stat of
 the open descriptor was the same before and after hashing and both its times lay at least 2 s before
@@ -12,14 +12,16 @@ never a wrong digest, since every row is sealed with a digest of its own.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import os
 import sqlite3
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -28,8 +30,8 @@ import platformdirs
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.loader.checkpoint_io.file_systems import is_trusted
 from tensor_dedup.sqlite import INSIDE, connect, transaction
+from tensor_dedup.store.files import FileStatus
 
 QUIET_NS = 2_000_000_000
 MAX_DIGESTS = 500_000
@@ -47,7 +49,35 @@ _T = TypeVar("_T")
 _Digests = dict[tuple[int, int], str]
 _entries = msgspec.msgpack.Decoder(list[tuple[int, int, str]])
 
+_STORE_ALGORITHM = "blake3"  # the store knows no other
 _said: set[str] = set()
+# A network file system may serve cached times, a FUSE one invents them, and neither numbers its
+# files for good; these are local and keep ctime themselves, which no program can set back.
+TRUSTED = {
+    0xEF53: "ext2, ext3, ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x2FC12FC1: "zfs",
+    0x01021994: "tmpfs",
+    0x794C7630: "overlayfs",
+}
+# struct statfs begins with the type, as a word of the machine, and takes 120 bytes on 64-bit Linux.
+_STATFS_BYTES = 512
+
+
+def file_system_of(fd: int) -> int | None:
+    """The magic number of the file system an open descriptor is on; None when nobody can say."""
+    if sys.platform != "linux":
+        return None
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if ctypes.CDLL(None).fstatfs(fd, buffer) != 0:
+        return None
+    return ctypes.c_ulong.from_buffer(buffer).value
+
+
+def is_trusted(fd: int) -> bool:
+    """Whether times and inode numbers of this open file can stand for its bytes."""
+    return file_system_of(fd) in TRUSTED
 
 
 class _UnusableIndexError(TensorDedupError):
@@ -218,6 +248,29 @@ class HintIndex:
             error,
             self.path,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHints:
+    """Remembers the files an import has hashed: loading them later hashes nothing.
+
+    The import itself trusts no hint: what is in the store was read. Safe from any thread.
+    """
+
+    index: HintIndex = field(default_factory=HintIndex)
+
+    def imported(
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
+    ) -> None:
+        """Enter what was hashed; the index refuses what cannot be relied on later."""
+        identity = FileIdentity(
+            before.device, before.inode, before.size, before.mtime_ns, before.ctime_ns
+        )
+        self.index.record(fd, identity, began_ns, _STORE_ALGORITHM, digests)
+
+    def known(self, _: Path, fd: int) -> Mapping[tuple[int, int], str]:
+        """The digests remembered of an open file."""
+        return self.index.lookup(fd, _STORE_ALGORITHM)
 
 
 def _default_path() -> Path:

@@ -10,10 +10,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tensor_dedup.digest import digest, stream, submit
 from tensor_dedup.errors import (
@@ -24,7 +25,6 @@ from tensor_dedup.errors import (
 )
 from tensor_dedup.formats.weights import members_in, read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
-from tensor_dedup.loader.checkpoint_io.storage_view import Placed, placed
 from tensor_dedup.loader.residents.resident import digest_of
 
 if TYPE_CHECKING:
@@ -34,16 +34,47 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
+    from tensor_dedup.formats.pytorch.geometry import PickledTensor
     from tensor_dedup.formats.weights import Header
-    from tensor_dedup.loader.checkpoint_io.reread import Reread
     from tensor_dedup.types import TensorSpec
 
 # One preadv asks for at most this much: the kernel cuts it at 2 GiB anyway.
 _PIECE_BYTES = 64 << 20
 
 
+# (offset in the tensor, size) -> bytes
+Read: TypeAlias = Callable[[int, int], bytes]
+
+
+Reread: TypeAlias = Callable[[], AbstractContextManager[Read]]
+
+
 class StaleHintError(ChangedFileError):
     """Bytes were read that a hint described otherwise: the hint is wrong, load without hints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor inside a source: `start` in bytes from its first, geometry in elements of `dtype`.
+
+    `lazy`: it is conjugated or negated when it is read.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    lazy: bool
+
+
+def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
+    """How a member lies in its source; None where it is all of it, in order."""
+    start = member.start - spec.start if member.nbytes else 0
+    geometry = (member.dtype, member.shape, member.nbytes)
+    if member.plain and not start and geometry == (spec.dtype, spec.shape, spec.nbytes):
+        return None
+    return Placed(member.name, member.dtype, member.shape, member.stride, start, member.lazy)
 
 
 @dataclass(eq=False, slots=True)

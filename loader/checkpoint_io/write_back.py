@@ -5,7 +5,7 @@ import sqlite3
 from pathlib import Path
 
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.loader.checkpoint_io.store_hints import StoreHints
+from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.format.names import MAX_NAME, name_of

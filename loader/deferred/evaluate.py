@@ -1,9 +1,16 @@
-"""Turning recipes into bytes: reading the sources they name, replaying what was recorded."""
+"""From recipes to bytes: read the sources that they name and replay what was recorded.
+
+Bytes pass through scratch memory, which is lent again layer by layer, for fresh memory costs more
+than reading a cached file. While one layer is processed, the pool reads and hashes the next.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +35,60 @@ from tensor_dedup.loader.deferred.storage import (
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
-    from tensor_dedup.loader.deferred.scratch import Scratch
+    from tensor_dedup.loader.deferred.parameters import DeferredParameter
+
+
+# A block much larger than what is asked for stays free for what needs it.
+_SLACK = 1 << 20
+# What is larger keeps all threads busy by itself, and twice its memory would be noticed.
+MAX_AHEAD_BYTES = 64 << 20
+
+
+class Scratch:
+    """A pool of flat uint8 CPU tensors, for one load and one thread.
+
+    What is kept never exceeds the most that was lent at one time, which is the largest layer.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lent = 0
+        self.peak = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Lend at least `nbytes` bytes, content undefined; the caller narrows and gives it back."""
+        fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + _SLACK]
+        if fitting:
+            block = min(fitting, key=torch.Tensor.numel)
+            self._free = [kept for kept in self._free if kept is not block]
+        else:
+            self._make_room(nbytes)
+            block = torch.empty(nbytes, dtype=torch.uint8)
+        self._lent += block.numel()
+        self.peak = max(self.peak, self._lent)
+        return block
+
+    def give_back(self, block: torch.Tensor) -> None:
+        """Return a block that `take` lent, whole. Nobody may use its memory any more."""
+        self._lent -= block.numel()
+        self._free.append(block)
+
+    def forget(self, block: torch.Tensor) -> None:
+        """Leave a lent block to whoever uses it."""
+        self._lent -= block.numel()
+
+    def close(self) -> None:
+        """Drop every block that is not lent."""
+        self._free.clear()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Drop the smallest blocks until a new one keeps the total within the peak."""
+        self._free.sort(key=torch.Tensor.numel)
+        while self._free and self._total() + nbytes > max(self.peak, self._lent + nbytes):
+            self._free.pop(0)
+
+    def _total(self) -> int:
+        return self._lent + sum(block.numel() for block in self._free)
 
 
 class Evaluator:
@@ -229,3 +289,51 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
     place = bisect.bisect(others, span)
     before = place > 0 and others[place - 1][1] > span[0]
     return before or (place < len(others) and others[place][0] < span[1])
+
+
+@dataclass(slots=True)
+class Prefetcher:
+    """At most one final tensor of a load, on its way into borrowed memory. One thread."""
+
+    reader: SourceReader
+    scratch: Scratch
+    evaluator: Evaluator
+    _waiting: deque[DeferredParameter] = field(default_factory=deque)
+    _begun: tuple[DeferredParameter, torch.Tensor, int] | None = None
+
+    def plan(self, parameters: Iterable[DeferredParameter]) -> None:
+        """Say in which order final tensors will probably be asked for."""
+        self._waiting = deque(parameters)
+
+    def has(self, each: DeferredParameter) -> bool:
+        """Is this one on its way?"""
+        return self._begun is not None and self._begun[0] is each
+
+    def take(self, each: DeferredParameter) -> torch.Tensor | None:
+        """The memory that `each` was read into, every byte there; None when it was not begun."""
+        if self._begun is None or self._begun[0] is not each:
+            return None
+        (_, block, mark), self._begun = self._begun, None
+        self.reader.settle(mark)
+        return block
+
+    def begin(self, needed: Callable[[DeferredParameter], bool]) -> None:
+        """Start with the next that is `needed`, whose recipe does nothing but copy sources."""
+        if self._begun is not None:
+            return
+        while self._waiting:
+            each = self._waiting.popleft()
+            if each.view is None or not 0 < each.nbytes <= MAX_AHEAD_BYTES or not needed(each):
+                continue
+            nbytes = each.view.storage.nbytes
+            block = self.scratch.take(nbytes)
+            if self.evaluator.begin(each.view, block[:nbytes]):
+                self._begun = each, block, self.reader.begun
+            else:
+                self.scratch.give_back(block)
+            return
+
+    def close(self) -> None:
+        """Nothing more will be asked for. Let go of every parameter; the reader waits for reads."""
+        self._waiting.clear()
+        self._begun = None

@@ -2,7 +2,7 @@
 
 A key is trusted like the function it stands for, so it takes in too much rather than too little: a
 missing input could give wrong weights, a needless one only costs sharing. What is left out is
-written down, with the reason.
+written down, with the reason; that includes environment variables.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import dataclasses
 import enum
 import functools
 import json
+import os
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 import torch
 from blake3 import blake3
-
-from tensor_dedup.loader.deferred.environment import environment
 
 _CONTEXT = "tensor-dedup layer key v1"
 TRACER_VERSION = 1
@@ -29,6 +29,100 @@ TRACER_VERSION = 1
 _PLACE = frozenset({"prefix", "layer_name", "name", "training"})
 _RANKS = frozenset({"tp_rank", "ep_rank", "dp_rank", "pcp_rank"})
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
+# Every variable with one of these beginnings goes into the key ...
+PREFIXES: Final = (
+    "ATEN_",
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "DNNL_",
+    "FLASHINFER_",
+    "GLOO_",
+    "KMP_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_TF32_",
+    "OMP_",
+    "ONEDNN_",
+    "PYTORCH_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TRITON_",
+    "VLLM_",
+    "ZENDNN_",
+    "ZENTORCH_",
+)
+# ... but these, which cannot touch a weight. With them in it replicas on two ports would never
+# meet, and secrets would stand in preimages.
+_EXEMPT_BY_REASON: Final[Mapping[str, str]] = {
+    "addresses, ranks and identifiers": (
+        "VLLM_DIST_IDENT VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT VLLM_DP_RANK "
+        "VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_EC_SIDE_CHANNEL_HOST VLLM_EC_SIDE_CHANNEL_PORT "
+        "VLLM_ENABLE_V1_MULTIPROCESSING VLLM_HOST_IP VLLM_LOOPBACK_IP "
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT "
+        "VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT VLLM_P2P_SIDE_CHANNEL_HOST "
+        "VLLM_P2P_SIDE_CHANNEL_PORT VLLM_PORT "
+        "VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PLACEMENT_NODE_IPS VLLM_RAY_PER_WORKER_GPUS "
+        "VLLM_RPC_TIMEOUT VLLM_WORKER_MULTIPROC_METHOD "
+    ),
+    "paths, builds and caches of other things": (
+        "CUDA_CACHE_PATH CUDA_HOME CUDA_PATH TORCHINDUCTOR_CACHE_DIR TORCH_EXTENSIONS_DIR "
+        "TORCH_HOME TRITON_CACHE_DIR TRITON_DUMP_DIR TRITON_HOME "
+        "VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_BUILD_COMMIT "
+        "VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_CACHE_ROOT VLLM_CONFIG_ROOT "
+        "VLLM_DOCKER_BUILD_CONTEXT VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR "
+        "VLLM_IMAGE_TAG VLLM_LORA_RESOLVER_CACHE_DIR VLLM_MEDIA_CACHE "
+        "VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS "
+        "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_RPC_BASE_PATH VLLM_XLA_CACHE_PATH "
+    ),
+    "credentials and where files come from": (
+        "VLLM_API_KEY VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_MODEL_REDIRECT_PATH "
+        "VLLM_S3_ACCESS_KEY_ID VLLM_S3_ENDPOINT_URL VLLM_S3_SECRET_ACCESS_KEY "
+        "VLLM_USE_MODELSCOPE "
+    ),
+    "logs, telemetry and diagnosis": (
+        "DNNL_VERBOSE KMP_WARNINGS MKL_VERBOSE NCCL_DEBUG NCCL_DEBUG_FILE "
+        "OMP_DISPLAY_AFFINITY OMP_DISPLAY_ENV ONEDNN_VERBOSE TORCH_CPP_LOG_LEVEL "
+        "TORCH_DISTRIBUTED_DEBUG TORCH_LOGS TORCH_LOGS_FORMAT TORCH_LOGS_OUT "
+        "TORCH_SHOW_CPP_STACKTRACES TORCH_TRACE VLLM_COMPUTE_NANS_IN_LOGITS "
+        "VLLM_CONFIGURE_LOGGING VLLM_DEBUG_DUMP_PATH VLLM_DEBUG_LOG_API_SERVER_RESPONSE "
+        "VLLM_DEBUG_WORKSPACE VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG "
+        "VLLM_LOGGING_COLOR VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX "
+        "VLLM_LOGGING_STREAM VLLM_LOG_BATCHSIZE_INTERVAL VLLM_LOG_MODEL_INSPECTION "
+        "VLLM_LOG_STATS_INTERVAL VLLM_NO_USAGE_STATS VLLM_RINGBUFFER_WARNING_INTERVAL "
+        "VLLM_TORCH_PROFILER_DIR VLLM_TORCH_PROFILER_RECORD_SHAPES "
+        "VLLM_TORCH_PROFILER_WITH_STACK VLLM_TRACE_FUNCTION VLLM_USAGE_SOURCE "
+        "VLLM_USAGE_STATS_SERVER "
+    ),
+    "time-outs, sizes and processes": (
+        "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_CPU_KVCACHE_SPACE "
+        "VLLM_RANDOMIZE_DP_DUMMY_INPUTS "
+        "VLLM_AUDIO_FETCH_TIMEOUT VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND "
+        "VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_ENGINE_READY_TIMEOUT_S "
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_HTTP_TIMEOUT_KEEP_ALIVE "
+        "VLLM_IMAGE_FETCH_TIMEOUT VLLM_KEEP_ALIVE_ON_ENGINE_DEATH "
+        "VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_PLUGINS VLLM_PROCESS_NAME_PREFIX "
+        "VLLM_SERVER_DEV_MODE VLLM_SLEEP_WHEN_IDLE VLLM_SYSTEM_START_DATE "
+        "VLLM_VIDEO_FETCH_TIMEOUT "
+    ),
+}
+EXEMPT: Final = frozenset(name for names in _EXEMPT_BY_REASON.values() for name in names.split())
+# Preimages are kept, shown and compared, so no secret may stand in one, also of a name not known
+# here. Whole words, for VLLM_..._TOKEN_THRESHOLD is a number that kernels read.
+_SECRET: Final = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(API|ACCESS|PRIVATE|AUTH|SIGNING)_?KEY"
+    r"|_(KEY|KEYS|TOKEN|AUTH|COOKIE)(_ID|_FILE|_PATH)?$"
+)
+
+
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that may touch weights, with their values; by default this process's."""
+    variables = os.environ if variables is None else variables
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name.startswith(PREFIXES) and name not in EXEMPT and not _SECRET.search(name)
+    }
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""Layer records: what a layer key leads to. Held by the layers that use them, never by a table."""
+"""Layer records: what a layer key leads to, and how its sources are compared with others.
+
+The layers that use a record hold it; no table does.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity
+from tensor_dedup.loader.deferred.recipe import RecipeBook
 
 if TYPE_CHECKING:
     import weakref
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from tensor_dedup.loader.checkpoint_io.reread import Read, Reread
-    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+    from tensor_dedup.loader.checkpoint_io.sources import Read, Reread, SourceTensor
+    from tensor_dedup.loader.deferred.parameters import DeferredParameter
     from tensor_dedup.loader.residents.resident import Resident
 
 # Held by the layer or its packed function, so that a record lives as long as a layer uses it.
@@ -129,3 +134,17 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
         if theirs != ours or len(ours) != size:
             return False, count
     return True, count
+
+
+def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
+    """The recipes with sources numbered instead of named, and where the sources are."""
+    sources = distinct_sources(parameters)
+    numbers = {id(source): number for number, source in enumerate(sources)}
+    book = RecipeBook(lambda source: ("source", numbers[id(source)], source.spec.dtype))
+    names = [book.digest(each.view) for each in parameters if each.view is not None]
+    return " ".join(names), tuple(SourceLocation.of(source) for source in sources)
+
+
+def distinct_sources(parameters: Sequence[DeferredParameter]) -> list[SourceTensor]:
+    """The source tensors of these parameters, each once, in order."""
+    return list({id(s): s for each in parameters for s in each.sources}.values())

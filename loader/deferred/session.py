@@ -1,4 +1,7 @@
-"""One load: final tensors looked up, made where nobody has them, and put into the model."""
+"""One load: final tensors are looked up, built where nobody has them, and put into the model.
+
+Tensors that vLLM's own processing computed come through `share_by_content`.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,16 @@ from weakref import WeakSet
 
 import torch
 
-from tensor_dedup.loader.deferred.composite import composite_digest
+from tensor_dedup.loader.deferred.evaluate import Prefetcher
 from tensor_dedup.loader.deferred.layer_key import process_state
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
-from tensor_dedup.loader.deferred.prefetch import Prefetcher
 from tensor_dedup.loader.deferred.recipe import (
     RecipeBook,
+    composite_digest,
     drop_what_is_overwritten,
     reason_to_keep_private,
     whole_source,
 )
-from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
 from tensor_dedup.loader.deferred.storage import View, as_view
 from tensor_dedup.loader.ledger import LoadLedger
 from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
@@ -41,14 +43,34 @@ from tensor_dedup.types import ResidentKey
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
-    from tensor_dedup.loader.deferred.evaluate import Evaluator
-    from tensor_dedup.loader.deferred.scratch import Scratch
+    from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
     from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
 
 SHARED_STORAGE = "it shares its storage with another parameter"
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
 # memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
 POUR_BYTES = 512 << 20
+
+Named = tuple[str, "torch.Tensor"]
+Found = tuple["AnyResident | None", bool]
+# What is smaller shares a slab with others of its layer. A slab is a descriptor, and a quantised
+# layer has several tensors where another has one.
+_OWN_SLAB_BYTES = 16 << 20
+# What is smaller yet is often equal in models that have nothing else in common, and a slab stays as
+# long as one tensor of it: these share one among themselves.
+_SMALL_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class ScratchTensor:
+    """A final tensor computed into borrowed memory: valid until the block is given back.
+
+    `escaped`: somebody keeps using the memory, so it is never lent again.
+    """
+
+    block: torch.Tensor
+    tensor: torch.Tensor
+    escaped: bool = False
 
 
 @dataclass(slots=True)
@@ -388,3 +410,54 @@ class LoadSession:
 def _view(each: DeferredParameter) -> View:
     assert each.view is not None, f"{each.name} was not deferred"
     return each.view
+
+
+def slabs(sizes: Sequence[int]) -> list[list[int]]:
+    """Which tensors of a layer, by their sizes in bytes, are to share a slab: numbers of each."""
+    large = [[n] for n, size in enumerate(sizes) if size >= _OWN_SLAB_BYTES]
+    middling = [n for n, size in enumerate(sizes) if _SMALL_BYTES <= size < _OWN_SLAB_BYTES]
+    small = [n for n, size in enumerate(sizes) if size < _SMALL_BYTES]
+    return [*large, *(group for group in (middling, small) if group)]
+
+
+def share_by_content(assembly: LoadSession, finals: Sequence[Named]) -> list[Found]:
+    """The residents with the bytes of these sharable tensors; was each made for it just now?
+
+    Those that are made share a slab. None, with the reason in the ledger under the tensor's name,
+    when another tensor has the same digest or there is no shared memory to be had.
+    """
+    wanted = []
+    for _, tensor in finals:
+        content = assembly.digest_of(tensor)
+        wanted.append(ResidentRequest(f"content:{key_anywhere(tensor, content)}", tensor, content))
+    found: dict[int, Found] = {}
+    for number, each in enumerate(wanted):
+        resident = assembly.provider.by_content(key_anywhere(each.tensor, each.digest))
+        if resident is not None:
+            found[number] = (resident, False)
+    missing = [number for number in range(len(wanted)) if number not in found]
+    try:
+        made = (
+            assembly.provider.get_or_build([wanted[number] for number in missing])
+            if missing
+            else []
+        )
+    except SharedMemoryError as error:
+        for number in missing:
+            assembly.ledger.skip(finals[number][0], str(error))
+            found[number] = (None, False)
+    else:
+        found.update(zip(missing, made, strict=True))
+    return [_checked(assembly, finals[number], found[number]) for number in range(len(finals))]
+
+
+def _checked(assembly: LoadSession, final: Named, found: Found) -> Found:
+    (name, tensor), (resident, made) = final, found
+    if resident is None:
+        return found
+    if made:
+        assembly.own.add(resident)
+    elif not assembly.agrees(resident, tensor):
+        assembly.ledger.skip(name, COLLISION)
+        return None, False
+    return found

@@ -18,8 +18,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
-    from tensor_dedup.loader.checkpoint_io.storage_view import Placed
+    from tensor_dedup.loader.checkpoint_io.sources import Placed, SourceTensor
 
 
 class ExpressionKind(enum.Enum):

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from tensor_dedup.patches.vllm.hooks import install
-from tensor_dedup.patches.vllm.load_format import LOAD_FORMAT
+from tensor_dedup.patches.vllm.load_formats import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader

@@ -17,7 +17,7 @@ from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.loader.checkpoint_io.stub_folder import stored_in
 from tensor_dedup.loader.report import share_with_workers
 from tensor_dedup.patches.vllm import load_formats
-from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT, split
+from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
 from tensor_dedup.patches.vllm.store_urls import (
     is_url,
@@ -118,7 +118,7 @@ def parse_flag(text: str) -> dict[str, Any]:
 
 
 def patch(arg_utils: ModuleType) -> None:
-    """Teach vllm.engine.arg_utils the argument. Idempotent; `unpatch` undoes it.
+    """Teach vllm.engine.arg_utils the argument. Idempotent.
 
     Where the seams do not match, every argument class takes `tensor_dedup`, says so once, and loads
     plainly.
@@ -135,16 +135,9 @@ def patch(arg_utils: ModuleType) -> None:
         engine_args.create_engine_config = refuse_unresolved(engine_args.create_engine_config)
 
 
-def unpatch(arg_utils: ModuleType) -> None:
-    """Give vllm.engine.arg_utils its own functions back. Idempotent."""
-    for cls in (arg_utils.EngineArgs, arg_utils.AsyncEngineArgs):
-        if _is_ours(cls.__init__):
-            cls.__init__ = cls.__init__.__wrapped__
-    engine_args = arg_utils.EngineArgs
-    if _is_ours(engine_args.add_cli_args):
-        engine_args.add_cli_args = staticmethod(engine_args.add_cli_args.__wrapped__)
-        engine_args.from_cli_args = classmethod(engine_args.from_cli_args.__func__.__wrapped__)
-        engine_args.create_engine_config = engine_args.create_engine_config.__wrapped__
+def patch_load_config(load: ModuleType) -> None:
+    """Offer `from vllm.config.load import TensorDedupConfig`, as the published snippet has it."""
+    load.TensorDedupConfig = TensorDedupConfig  # type: ignore[attr-defined]
 
 
 def _is_ours(function: Callable[..., Any]) -> bool:

@@ -13,8 +13,8 @@ import wrapt
 class _Hook:
     """What to do with a module once the name `ready`, the last that we need, is defined in it.
 
-    `patch` names a module of ours with a function `patch(module)`. It is imported with its target,
-    because this one is imported by `import tensor_dedup` and must stay light.
+    `patch` is the "module:function" of ours that is called with the module. It is imported together
+    with its target, because this module is imported by `import tensor_dedup` and must stay light.
     """
 
     module: str
@@ -22,12 +22,15 @@ class _Hook:
     patch: str
 
     def apply(self, module: ModuleType) -> None:
-        importlib.import_module(self.patch).patch(module)
+        name, _, function = self.patch.partition(":")
+        getattr(importlib.import_module(name), function)(module)
 
 
 _HOOKS = (
-    _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", "tensor_dedup.patches.vllm.arguments"),
-    _Hook("vllm.config.load", "LoadConfig", "tensor_dedup.patches.vllm.load_config"),
+    _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", "tensor_dedup.patches.vllm.arguments:patch"),
+    _Hook(
+        "vllm.config.load", "LoadConfig", "tensor_dedup.patches.vllm.arguments:patch_load_config"
+    ),
 )
 _lock = threading.Lock()
 _installed: set[str] = set()

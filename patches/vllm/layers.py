@@ -19,14 +19,16 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord
-from tensor_dedup.loader.deferred.structure import structure_of
+from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord, structure_of
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.patches.vllm.gemm import PackedGemm
-from tensor_dedup.patches.vllm.kernels import processed_attributes, set_attributes
+from tensor_dedup.patches.vllm.kernels import (
+    is_plain_fp8,
+    packs_int8,
+    processed_attributes,
+    set_attributes,
+)
+from tensor_dedup.patches.vllm.packed import PackedGemm, ScaledGemm
 from tensor_dedup.patches.vllm.processed import Deferred, ProcessedLayer
-from tensor_dedup.patches.vllm.quantised import is_plain_fp8, packs_int8
-from tensor_dedup.patches.vllm.scaled import ScaledGemm
 from tensor_dedup.patches.vllm.versions import (
     KEEP_PLAIN,
     takes_processed,
@@ -35,9 +37,8 @@ from tensor_dedup.patches.vllm.versions import (
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.layer_key import LayerKey
-    from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
-    from tensor_dedup.loader.deferred.session import LoadSession
-    from tensor_dedup.patches.vllm.context import LayerContext, Original
+    from tensor_dedup.loader.deferred.session import LoadSession, ScratchTensor
+    from tensor_dedup.patches.vllm.processed import LayerContext, Original
 
 # Everywhere but on a CPU, where weights may be packed, processing leaves their weights alone.
 CONSTANT_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)

@@ -1,16 +1,38 @@
-"""Which of vLLM's loaders reads the files: its default one, or one of a load format's own."""
+"""The load format `tensor_dedup` and the formats it reads: vLLM's default ones and two others.
+
+The config and the name of the inner format travel in `model_loader_extra_config`, pickled, to every
+process of an engine. Importing this module loads no vllm.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from tensor_dedup.config import TensorDedupConfig
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+
+LOAD_FORMAT = "tensor_dedup"
+KEY = "tensor_dedup"  # of model_loader_extra_config
 DEFAULT = ("auto", "hf", "safetensors")
 SAVED_STATE = "sharded_state"
 OWN = ("runai_streamer", SAVED_STATE)
+
+
+def split(mine: object) -> tuple[TensorDedupConfig, str]:
+    """Take our entry of model_loader_extra_config apart: the config and the inner load format.
+
+    Whatever may be written as a config may be written there, None included. Raises ConfigError.
+    What else may stand there, under `stored`, is for `stub_folder.stored_in`.
+    """
+    if not isinstance(mine, Mapping):
+        return TensorDedupConfig.from_any(mine), "auto"
+    fields = {name: mine[name] for name in mine if name not in ("inner", "stored")}
+    return TensorDedupConfig.from_any(fields), str(mine.get("inner", "auto"))
 
 
 def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | None:

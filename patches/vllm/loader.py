@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader import utils as loader_utils
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -36,37 +39,71 @@ from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.memory_manager.client import AUTO
+from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
-from tensor_dedup.patches.vllm import (
-    load_formats,
-    post_load,
-    stored_weights,
-    versions,
-    weight_iterators,
-    writers,
-)
-from tensor_dedup.patches.vllm.budget import at_most, held_by_manager
-from tensor_dedup.patches.vllm.construction import parameters_on_host
-from tensor_dedup.patches.vllm.file_loader import ReadingLoader
+from tensor_dedup.memory_manager.errors import MemoryManagerError
+from tensor_dedup.memory_manager.protocol.paths import device_socket, socket_path
+from tensor_dedup.patches.vllm import load_formats, post_load, versions, weight_iterators, writers
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
-from tensor_dedup.patches.vllm.load_format import KEY, split
-from tensor_dedup.patches.vllm.rollback import restored_on_failure
-from tensor_dedup.patches.vllm.run import LoadRun
+from tensor_dedup.patches.vllm.load_formats import KEY, split
+from tensor_dedup.patches.vllm.run import LoadRun, parameters_on_host, restored_on_failure
 from tensor_dedup.patches.vllm.seams import usable, why_not
 from tensor_dedup.patches.vllm.unusable import plain_loader
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 _Loaded: TypeAlias = tuple[nn.Module, ModelReport]
 _log = logging.getLogger(__name__)
+
+# What an engine casts to its own dtype; others stay as they are.
+_CAST: Final = frozenset({"F64", "F32", "F16", "BF16"})
 # What a model's loading code may raise when it meets a tensor without content.
 _TRACING_ERRORS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
     AssertionError,
 )  # fmt: skip
+
+
+class ReadingLoader(DefaultModelLoader):
+    """Gives a model its weights as the load format does; notes whether the model tells which."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self._format = str(load_config.load_format)
+        self._tracked = False
+        self._inner = load_formats.loader_of(self._format, load_config)
+        if self._inner is not None:  # it has taken its own settings
+            load_config = dataclasses.replace(
+                load_config, load_format="auto", model_loader_extra_config={}
+            )
+        super().__init__(load_config)
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Give the model its weights."""
+        if self._inner is None:
+            super().load_weights(model, model_config)
+        else:
+            self._inner.load_weights(model, model_config)
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Every tensor by name, for a reload; AttributeError where vLLM's own loader has none."""
+        if self._inner is None:
+            return super().get_all_weights(model_config, model)
+        found: Generator[tuple[str, torch.Tensor], None, None]
+        found = cast("Any", self._inner).get_all_weights(model_config, model)
+        return found
+
+    def track_weights_loading(
+        self, model: nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
+    ) -> None:
+        """As vLLM does: called where the model says what it has loaded."""
+        super().track_weights_loading(model, loaded_weights, *args, **more)
+        quantized = args[0] if args else more.get("quantized")  # of newer versions
+        self._tracked = loaded_weights is not None and not quantized
 
 
 class TensorDedupLoader(ReadingLoader):
@@ -169,7 +206,7 @@ class TensorDedupLoader(ReadingLoader):
             return super()._get_weights_iterator(source)
         if self.counter_before_loading_weights == 0.0:
             self.counter_before_loading_weights = time.perf_counter()
-        found = stored_weights.tensors(
+        found = weight_iterators.stored_tensors(
             checkout,
             lambda: self._opening(source.model_or_path, trust=True),
             lambda name: not should_skip_weight(name, self.local_expert_ids),
@@ -377,3 +414,36 @@ def _hooked(model: nn.Module, run: LoadRun) -> Iterator[None]:
     finally:
         for method in hooked:
             vars(method).pop("process_weights_after_loading", None)
+
+
+def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:
+    """Bytes that the manager at `where` holds under this checkpoint's name; 0 where none answers.
+
+    `device`: the UUID of the GPU whose manager, beside that one, is asked. What a fine-tune has in
+    common with others is known when it is loaded and not before, so it is missing here: it then
+    counts as the engine's own. No manager is started.
+    """
+    try:
+        beside = socket_path(None if os.fspath(where) == AUTO else where)
+        with Admin(device_socket(beside, device)) as admin:
+            rows = admin.overview(residents=False).checkpoints
+    except MemoryManagerError:
+        return 0
+    return sum(row.nbytes for row in rows if row.name == checkpoint)
+
+
+def at_most(held: int, path: str, dtype: torch.dtype) -> int:
+    """So many bytes, but no more than a model of this dtype can take of a local checkpoint.
+
+    Other engines may have it in their own dtype. What an engine adds to tensors, as rows of a
+    vocabulary, is left out; so is a checkpoint that cannot be read here.
+    """
+    try:
+        tensors = open_checkpoint(path).tensors()
+        most = sum(
+            math.prod(spec.shape) * dtype.itemsize if spec.dtype in _CAST else spec.nbytes
+            for _, _, spec in tensors
+        )
+    except (TensorDedupError, OSError):
+        return held
+    return min(held, most)

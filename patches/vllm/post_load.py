@@ -1,22 +1,22 @@
-"""Models whose weights cannot be deferred: loaded by others, and shared afterwards by content.
+"""Models whose weights cannot be deferred: loaded by vLLM alone, and shared by content afterwards.
 
-That saves memory, not reading, and while it loads such a model has all of its memory for itself.
+That saves memory but no reading, and until its load has ended such a model has memory of its own.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import model_loader
 
-from tensor_dedup.loader.deferred.by_content import share_by_content, slabs
 from tensor_dedup.loader.deferred.parameters import replace_data
+from tensor_dedup.loader.deferred.session import share_by_content, slabs
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.residents.resident import sharable
-from tensor_dedup.patches.vllm.eplb import BALANCED, eplb_parameters
 from tensor_dedup.patches.vllm.kernels import kept_by_others
-from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
+from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Formats of vLLM's plug-ins, which bring loaders of their own, and the quantisation that means one.
 OTHER_LOADERS = ("gguf", "bitsandbytes")
+
+BALANCED = "enable_eplb: balancing experts overwrites it while the engine runs"
 
 
 class QuantisedWhileLoadedError(UntraceableError):
@@ -68,6 +70,18 @@ def install() -> None:
         return original(load_config)
 
     model_loader.get_model_loader = get_model_loader
+
+
+def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights that vLLM moves from rank to rank when it balances experts (`enable_eplb`)."""
+    for module in model.modules():
+        config: Any = getattr(module, "moe_config", None)
+        parallel = getattr(config, "moe_parallel_config", None)
+        # What runs experts has their configuration too, and parts that stay where they are. A
+        # method may be a module, or not.
+        own = "quant_method" in module._modules or "quant_method" in vars(module)
+        if own and getattr(parallel, "enable_eplb", False):
+            yield from module.parameters()
 
 
 def share_loaded(model: nn.Module, assembly: LoadSession, total: int) -> None:

@@ -1,37 +1,143 @@
 """Layers that vLLM has processed: what is left of them is shared by content, or by a record.
 
 Processing replaces parameters, renames them, adds some and drops others. What counts is what the
-layer has afterwards.
+layer has afterwards. `LayerContext` is the load as its layers see it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from torch import nn
 
-from tensor_dedup.loader.deferred.by_content import share_by_content, slabs
-from tensor_dedup.loader.deferred.layer_records import RECORD
+from tensor_dedup.loader.deferred.layer_key import LayerKey, attributes, class_name, process_text
+from tensor_dedup.loader.deferred.layer_records import (
+    RECORD,
+    LayerRecord,
+    OriginGoneError,
+    distinct_sources,
+    same_source_bytes,
+    structure_of,
+)
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
-from tensor_dedup.loader.deferred.session import SHARED_STORAGE
-from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
+from tensor_dedup.loader.deferred.session import SHARED_STORAGE, share_by_content, slabs
+from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
 from tensor_dedup.loader.residents.resident import Resident, sharable_anywhere
-from tensor_dedup.patches.vllm.kernels import kept_by_others, scales_kept
+from tensor_dedup.patches.vllm.kernels import dispatch, kept_by_others, linear_kernel, scales_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
     from tensor_dedup.loader.deferred.layer_records import LayerRecord
-    from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
-    from tensor_dedup.patches.vllm.context import LayerContext, Original
+    from tensor_dedup.loader.deferred.session import LoadSession, ScratchTensor
 
 Deferred = dict[str, DeferredParameter]
+
+Original = Callable[[nn.Module], None]
 Final = tuple[str, str, nn.Parameter]  # name, label, object
 # What stands in a report for a layer that is packed with an address and may be written later.
 UPDATED = "weight_transfer_config: scales may be written, and its kernel knows their address"
+
+
+@dataclass(slots=True)
+class LayerContext:
+    """One load, as its layers see it. `deferred` is by id of the parameter object.
+
+    `updated`: somebody may write weights in place later (`weight_transfer_config`).
+    """
+
+    assembly: LoadSession
+    deferred: dict[int, DeferredParameter]
+    packed: bool
+    model_dtype: torch.dtype
+    on_gpu: bool = False
+    updated: bool = False
+    process: str = field(default_factory=process_text)
+
+    def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
+        """The layer's own parameters that were deferred, by name in the layer."""
+        found = {}
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and id(parameter) in self.deferred:
+                found[name] = self.deferred[id(parameter)]
+        return found
+
+    def done(self, each: DeferredParameter) -> None:
+        """Note that a parameter has its memory, and let go of what only it needed."""
+        if not each.installed:
+            each.installed = True
+            if each.view is not None:
+                self.assembly.evaluator.release(each.view)
+
+    def key(
+        self,
+        layer: nn.Module,
+        parameters: Mapping[str, DeferredParameter],
+        content: str | None = None,
+    ) -> LayerKey:
+        """The layer's key. All digests must be known; asked before processing changes the layer.
+
+        With `content`, the digest of the only parameter's bytes, that stands for its recipe.
+        """
+        return LayerKey.of(
+            self.process,
+            vllm=vllm.__version__,
+            hash=self.assembly.config.hash_algorithm,
+            layer=class_name(layer),
+            configuration=attributes(layer),
+            method=class_name(layer.quant_method),
+            method_configuration=attributes(layer.quant_method),
+            scheme=_described(getattr(layer, "scheme", None)),
+            kernel=_described(linear_kernel(layer)),
+            model_dtype=str(self.model_dtype),
+            device="cpu",
+            dispatch=dispatch(),
+            bias=_bias(layer),  # some kernels convert it while they pack the weight
+            parameters={n: self._described(each, content) for n, each in parameters.items()},
+        )
+
+    def _described(self, each: DeferredParameter, content: str | None) -> list[Any]:
+        view = each.view
+        assert view is not None
+        kind = class_name(type(each.parameter))
+        bytes_are = f"content {content}" if content else self.assembly.book.digest(view)
+        return [kind, str(view.dtype), view.shape, view.stride, bytes_are]
+
+    def refusal(
+        self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]
+    ) -> str | None:
+        """With verify_bytes: why the record must not be used, or None.
+
+        Its sources are other bytes, or cannot be compared any more.
+        """
+        if not self.assembly.config.verifies_bytes:
+            return None
+        structure, _ = structure_of(list(parameters.values()))
+        mine = distinct_sources(list(parameters.values()))
+        try:
+            equal, read = same_source_bytes(mine, record.origins)
+        except OriginGoneError as error:
+            return f"verify_bytes: {error}"
+        self.assembly.reader.counters.bytes_read += read
+        if equal and structure == record.structure:
+            return None
+        self.assembly.ledger.collisions += 1
+        return COLLISION
+
+
+def _described(part: object) -> list[Any] | None:
+    """The class of a layer's scheme or kernel, and what decides how it processes weights."""
+    return None if part is None else [class_name(part), attributes(part)]
+
+
+def _bias(layer: nn.Module) -> str | None:
+    bias = getattr(layer, "bias", None)
+    return str(bias.dtype) if isinstance(bias, torch.Tensor) else None
 
 
 @dataclass(slots=True)

@@ -1,8 +1,17 @@
-"""One load of one vLLM model: from open files to the report."""
+"""One load of one vLLM model: from open files to the report.
+
+On a GPU the model is built without its weights there, so that a model fits whose weights are
+resident already. Constructors run under the GPU as torch's default device, so buffers and tables
+are computed there as in plain loading. Only parameters leave it, each when it is registered: at no
+time is more than one of them on the GPU. What a constructor left in a parameter goes along, unless
+nobody can have written to that memory.
+"""
 
 from __future__ import annotations
 
 import gc
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +27,7 @@ from tensor_dedup.formats.pytorch.reader import PytorchHeader
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import borrowing_from
 from tensor_dedup.loader.cuda.provider import GpuProvider
-from tensor_dedup.loader.deferred.evaluate import Evaluator
+from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
 from tensor_dedup.loader.deferred.parameters import (
     DeferredParameter,
     conclude,
@@ -27,25 +36,24 @@ from tensor_dedup.loader.deferred.parameters import (
     settle_strays,
 )
 from tensor_dedup.loader.deferred.recipe import whole_source
-from tensor_dedup.loader.deferred.scratch import Scratch
 from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.deferred.storage import within
 from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
 from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages, surely_unwritten
-from tensor_dedup.loader.process_state import release_memory
+from tensor_dedup.loader.process_state import release_memory, rng_restored_on_failure
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.torch_dtypes import torch_dtype
-from tensor_dedup.patches.vllm.context import LayerContext
-from tensor_dedup.patches.vllm.eplb import BALANCED, eplb_parameters
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
+from tensor_dedup.patches.vllm.post_load import BALANCED, eplb_parameters
+from tensor_dedup.patches.vllm.processed import LayerContext
 from tensor_dedup.patches.vllm.versions import untied_lm_head
 from tensor_dedup.text_table import BETWEEN_PROCESSES
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from vllm.config import ModelConfig
+    from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
@@ -326,3 +334,67 @@ def _dtype(source: SourceTensor) -> torch.dtype:
         return torch_dtype(source.spec.dtype)
     except UnsupportedError as error:
         raise UntraceableError(f"{source.place} is of {source.spec.dtype}: {error}") from error
+
+
+@contextmanager
+def restored_on_failure(vllm_config: VllmConfig) -> Iterator[None]:
+    """When the block fails, let the next attempt find things as this one found them.
+
+    vLLM enters each attention and MoE layer in the configuration when it is made, and refuses a
+    second one of that name; constructors draw random numbers.
+    """
+    compilation = vllm_config.compilation_config
+    layers = dict(compilation.static_forward_context)
+    experts = list(compilation.static_all_moe_layers)
+    counted = [Counter(ops) for ops in _counted_ops(compilation)]
+    try:
+        with rng_restored_on_failure():
+            yield
+    except BaseException:
+        compilation.static_forward_context.clear()
+        compilation.static_forward_context.update(layers)
+        compilation.static_all_moe_layers[:] = experts
+        for ops, before in zip(_counted_ops(compilation), counted, strict=True):
+            ops.clear()
+            ops.update(before)
+        raise
+
+
+def _counted_ops(compilation: CompilationConfig) -> tuple[Counter[str], Counter[str]]:
+    return compilation.enabled_custom_ops, compilation.disabled_custom_ops
+
+
+@contextmanager
+def parameters_on_host(device: torch.device, untouched: UninitialisedStorages) -> Iterator[None]:
+    """Let parameters that modules register on `device` be in host memory, within the block.
+
+    Modules of the calling thread; for the CPU nothing is done. `untouched` is to watch meanwhile:
+    what it holds is not copied, and memory of the host that nobody has touched takes none.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    original = nn.Module.register_parameter
+    thread = threading.get_ident()
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        here = threading.get_ident() == thread
+        if here and param is not None and param.device.type == device.type:
+            param.data = _on_host(param, untouched)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _on_host(parameter: nn.Parameter, untouched: UninitialisedStorages) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        as_it_is = parameter.is_meta or untouched.holds(parameter)
+        shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+        host = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="cpu")
+        if not as_it_is:
+            host.copy_(parameter.detach())
+    return host

@@ -11,7 +11,7 @@ from typing import Any
 
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, check_out
-from tensor_dedup.patches.vllm.load_format import KEY, split
+from tensor_dedup.patches.vllm.load_formats import KEY, split
 from tensor_dedup.store.store import Store
 
 _Engine = Callable[..., Any]

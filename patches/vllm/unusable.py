@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.checkpoint_io.stub_folder import stored_in
 from tensor_dedup.loader.report import ModelReport, add
-from tensor_dedup.patches.vllm.load_format import KEY, split
+from tensor_dedup.patches.vllm.load_formats import KEY, split
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,6 +1,6 @@
 """Names that newer versions of vLLM have and older ones lack, and what stands for them there.
 
-`relied_on` and `seams` say of each since when it was seen, and what a load does without it.
+`seams` says of each since when it was seen, and what a load does without it.
 """
 
 from __future__ import annotations

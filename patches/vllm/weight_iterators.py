@@ -2,27 +2,39 @@
 
 The names replaced are those that `DefaultModelLoader` calls once it has chosen, filtered and
 downloaded the files, so all of that stays vLLM's. Without a load of ours in the same thread the
-originals run: a reload, another loader and another thread see no difference.
+originals run: a reload, another loader and another thread see no difference. The tensors of a
+stored checkpoint, which has no files of weights, come from `stored_tensors`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.model_executor.model_loader import default_loader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
 
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.torch_dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
+    from tensor_dedup.loader.checkpoint_io.sources import SourceFile
+    from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
+    from tensor_dedup.types import TensorSpec
 
 Deferred = Iterator[tuple[str, torch.Tensor]]
 OpenFiles = Callable[[list[str], Callable[[str], bool]], Deferred]
 
+Wanted = Callable[[str], bool]
 _active: ContextVar[OpenFiles | None] = ContextVar("tensor_dedup_open_files", default=None)
 # Every other way DefaultModelLoader reads: it gives real tensors, which nothing is gained by
 # recording, so the load goes on plainly.
@@ -120,3 +132,44 @@ def install() -> None:
         if original is not None:
             wrapper = functools.wraps(original)(functools.partial(replacement, original))
             setattr(default_loader, name, wrapper)
+
+
+def stored_tensors(
+    checkout: Checkout,
+    opening: Callable[[], OpenCheckpoint],
+    wanted: Wanted,
+    *,
+    subfolder: str | None,
+    patterns: Sequence[str] | None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every wanted tensor by name: deferred while a load of ours asks, else read from the store."""
+    paths = in_order(_paths(checkout, subfolder, patterns))
+    open_files = active()
+    if open_files is not None:
+        yield from open_files(paths, wanted)
+        return
+    with closing(opening()) as opened:
+        for path in paths:
+            file = opened.open(Path(path))
+            for name in sorted(file.tensors):
+                if wanted(name):
+                    yield name, _read_stored(file, file.tensors[name].spec)
+
+
+def _paths(checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | None) -> list[str]:
+    if subfolder is not None:
+        raise UnsupportedError(
+            f"{checkout.url}: this model reads weights from the folder {subfolder!r} too, which a "
+            "stored checkpoint does not give; export it and load the folder",
+            url=checkout.url,
+        )
+    names = [
+        n for n in checkout.weights if patterns is None or any(fnmatch(n, p) for p in patterns)
+    ]
+    return [str(Path(checkout.folder, name)) for name in names]
+
+
+def _read_stored(file: SourceFile, spec: TensorSpec) -> torch.Tensor:
+    flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+    file.read_into(spec, flat.numpy().data)
+    return flat.view(torch_dtype(spec.dtype)).reshape(spec.shape)

@@ -15,8 +15,7 @@ import wrapt
 
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.unsharing.unshare import leave_gpus, let_go_of_written, unshare
-from tensor_dedup.patches.vllm.kernels import scales_kept
-from tensor_dedup.patches.vllm.quantised import packs_int8
+from tensor_dedup.patches.vllm.kernels import packs_int8, scales_kept
 from tensor_dedup.patches.vllm.seams import usable
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import torch
 
 from deferring import Deferred, deferred, module, raw, save
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.deferred.prefetch import Prefetcher
-from tensor_dedup.loader.deferred.scratch import Scratch
+from tensor_dedup.loader.deferred.evaluate import Prefetcher, Scratch
 from tensor_dedup.loader.deferred.storage import as_view
 
 A, B, C = (torch.randn(64, 1024, generator=torch.Generator().manual_seed(n)) for n in range(3))

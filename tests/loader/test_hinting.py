@@ -8,8 +8,7 @@ import hinted
 import stores
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.safetensors import read_header
-from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex
-from tensor_dedup.loader.checkpoint_io.store_hints import StoreHints
+from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex, StoreHints
 from tensor_dedup.loader.checkpoint_io.write_back import keep
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.store import Store

@@ -11,9 +11,14 @@ import pytest
 
 from hinted import DIGESTS, known, old_enough, opened, remember
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.checkpoint_io import file_systems, hints
-from tensor_dedup.loader.checkpoint_io.file_systems import is_trusted, kind_of
-from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io import hints
+from tensor_dedup.loader.checkpoint_io.hints import (
+    QUIET_NS,
+    FileIdentity,
+    HintIndex,
+    file_system_of,
+    is_trusted,
+)
 
 
 @pytest.fixture
@@ -185,14 +190,14 @@ def test_an_index_on_another_file_system_is_not_used(
 
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
     with opened(Path("/proc/self/stat")) as fd:
-        assert kind_of(fd) == 0x9FA0
+        assert file_system_of(fd) == 0x9FA0
         assert not is_trusted(fd)
     memory = os.memfd_create("test")
     try:
-        assert file_systems.TRUSTED[kind_of(memory) or 0] == "tmpfs"
+        assert hints.TRUSTED[file_system_of(memory) or 0] == "tmpfs"
     finally:
         os.close(memory)
-    assert kind_of(-1) is None
+    assert file_system_of(-1) is None
     assert ctypes.sizeof(ctypes.c_ulong) == 8  # the layout of statfs that is relied on
 
 

@@ -7,7 +7,7 @@ import torch
 
 from deferring import Load, deferred, module, save
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.deferred.composite import composite_digest, parts_of
+from tensor_dedup.loader.deferred.recipe import composite_digest, parts_of
 from tensor_dedup.loader.residents.resident import tensor_bytes
 
 Q, K = torch.arange(24.0).reshape(4, 6), torch.arange(100.0, 112.0).reshape(2, 6)

@@ -10,6 +10,7 @@ from torch import nn
 import deferring
 from deferring import Load, Weights, module
 from tensor_dedup.errors import IntegrityError
+from tensor_dedup.loader.deferred.layer_records import structure_of
 from tensor_dedup.loader.deferred.recipe import (
     RecipeBook,
     live_writes,
@@ -18,7 +19,6 @@ from tensor_dedup.loader.deferred.recipe import (
     sources_of,
     whole_source,
 )
-from tensor_dedup.loader.deferred.structure import structure_of
 
 VALUES = torch.arange(16, dtype=torch.float32).view(4, 4)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tensor_dedup.loader.deferred.scratch import Scratch
+from tensor_dedup.loader.deferred.evaluate import Scratch
 
 SIZES = st.integers(0, 5000)
 

@@ -17,7 +17,7 @@ from vllm.platforms.interface import PlatformEnum
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
-from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
+from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
 
 BLAKE2 = {"hash_algorithm": "blake2b"}
 # Any: what is patched into vLLM cannot be in its annotations.

@@ -9,7 +9,7 @@ from vllm.engine import arg_utils
 from vllm.utils import argparse_utils
 
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.patches.vllm.load_format import KEY, LOAD_FORMAT
+from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
 
 # Any: what is patched into vLLM cannot be in its annotations.
 AsyncEngineArgs: Any = arg_utils.AsyncEngineArgs

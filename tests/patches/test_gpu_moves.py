@@ -223,7 +223,7 @@ def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_share
 
 def constructed() -> str:
     from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages
-    from tensor_dedup.patches.vllm.construction import _on_host
+    from tensor_dedup.patches.vllm.run import _on_host
 
     install()
     untouched, place = UninitialisedStorages(), torch.device(PLACE)

@@ -24,7 +24,7 @@ import shared
 import tiny_checkpoints as checkpoints
 import transfers  # engines that transfer weights without a GPU
 from tensor_dedup import unshare
-from tensor_dedup.patches.vllm import quantised as vllm_quantised
+from tensor_dedup.patches.vllm import kernels as vllm_quantised
 from tensor_dedup.patches.vllm.kernels import scales_kept
 
 if TYPE_CHECKING:

@@ -28,15 +28,14 @@ import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader
-from tensor_dedup.loader.deferred.environment import EXEMPT, PREFIXES, environment
-from tensor_dedup.loader.deferred.evaluate import Evaluator
+from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
+from tensor_dedup.loader.deferred.layer_key import EXEMPT, PREFIXES, environment
 from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord
 from tensor_dedup.loader.deferred.parameters import DeferredParameter
-from tensor_dedup.loader.deferred.scratch import Scratch
 from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.deferred.storage import ExpressionKind, View, VirtualStorage
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.patches.vllm.context import LayerContext
+from tensor_dedup.patches.vllm.processed import LayerContext
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -20,7 +20,7 @@ import ranks
 import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.patches.vllm.eplb import BALANCED
+from tensor_dedup.patches.vllm.post_load import BALANCED
 from tensor_dedup.types import ResidentKey
 
 pytestmark = pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""The argument patches can be undone, and step back where vLLM is another one."""
+"""The argument patches can be applied again, and step back where vLLM is another one."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +19,20 @@ FlexibleArgumentParser: Any = argparse_utils.FlexibleArgumentParser
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     yield
-    arguments.unpatch(arg_utils)
+    unpatch()
     seams.usable.cache_clear()
     arguments.patch(arg_utils)
+
+
+def unpatch() -> None:
+    """Give vllm.engine.arg_utils its own functions back."""
+    for cls in (EngineArgs, AsyncEngineArgs):
+        cls.__init__ = getattr(cls.__init__, "__wrapped__", cls.__init__)
+    add, make = EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__
+    build = EngineArgs.create_engine_config
+    EngineArgs.add_cli_args = staticmethod(getattr(add, "__wrapped__", add))
+    EngineArgs.from_cli_args = classmethod(getattr(make, "__wrapped__", make))
+    EngineArgs.create_engine_config = getattr(build, "__wrapped__", build)
 
 
 def functions() -> list[object]:
@@ -38,8 +49,8 @@ def test_they_can_be_undone_and_applied_again(model: str) -> None:
     arguments.patch(arg_utils)
     assert functions() == patched
 
-    arguments.unpatch(arg_utils)
-    arguments.unpatch(arg_utils)
+    unpatch()
+    unpatch()
 
     assert not set(functions()) & set(patched)
     with pytest.raises(TypeError, match="tensor_dedup"):
@@ -57,7 +68,7 @@ def test_on_another_vllm_the_argument_loads_plainly_and_the_flag_is_absent(
 ) -> None:
     plain = EngineArgs(model=model)
     assert EngineArgs(model=model, tensor_dedup=True) != plain
-    arguments.unpatch(arg_utils)
+    unpatch()
     changed = seams.Seam(
         "vllm.engine.arg_utils:EngineArgs.from_cli_args", "arguments", "a test", "(args, env)"
     )

@@ -16,20 +16,17 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader
-from tensor_dedup.loader.deferred import by_content
-from tensor_dedup.loader.deferred.evaluate import Evaluator
+from tensor_dedup.loader.deferred import session
+from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
 from tensor_dedup.loader.deferred.layer_records import LayerRecord
 from tensor_dedup.loader.deferred.parameters import DeferredParameter
-from tensor_dedup.loader.deferred.scratch import Scratch
-from tensor_dedup.loader.deferred.scratch_tensor import ScratchTensor
-from tensor_dedup.loader.deferred.session import LoadSession
+from tensor_dedup.loader.deferred.session import LoadSession, ScratchTensor
 from tensor_dedup.loader.deferred.storage import ExpressionKind, View, VirtualStorage
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import pack
 from tensor_dedup.loader.unsharing.lookup import is_mapped
-from tensor_dedup.patches.vllm.context import LayerContext
-from tensor_dedup.patches.vllm.processed import ProcessedLayer
-from tensor_dedup.patches.vllm.quantised import packs_int8
+from tensor_dedup.patches.vllm.kernels import packs_int8
+from tensor_dedup.patches.vllm.processed import LayerContext, ProcessedLayer
 
 pytestmark = pytest.mark.vllm
 SIZE = 1 << 20
@@ -55,7 +52,7 @@ def deferred(parameter: nn.Parameter, name: str) -> DeferredParameter:
 def test_a_large_layer_is_never_there_twice(
     context: LayerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_content, "_OWN_SLAB_BYTES", SIZE)
+    monkeypatch.setattr(session, "_OWN_SLAB_BYTES", SIZE)
     layer, scratch = nn.Module(), context.assembly.scratch
     made = {}
     for number, name in enumerate(("w13", "w2")):

@@ -14,7 +14,7 @@ import plain
 import reads
 import tiny_checkpoints as checkpoints
 from demonstration import models
-from tensor_dedup.loader.deferred import prefetch, session
+from tensor_dedup.loader.deferred import evaluate, session
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents import resident, slab
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
@@ -72,7 +72,7 @@ def test_the_second_load_reads_no_weights(tiny: Path) -> None:
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of every size go straight into shared memory, as large ones do."""
     monkeypatch.setattr(session, "POUR_BYTES", 0)
-    monkeypatch.setattr(prefetch, "MAX_AHEAD_BYTES", 0)
+    monkeypatch.setattr(evaluate, "MAX_AHEAD_BYTES", 0)
 
 
 @pytest.mark.usefixtures("small_is_large")

@@ -13,7 +13,7 @@ import pytest
 import engines
 import plain
 from tensor_dedup.patches import vllm as patches
-from tensor_dedup.patches.vllm import load_format, seam, seams, unusable
+from tensor_dedup.patches.vllm import load_formats, seam, seams, unusable
 
 EVERY_TARGET = [each.target for each in seams.SEAMS]
 # Names that say only what a class or a module is called; what we use of it has entries of its own.
@@ -201,12 +201,12 @@ def test_where_a_name_we_import_is_gone_a_model_loads_plainly_with_one_warning(
     monkeypatch.delitem(sys.modules, "tensor_dedup.patches.vllm.loader")
     monkeypatch.delattr(ep_weight_filter, "should_skip_weight")
     registered = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
-    monkeypatch.setitem(registered, load_format.LOAD_FORMAT, patches._loader_class())
+    monkeypatch.setitem(registered, load_formats.LOAD_FORMAT, patches._loader_class())
 
     with caplog.at_level(logging.WARNING):
         llm = engines.sharing(model)
 
-    assert registered[load_format.LOAD_FORMAT].__module__ == unusable.__name__
+    assert registered[load_formats.LOAD_FORMAT].__module__ == unusable.__name__
     [said] = ours(caplog)
     assert "loading without sharing" in said
     assert engines.last_report().shared_bytes == 0

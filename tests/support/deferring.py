@@ -18,10 +18,9 @@ from torch import nn
 
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceReader
-from tensor_dedup.loader.deferred.evaluate import Evaluator
+from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, conclude, defer
 from tensor_dedup.loader.deferred.recipe import RecipeBook, reason_to_keep_private
-from tensor_dedup.loader.deferred.scratch import Scratch
 from tensor_dedup.loader.deferred.storage import View, as_view
 from tensor_dedup.loader.deferred.trace import Tracer
 from tensor_dedup.loader.torch_dtypes import torch_dtype

@@ -24,7 +24,7 @@ import plain
 import reads
 import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
-from tensor_dedup.loader.deferred import prefetch, session
+from tensor_dedup.loader.deferred import evaluate, session
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.registry import registry
 
@@ -133,7 +133,7 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
             with ExitStack() as small:
                 if number % 2:
                     small.enter_context(patch.object(session, "POUR_BYTES", 0))
-                    small.enter_context(patch.object(prefetch, "MAX_AHEAD_BYTES", 0))
+                    small.enter_context(patch.object(evaluate, "MAX_AHEAD_BYTES", 0))
                 results[arch] = run(arch, root)
             result.write_bytes(msgspec.json.encode(results))
 

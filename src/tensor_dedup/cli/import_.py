@@ -9,7 +9,7 @@ from tensor_dedup.cli.errors import WrongUse
 from tensor_dedup.cli.import_cache import import_cache
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, json_option, say, store_option
-from tensor_dedup.loader.checkpoint_io.store_hints import StoreHints
+from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.store import ImportResult, Store
 from tensor_dedup.text_table import human
 

@@ -6,7 +6,7 @@ from tensor_dedup.cli.errors import BadData, WrongUse
 from tensor_dedup.cli.names import counted
 from tensor_dedup.cli.store_verbs import ByteBar, say
 from tensor_dedup.errors import CheckpointNotFoundError, TensorDedupError, UnsupportedError
-from tensor_dedup.loader.checkpoint_io.store_hints import StoreHints
+from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.store import ImportResult, Store
 from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.writing.sources import HubSnapshot, cache_path, snapshots
