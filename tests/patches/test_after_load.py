@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 POLICIES = ("packed", "plain")
-TIMES = 20
+TIMES = 20  # in long runs; elsewhere often enough that each of three is made three times
 Answers = tuple[plain.Answer, ...]
 Open = Callable[..., "LLM"]
 
@@ -219,9 +219,10 @@ def test_a_model_that_sleeps_takes_nothing_from_another(
 # --- made again and again
 
 
+@pytest.mark.parametrize("times", [9, pytest.param(TIMES, marks=pytest.mark.long)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_model_made_twenty_times_changes_no_neighbour_and_leaves_nothing(
-    policy: str, world: World, opened: Open
+def test_a_model_made_again_and_again_changes_no_neighbour_and_leaves_nothing(
+    policy: str, times: int, world: World, opened: Open
 ) -> None:
     base = opened(world.base, config={"cpu_weights": policy})
     tuned = opened(world.fine_tune, config={"cpu_weights": policy})
@@ -229,7 +230,7 @@ def test_a_model_made_twenty_times_changes_no_neighbour_and_leaves_nothing(
     paths = (world.base, world.other, world.fine_tune)
     sizes = []
 
-    for turn in range(TIMES):
+    for turn in range(times):
         path = paths[turn % 3]
         llm = shared.engine(path, cpu_weights=policy)
         neighbour = {world.base: base, world.fine_tune: tuned}.get(path)
