@@ -13,13 +13,13 @@ import torch
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu, Write
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.residents.resident import ReplicaKey, key_anywhere
+from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.cuda.manager_residents import Borrowing
-    from tensor_dedup.loader.residents.manager import ResidentRequest
+    from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+    from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
     from tensor_dedup.loader.residents.provider import AnyResident
     from tensor_dedup.types import ResidentKey
 
@@ -31,69 +31,85 @@ _WRITTEN: Final = frozenset(
 
 
 class GpuProvider:
-    """See Home. A context manager: it has pinned buffers."""
+    """The residents of one load on a GPU. One thread. Close it: it has page-locked buffers."""
 
     own_slab_bytes: Final = OWN_SLAB_BYTES
     batch_bytes: Final = BATCH_BYTES
     local: Final = False
     plain: Final = True
 
-    def __init__(self, gpu: SharedGpu, borrowing: Borrowing) -> None:
+    def __init__(self, gpu: SharedGpu, manager: DeviceManagerResidents) -> None:
         self._gpu: Final = gpu
-        self._borrowing: Final = borrowing
+        self._manager: Final = manager
         self._views: Final = Views(gpu.kind)
         self._uploader: Uploader | None = None
 
     def close(self) -> None:
-        """Let the buffers go."""
+        """Release the page-locked buffers."""
         if self._uploader is not None:
             self._uploader.__exit__(None, None, None)
             self._uploader = None
 
     @property
     def not_lent(self) -> str | None:
-        """See Home."""
-        return self._borrowing.failed or self._borrowing.refused
+        """Why a memory manager that was asked for is not used for all, or None."""
+        return self._manager.not_lent
 
     def reason(self, name: str) -> str | None:
-        """See Home."""
+        """Return why a tensor of that name stays private, or None: engines write to some."""
         if name.rpartition(".")[2].lstrip("_") in _WRITTEN:
             return "engines write to it, and memory shared on a GPU is read-only"
         return None
 
-    def by_recipe(self, recipe: str, wanted: ResidentKey) -> DeviceResident | None:
-        """See Home."""
-        found = self._gpu.recipes.get(recipe)
-        if found is None and wanted.digest:
-            found = self._gpu.lookup(ReplicaKey(wanted, 0), self._borrowing)
-        elif found is None:
-            lent = self._borrowing.by_recipe(recipe, wanted)
-            found = None if lent is None else self._gpu.enter(ReplicaKey(lent.key, 0), lent)
-        if found is not None:
-            self.note(recipe, found)
+    def find(
+        self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
+    ) -> list[DeviceResident | None]:
+        """Look residents up, in order; see `ResidentProvider.find`."""
+        found = [self._in_this_process(each) for each in queries]
+        if not ask_manager:
+            return found
+        missing = [each for each, here in zip(queries, found, strict=True) if here is None]
+        lent = iter(self._manager.find(missing))
+        return [
+            self._entered(each, here if here is not None else next(lent))
+            for each, here in zip(queries, found, strict=True)
+        ]
+
+    def _in_this_process(self, query: ResidentQuery) -> DeviceResident | None:
+        found = self._gpu.recipes.get(query.recipe)
+        if found is None and query.key.digest:
+            found = self._gpu.lookup(ReplicaKey(query.key, 0))
         return found
 
+    def _entered(self, query: ResidentQuery, found: DeviceResident | None) -> DeviceResident | None:
+        if found is None:
+            return None
+        first = self._gpu.enter(ReplicaKey(found.key, 0), found)
+        self.note(query.recipe, first)
+        return first
+
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
-        """See Home."""
+        """Return the resident of this process with these bytes."""
         return self._gpu.lookup(ReplicaKey(key, 0))
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """See Home."""
+        """Remember what a recipe leads to, while the resident lives."""
         assert isinstance(resident, DeviceResident)
         self._gpu.recipes[recipe] = resident
 
-    def get_or_build(self, wanted: Sequence[ResidentRequest]) -> list[tuple[DeviceResident, bool]]:
-        """See Home."""
+    def get_or_build(
+        self, requests: Sequence[ResidentRequest]
+    ) -> list[tuple[DeviceResident, bool]]:
+        """Return a resident for each, and whether it was written just now.
+
+        Raises:
+            OutOfMemoryError: The GPU has no room, or its driver refuses.
+        """
         items = [
-            (
-                ReplicaKey(key_anywhere(each.tensor, each.digest), 0),
-                each.key,
-                self._writer(each.tensor),
-            )
-            for each in wanted
+            (ReplicaKey(each.key, 0), each.recipe, self._writer(each.tensor)) for each in requests
         ]
         try:
-            return self._gpu.get_or_build(items, self._borrowing)
+            return self._gpu.get_or_build(items, self._manager)
         except BackendError as error:
             raise OutOfMemoryError(str(error)) from error
 
@@ -109,7 +125,11 @@ class GpuProvider:
         return write
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """See Home."""
+        """Return a read-only view of a resident, in this model's own mapping.
+
+        Raises:
+            OutOfMemoryError: It cannot be mapped.
+        """
         assert isinstance(resident, DeviceResident)
         try:
             return self._views.tensor(resident)
@@ -117,6 +137,6 @@ class GpuProvider:
             raise OutOfMemoryError(str(error)) from error
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Home."""
+        """Return a private copy of a tensor of the host on the GPU."""
         there = self._gpu.device
         return self._gpu.gpu.with_room(lambda: tensor.to(there), torch.OutOfMemoryError)

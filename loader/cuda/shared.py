@@ -17,6 +17,7 @@ from torch import nn
 from tensor_dedup.loader.cuda.opening import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab, Views
 from tensor_dedup.loader.cuda.tensors import tensor_at
+from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.resident import ReplicaKey, is_of_bytes
@@ -27,7 +28,7 @@ from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
-    from tensor_dedup.loader.cuda.manager_residents import Borrowing
+    from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 
 Write = Callable[[int], str | None]
 _Place = tuple[int, int, ResidentKey]  # the slab's serial, the offset, the geometry
@@ -53,22 +54,35 @@ class SharedGpu:
         self._views: WeakKeyDictionary[nn.Module, Views] = WeakKeyDictionary()
         self._lock = threading.RLock()
 
-    def lookup(
-        self, known: ReplicaKey, borrowing: Borrowing | None = None
-    ) -> DeviceResident | None:
-        """The resident that is this, here or, with a manager, in any process."""
-        found = self._residents.get(known)
-        if found is not None or borrowing is None or not _can_be_lent(known):
-            return found
-        [lent] = borrowing.by_content([known.key])
-        return None if lent is None else self.enter(known, lent)
+    def lookup(self, known: ReplicaKey) -> DeviceResident | None:
+        """Return the resident of this process that is this, or None."""
+        return self._residents.get(known)
+
+    def find(
+        self, wanted: Sequence[ReplicaKey], manager: DeviceManagerResidents
+    ) -> list[DeviceResident | None]:
+        """Look residents up, in order: here, and what is not here in the manager, all at once."""
+        found = [self._residents.get(each) for each in wanted]
+        asked = [
+            each
+            for each, here in zip(wanted, found, strict=True)
+            if here is None and _can_be_lent(each)
+        ]
+        answers = manager.find([ResidentQuery("", each.key) for each in asked])
+        lent = {
+            each: self.enter(each, resident)
+            for each, resident in zip(asked, answers, strict=True)
+            if resident is not None
+        }
+        return [here or lent.get(each) for each, here in zip(wanted, found, strict=True)]
 
     def get_or_build(
-        self, wanted: Sequence[tuple[ReplicaKey, str, Write]], borrowing: Borrowing
+        self, wanted: Sequence[tuple[ReplicaKey, str, Write]], manager: DeviceManagerResidents
     ) -> list[tuple[DeviceResident, bool]]:
-        """A resident for each (what, recipe, who writes it), and whether it was written just now.
+        """Return a resident for each (what, recipe, who writes it), and whether it was written now.
 
-        BackendError when the GPU has no room, or its driver refuses: keep them private.
+        Raises:
+            BackendError: The GPU has no room, or its driver refuses; keep them private.
         """
         with self._lock:
             found: dict[int, tuple[DeviceResident, bool]] = {}
@@ -83,8 +97,8 @@ class SharedGpu:
                     one = DeviceRequest(recipe, known.key, _nbytes(known.key), noted, known.copy)
                     missing.append((index, one))
             lendable = [item for item in missing if _can_be_lent(wanted[item[0]][0])]
-            lent = borrowing.put([each for _, each in lendable])
-            made = {i: r for (i, _), r in zip(lendable, lent, strict=True) if r is not None}
+            lent = manager.put([each for _, each in lendable])
+            made = {i: r[0] for (i, _), r in zip(lendable, lent, strict=True) if r is not None}
             rest = [(i, each) for i, each in missing if i not in made]
             if rest:
                 local = self._local.put([each for _, each in rest])

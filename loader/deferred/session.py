@@ -27,7 +27,7 @@ from tensor_dedup.loader.deferred.recipe import (
 from tensor_dedup.loader.deferred.storage import View, as_view
 from tensor_dedup.loader.ledger import LoadLedger
 from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
-from tensor_dedup.loader.residents.manager import ResidentRequest
+from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import (
@@ -87,6 +87,7 @@ class LoadSession:
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
     own: WeakSet[object] = field(default_factory=WeakSet)  # residents and records of this load
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)
+    _hits: dict[int, AnyResident] = field(default_factory=dict)  # by id of the parameter
     _state: str = field(default_factory=process_state)
     _rng: random.Random = field(default_factory=random.Random)
     ahead: Prefetcher = field(init=False)
@@ -184,6 +185,8 @@ class LoadSession:
 
         `made` may bring the content of the only parameter of the call; it is not given back.
         """
+        if made is None:
+            self.find(parameters)
         small: list[tuple[DeferredParameter, ScratchTensor, str]] = []
         for each in parameters:
             if each.installed:
@@ -204,27 +207,53 @@ class LoadSession:
                 small = []
         self._publish(small, borrowed=True)
 
+    def find(self, parameters: Iterable[DeferredParameter]) -> None:
+        """Look up, in one batch, the residents that the recipes of these lead to.
+
+        No byte is read. What is found is held until `share` installs it; parameters whose digests
+        are not known yet, or that stay private, are passed over. For the parameters of a whole
+        plan: then a memory manager is asked a few times a load, and not for each layer.
+        """
+        wanted = [
+            (each, query)
+            for each in parameters
+            if id(each) not in self._hits and (query := self._query(each)) is not None
+        ]
+        found = self.provider.find([query for _, query in wanted])
+        for (each, _), resident in zip(wanted, found, strict=True):
+            if resident is not None:
+                self._hits[id(each)] = resident
+
+    def _query(self, each: DeferredParameter) -> ResidentQuery | None:
+        """What to look for without a byte read; None where it cannot be told, or is not shared."""
+        dtype = each.parameter.dtype
+        if each.installed or self.reason(each) is not None:
+            return None
+        if not has_name(dtype) or not self.known(each):
+            return None
+        source = whole_source(_view(each))
+        content = source.digest if source is not None else None
+        shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
+        key = ResidentKey(dtype_name(dtype), shape, stride, content or "")
+        return ResidentQuery(self._recipe_key(each), key)
+
     def _share_one(
         self, each: DeferredParameter, made: ScratchTensor | None
     ) -> tuple[ScratchTensor, str] | None:
         """Install a resident with these bytes; or return the bytes and their digest on a miss."""
-        if made is None and self.known(each):
-            resident = self._resident_of(each)
+        if made is None:
+            resident = self._hits.pop(id(each), None) or self._made_meanwhile(each)
             if resident is not None:
                 self._install_checked(each, resident)
                 return None
         return self._share_by_content(each, made)
 
-    def _resident_of(self, each: DeferredParameter) -> AnyResident | None:
-        """The resident that the recipe alone, without a byte read, leads to."""
-        dtype = each.parameter.dtype
-        if not has_name(dtype):
+    def _made_meanwhile(self, each: DeferredParameter) -> AnyResident | None:
+        """The resident of an equal parameter that this process has made since the look-up."""
+        query = self._query(each)
+        if query is None:
             return None
-        source = whole_source(_view(each))
-        content = source.digest if source is not None else None
-        shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
-        wanted = ResidentKey(dtype_name(dtype), shape, stride, content or "")
-        return self.provider.by_recipe(self._recipe_key(each), wanted)
+        return self.provider.find([query], ask_manager=False)[0]
 
     def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Install a hit by recipe; compared first where verify_bytes or audit ask for it."""

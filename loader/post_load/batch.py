@@ -156,7 +156,7 @@ class HashBatch:
 
     def _is_new(self, data: torch.Tensor) -> bool:
         terms = self._terms
-        if terms.provider.lender is not None or terms.config.hash_algorithm != "blake3":
+        if terms.provider.manager.in_use or terms.config.hash_algorithm != "blake3":
             return False
         geometry = dtype_name(data.dtype), tuple(data.shape), tuple(data.stride())
         return geometry not in terms.before

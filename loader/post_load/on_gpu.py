@@ -12,7 +12,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.cuda.manager_residents import Borrowing, borrowing_from
+from tensor_dedup.loader.cuda.manager_residents import (
+    DeviceManagerResidents,
+    device_manager_residents,
+)
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu
 from tensor_dedup.loader.deferred.session import SHARED_STORAGE
 from tensor_dedup.loader.post_load import root_module
@@ -88,14 +91,16 @@ class GpuAdoption:
 
     def _adopt(self, gpu: SharedGpu, items: Sequence[NamedParameter]) -> None:
         where, name = self._terms.config.memory_manager, type(self._model).__name__
-        borrowing = borrowing_from(where, name, gpu.gpu)
+        manager = device_manager_residents(where, name, gpu.gpu)
         for batch in _batches(items):
             try:
-                self._share(gpu, batch, borrowing)
+                self._share(gpu, batch, manager)
             except BackendError as error:
                 self.reasons.update((id(each), str(error)) for _, each in batch)
 
-    def _share(self, gpu: SharedGpu, batch: Sequence[NamedParameter], borrowing: Borrowing) -> None:
+    def _share(
+        self, gpu: SharedGpu, batch: Sequence[NamedParameter], manager: DeviceManagerResidents
+    ) -> None:
         known = [self._known(parameter) for _, parameter in batch]
         held = [gpu.lookup(each) is not None for each in known]
         wanted = [
@@ -103,7 +108,7 @@ class GpuAdoption:
             for each, (_, parameter) in zip(known, batch, strict=True)
         ]
         views = gpu.views_of(root_module.root_module(self._model))
-        made = gpu.get_or_build(wanted, borrowing)
+        made = gpu.get_or_build(wanted, manager)
         for (_, parameter), (resident, new), before in zip(batch, made, held, strict=True):
             set_param_data(parameter, views.tensor(resident))
             self.shares[id(parameter)] = GpuShare(new, before or not new)

@@ -1,8 +1,9 @@
-"""The memory manager as a load sees it: residents other processes hold, and those made for them.
+"""The memory manager as a load sees it: residents of other processes, and those put there.
 
-What is borrowed is a resident like any other, in a slab of the manager's; the lease goes when the
-resident does. Anything that fails here costs sharing, never a load: it is said once, and the
-tensor is kept in this process.
+What is borrowed is a resident like any other, in a slab of the manager's; its lease ends with it.
+The same steps serve a manager of host memory (`HostMemory`, here) and one of a GPU
+(`tensor_dedup.loader.cuda.manager_residents`). Whatever fails costs sharing and never a load: it is
+said once, and the tensors stay in this process.
 """
 
 from __future__ import annotations
@@ -12,34 +13,330 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from blake3 import blake3
 
-from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
+from tensor_dedup.loader.residents.resident import Resident, key_anywhere, tensor_bytes
 from tensor_dedup.loader.residents.slab import Slab, SlabUsageError
-from tensor_dedup.memory_manager.client import AUTO, Client, Lease, Put, SharedSlab, connect
-from tensor_dedup.memory_manager.client.names import printed
+from tensor_dedup.memory_manager.client import (
+    AUTO,
+    Client,
+    Fill,
+    LayerFound,
+    Lease,
+    NewLayer,
+    NewTensor,
+    SharedSlab,
+    connect,
+)
+from tensor_dedup.memory_manager.client.client import PUT_WAIT_S
+from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
 from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError, RefusedError
-from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Buffer
 
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
 _CONTEXT: Final = "tensor-dedup manager key v1"
-# Another builder writes one slab under a key, in well under a second; what takes this long is
-# stuck in a way that the manager's own time-out has not ended.
-_WAIT_S: Final = 60.0
-_MAX_ROUNDS: Final = 20
+_T = TypeVar("_T")
+
+
+class ResidentQuery(NamedTuple):
+    """A tensor to look for: the recipe it follows from, and its key.
+
+    The key's digest is "" where only the recipe is known; then its geometry counts.
+    """
+
+    recipe: str
+    key: ResidentKey
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRequest:
+    """A tensor to be resident: what it follows from, and its bytes, which have this digest."""
+
+    recipe: str
+    tensor: torch.Tensor
+    digest: str
+
+    @property
+    def key(self) -> ResidentKey:
+        """The key of its resident."""
+        return key_anywhere(self.tensor, self.digest)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.tensor.nbytes
+
+
+class AnyRequest(Protocol):
+    """What the requests of every kind of memory have in common."""
+
+    @property
+    def recipe(self) -> str: ...
+
+    @property
+    def key(self) -> ResidentKey: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Request = TypeVar("Request", bound=AnyRequest)
+Held = TypeVar("Held")
+_Held_co = TypeVar("_Held_co", covariant=True)
+
+
+class ManagedMemory(Protocol[Request, _Held_co]):
+    """The memory that one manager lends: how it is filled, and what a resident in it is."""
+
+    @property
+    def namespace(self) -> str:
+        """The prefix of its keys, so that managers of different memory never mix them up."""
+
+    def resident(self, key: ResidentKey, lease: Lease) -> _Held_co:
+        """Return the resident that a lease is on; the digest of `key` may be ""."""
+
+    def data(self, request: Request) -> Buffer | None:
+        """Return the bytes that the client is to copy, or None where `fill` writes them."""
+
+    def fill(self, requests: dict[str, Request]) -> Fill | None:
+        """Return who writes the tensors of these layers, or None where the client copies `data`."""
+
+    def with_room(self, ask: Callable[[], None]) -> None:
+        """Call `ask`; once more where it was refused and memory that nobody uses could be freed."""
+
+
+class ManagerSession(Generic[Request, Held]):
+    """One load's requests to one memory manager. One thread; the client may serve several.
+
+    Every method raises MemoryManagerError: load the rest privately then.
+    """
+
+    def __init__(
+        self, client: Client, checkpoint: str, memory: ManagedMemory[Request, Held]
+    ) -> None:
+        self.client: Final = client
+        self.checkpoint: Final = checkpoint
+        self.memory: Final = memory
+
+    def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
+        """Return the residents with these bytes, in order, asked for at once."""
+        leases = self.client.lease([key.digest for key in keys], self.checkpoint)
+        return [
+            None if lease is None else self.memory.resident(key, lease)
+            for key, lease in zip(keys, leases, strict=True)
+        ]
+
+    def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
+        """Return the residents that these recipes lead to, in order, asked for at once.
+
+        One with another geometry, or with another digest where the query has one, is not used.
+        """
+        layers = self.client.get([self._key(each.recipe) for each in queries], self.checkpoint)
+        return [
+            self._of_layer(layer, each.key) for each, layer in zip(queries, layers, strict=True)
+        ]
+
+    def put(self, requests: Sequence[Request], found: dict[str, tuple[Held, bool]]) -> None:
+        """Put these tensors into the manager's memory, each written here or by whoever is first.
+
+        Enters into `found`, by recipe, the residents and whether they were written by this call;
+        those that are missing from it, also where this raises, are to be kept in this process.
+        """
+        by_key = {
+            self._key(each.recipe): each
+            for each in requests
+            if each.nbytes and each.recipe not in found
+        }
+        if not by_key:
+            return
+        layers = {key: self._layer(each) for key, each in by_key.items()}
+        result = self.client.put(layers, self.checkpoint, fill=self.memory.fill(by_key))
+        for key, layer in result.layers.items():
+            each, [lease] = by_key[key], layer.leases
+            found[each.recipe] = self.memory.resident(each.key, lease), layer.written
+        if result.error is not None:
+            raise result.error
+        if result.still_building:
+            [first, *_] = result.still_building
+            raise MemoryManagerError(
+                f"another process has been building {first} for {PUT_WAIT_S:.0f} s"
+            )
+
+    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
+        """Have the manager that replaces this one told of the recipe, while the resident lives.
+
+        `resident` is the registry's, and not an equal one that goes at once.
+        """
+        if isinstance(resident, LentResident):
+            key = self._key(recipe)
+            if self.client.remember(key, _record(resident.key), [resident.key.digest]):
+                weakref.finalize(resident, self.client.forget, key).atexit = False
+
+    def _layer(self, request: Request) -> NewLayer:
+        data = self.memory.data(request)
+        tensor = NewTensor(request.nbytes, request.key.digest, data)
+        return NewLayer(_record(request.key), (tensor,))
+
+    def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Held | None:
+        if layer is None or len(layer.leases) != 1 or layer.record != _record(key):
+            return None
+        [lease] = layer.leases
+        return self.memory.resident(key, lease) if key.digest in ("", lease.digest) else None
+
+    def _key(self, recipe: str) -> str:
+        name = blake3(recipe.encode(), derive_key_context=_CONTEXT).hexdigest()
+        return f"{self.memory.namespace}:{name}"
+
+
+class ManagerResidents(Generic[Request, Held]):
+    """What one load has of a memory manager, which may fail at any moment. One thread.
+
+    Nothing here raises a MemoryManagerError. `failed` is why nothing is asked of a manager, or not
+    any more; `refused`, why the first tensor that it had no room for stays in this process. Without
+    a session, and with no reason, no manager was asked for.
+    """
+
+    def __init__(
+        self, session: ManagerSession[Request, Held] | None = None, failed: str | None = None
+    ) -> None:
+        self.session: Final = session
+        self.failed = failed
+        self.refused: str | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there is a manager, or was when the load began."""
+        return self.session is not None
+
+    @property
+    def not_lent(self) -> str | None:
+        """Why not everything is in a manager that was asked for, or None."""
+        return self.failed or self.refused
+
+    def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
+        """Look residents up, in order: by digest where it is known, else by recipe.
+
+        All digests go in one look-up and all recipes in another, whatever their number: messages of
+        1,024 digests and of 256 recipes.
+        """
+        known = list({each.key: None for each in queries if each.key.digest})
+        others = list({each: None for each in queries if not each.key.digest})
+        by_key: dict[ResidentKey, Held | None] = {}
+        by_query: dict[ResidentQuery, Held | None] = {}
+
+        def ask(session: ManagerSession[Request, Held]) -> None:
+            if known:
+                by_key.update(zip(known, session.by_content(known), strict=True))
+            if others:
+                by_query.update(zip(others, session.by_recipe(others), strict=True))
+
+        self._ask(ask)
+        return [by_key.get(q.key) if q.key.digest else by_query.get(q) for q in queries]
+
+    def put(self, requests: Sequence[Request]) -> list[tuple[Held, bool] | None]:
+        """Return a resident for each, and whether it was written here; None: keep it private.
+
+        While another process builds one of them, this waits for it and uses what it made.
+        """
+        found: dict[str, tuple[Held, bool]] = {}
+        if requests:
+            self._ask(lambda session: session.put(requests, found))
+        return [found.get(each.recipe) for each in requests]
+
+    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
+        """See `ManagerSession.announce_to_next_manager`; nothing without a manager."""
+        if self.session is not None:
+            self.session.announce_to_next_manager(recipe, resident)
+
+    def _ask(self, ask: Callable[[ManagerSession[Request, Held]], None]) -> None:
+        session = self.session
+        if session is None or self.failed is not None:
+            return
+        try:
+            session.memory.with_room(lambda: ask(session))
+        except RefusedError as error:
+            # No room for these: what is resident can still be borrowed.
+            if self.refused is None:
+                self.refused = str(error)
+                _log.warning("%s: not all of it can be lent: %s", session.checkpoint, error)
+        except MemoryManagerError as error:
+            self.failed = str(error)
+            _log.warning(
+                "%s: loading without the memory manager from here on: %s",
+                session.checkpoint,
+                error,
+            )
+
+
+class LentResident(Resident):
+    """A resident in a slab of the manager's. It holds the lease, every mapping holds it."""
+
+    __slots__ = ("lease",)
+
+    def __init__(self, key: ResidentKey, lease: Lease) -> None:
+        """Raise SlabUsageError when the lease is not of a tensor of these bytes and geometry."""
+        if lease.digest != key.digest:
+            raise SlabUsageError(
+                f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
+            )
+        super().__init__(key, _slab(lease.slab), lease.offset, lease.nbytes)
+        self.lease: Final = lease
+
+
+class HostMemory:
+    """The machine's memory: the manager hashes what is written, and the client copies it."""
+
+    namespace: Final = "tensor"
+
+    def resident(self, key: ResidentKey, lease: Lease) -> Resident:
+        """Return the resident that a lease is on."""
+        return LentResident(replace(key, digest=lease.digest), lease)
+
+    def data(self, request: ResidentRequest) -> Buffer:
+        """Return the bytes of a tensor of the host."""
+        return tensor_bytes(request.tensor)
+
+    def fill(self, requests: dict[str, ResidentRequest]) -> None:
+        """Leave it to the client to copy `data`."""
+
+    def with_room(self, ask: Callable[[], None]) -> None:
+        """Call `ask`: this process keeps no memory of the manager's without using it."""
+        ask()
+
+
+HostResidents = ManagerResidents[ResidentRequest, Resident]
+
+
+def host_session(client: Client, checkpoint: str) -> ManagerSession[ResidentRequest, Resident]:
+    """Return a load's session with a manager of the machine's memory."""
+    return ManagerSession(client, checkpoint, HostMemory())
+
+
+def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
+    """Return what a load of `checkpoint` has of the manager at `where`.
+
+    Nothing where none was asked for. When it does not answer, a warning, and why in `failed`.
+    """
+    if where is None:
+        return ManagerResidents()
+    try:
+        client = client_of(os.fspath(where))
+        return ManagerResidents(host_session(client, checkpoint_name(checkpoint)))
+    except MemoryManagerError as error:
+        _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
+        return ManagerResidents(failed=str(error))
 
 
 class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -50,166 +347,8 @@ class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     stride: tuple[int, ...]
 
 
-class LentResident(Resident):
-    """A resident in a slab of the manager's. It holds the lease, every mapping holds it."""
-
-    __slots__ = ("lease",)
-
-    def __init__(self, key: ResidentKey, lease: Lease) -> None:
-        """SlabUsageError when the lease is not of a tensor of these bytes and this geometry."""
-        if lease.digest != key.digest:
-            raise SlabUsageError(
-                f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
-            )
-        super().__init__(key, _slab(lease.slab), lease.offset, lease.nbytes)
-        self.lease: Final = lease
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentRequest:
-    """A tensor to be resident: under this key, with these bytes, which have this digest."""
-
-    key: str
-    tensor: torch.Tensor
-    digest: str
-
-
-@dataclass(slots=True)
-class ManagerResidents:
-    """One load's use of a manager. One thread; the client may serve several."""
-
-    client: Client
-    checkpoint: str
-    failed: str | None = None  # nothing more is asked of the manager
-    refused: str | None = None  # why the first tensor that it had no room for stays here
-
-    def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
-        """The resident that this recipe leads to; of `wanted` the geometry counts, no digest."""
-        if self.failed is not None:
-            return None
-        try:
-            return self._found(_manager_key(recipe), wanted)
-        except MemoryManagerError as error:
-            self._fail(error)
-            return None
-
-    def by_content(self, key: ResidentKey) -> Resident | None:
-        """The resident with these bytes."""
-        if self.failed is not None:
-            return None
-        try:
-            [lease] = self.client.lease([key.digest], self.checkpoint)
-        except MemoryManagerError as error:
-            self._fail(error)
-            return None
-        return None if lease is None else LentResident(key, lease)
-
-    def put(self, wanted: Sequence[ResidentRequest]) -> list[tuple[Resident, bool] | None]:
-        """A resident for each, and whether it was written here; None: keep that one private.
-
-        While another process builds one of them, this waits for it and uses what it made.
-        """
-        found: dict[str, tuple[Resident, bool]] = {}
-        waiting = {_manager_key(each.key): each for each in wanted if each.tensor.nbytes}
-        deadline = time.monotonic() + _WAIT_S
-        rounds = 0
-        try:
-            while waiting and self.failed is None and rounds < _MAX_ROUNDS:
-                rounds += 1
-                found |= self._build(dict(list(waiting.items())[:MAX_KEYS]), deadline)
-                waiting = {key: each for key, each in waiting.items() if key not in found}
-        except RefusedError as error:
-            # No room for this one: what is resident can still be borrowed.
-            self._note(error)
-        except MemoryManagerError as error:
-            self._fail(error)
-        return [found.get(_manager_key(each.key)) for each in wanted]
-
-    def _build(
-        self, wanted: dict[str, ResidentRequest], deadline: float
-    ) -> dict[str, tuple[Resident, bool]]:
-        """Build what is granted, then wait for what others build: never the other way round."""
-        reservation = self.client.reserve(list(wanted), self.checkpoint)
-        found: dict[str, tuple[Resident, bool]] = {}
-        if reservation.put is not None:
-            granted = {key: wanted[key] for key in reservation.of("granted")}
-            with reservation.put as put:
-                found = self._fill(put, granted)
-                for key, (resident, _) in found.items():
-                    record = msgspec.msgpack.encode(_geometry(resident.key))
-                    put.publish(key, record, [resident.key.digest])
-        for key in reservation.of("building"):
-            if self.client.wait(key, max(0.0, deadline - time.monotonic())) == "building":
-                self._fail(f"another process has been building {key} for {_WAIT_S:.0f} s")
-                return found
-        for key in (*reservation.of("ready"), *reservation.of("building")):
-            each = wanted[key]
-            lent = self._found(key, resident_key(each.tensor, each.digest))
-            if lent is not None:
-                found[key] = lent, False
-        return found
-
-    def _fill(
-        self, put: Put, granted: dict[str, ResidentRequest]
-    ) -> dict[str, tuple[Resident, bool]]:
-        """Lease what is resident already; write the rest into one slab and seal it."""
-        leases = self.client.lease([each.digest for each in granted.values()], self.checkpoint)
-        made: dict[str, Lease | None] = dict(zip(granted, leases, strict=True))
-        found = {
-            key: (self._resident(granted[key], lease), False)
-            for key, lease in made.items()
-            if lease is not None
-        }
-        missing = [key for key, lease in made.items() if lease is None]
-        if missing:
-            tensors = [granted[key].tensor for key in missing]
-            digests = [granted[key].digest for key in missing]
-            put.allocate([tensor.nbytes for tensor in tensors], digests)
-            for index, tensor in enumerate(tensors):
-                put.write(index, tensor_bytes(tensor))
-            for key, lease in zip(missing, put.seal(), strict=True):
-                found[key] = self._resident(granted[key], lease), True
-        return found
-
-    def _resident(self, wanted: ResidentRequest, lease: Lease) -> Resident:
-        return LentResident(resident_key(wanted.tensor, wanted.digest), lease)
-
-    def _found(self, key: str, wanted: ResidentKey) -> Resident | None:
-        [layer] = self.client.get([key], self.checkpoint)
-        if layer is None or len(layer.leases) != 1:
-            return None
-        try:
-            recorded = msgspec.msgpack.decode(layer.record, type=_Geometry)
-        except msgspec.MsgspecError:
-            return None  # a record of another kind or version
-        if recorded != _geometry(wanted):
-            return None
-        [lease] = layer.leases
-        if wanted.digest not in ("", lease.digest):
-            return None
-        return LentResident(replace(wanted, digest=lease.digest), lease)
-
-    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """While this one is in use here, the manager that comes after this one is told of the key.
-
-        Of what the registry holds, not of an equal one that goes at once.
-        """
-        if isinstance(resident, LentResident):
-            key, record = _manager_key(recipe), msgspec.msgpack.encode(_geometry(resident.key))
-            if self.client.remember(key, record, [resident.key.digest]):
-                weakref.finalize(resident, self.client.forget, key).atexit = False
-
-    def _note(self, why: object) -> None:
-        """Say once why something was not lent."""
-        if self.refused is None:
-            self.refused = str(why)
-            _log.warning("%s: not all of it can be lent: %s", self.checkpoint, why)
-
-    def _fail(self, why: object) -> None:
-        self.failed = str(why)
-        _log.warning(
-            "%s: loading without the memory manager from here on: %s", self.checkpoint, why
-        )
+def _record(key: ResidentKey) -> bytes:
+    return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
 
 
 _clients: dict[tuple[int, str, str], Client] = {}
@@ -261,11 +400,3 @@ def _slab(shared: SharedSlab) -> Slab:
     if slab is None:
         slab = _slabs[id(shared)] = Slab(shared, shared.nbytes)  # holds it, so the id stays its own
     return slab
-
-
-def _manager_key(key: str) -> str:
-    return f"tensor:{blake3(key.encode(), derive_key_context=_CONTEXT).hexdigest()}"
-
-
-def _geometry(key: ResidentKey) -> _Geometry:
-    return _Geometry(key.dtype, tuple(key.shape), tuple(key.stride))

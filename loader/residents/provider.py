@@ -1,203 +1,230 @@
 """Where residents come from: this process, the memory manager, or made for the purpose.
 
-`HostProvider` has them in the machine's memory; `tensor_dedup.loader.cuda.provider` on a GPU.
+A load looks up what it can name (`find`), makes the rest (`get_or_build`) and maps both into its
+model. `HostProvider` has residents in the machine's memory; `tensor_dedup.loader.cuda.provider` has
+them on a GPU.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
 
-from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentRequest, client_of
+from tensor_dedup.loader.residents.manager import (
+    HostResidents,
+    ManagerResidents,
+    ResidentQuery,
+    ResidentRequest,
+    host_manager_residents,
+)
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack
-from tensor_dedup.memory_manager.client.names import checkpoint_name
-from tensor_dedup.memory_manager.errors import MemoryManagerError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
-    from tensor_dedup.loader.cuda.residents import DeviceResident
     from tensor_dedup.types import ResidentKey
 
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.
     Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
-    AnyResident: TypeAlias = Resident | DeviceResident
 
-_log: Final = logging.getLogger(__name__)
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
 _OWN_SLAB_BYTES: Final = 64 << 10
 
 
+class AnyResident(Protocol):
+    """A resident of host memory or of a GPU."""
+
+    @property
+    def key(self) -> ResidentKey:
+        """Its dtype, geometry and digest."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+
 class ResidentProvider(Protocol):
-    """Where the final tensors of one vLLM load live. One thread.
-
-    `own_slab_bytes`: from here on a tensor has a slab of its own; smaller ones are made together,
-    `batch_bytes` at a time. `local`: is what is made kept in this process, in the machine's memory,
-    at any alignment? `plain`: must weights be left plain, for whoever else maps them? `not_lent`:
-    why other processes do not get it, or not all, although that was asked for.
-    """
+    """The source of the final tensors of one vLLM load. One thread."""
 
     @property
-    def own_slab_bytes(self) -> int: ...
+    def own_slab_bytes(self) -> int:
+        """The size from which a tensor has a slab of its own; smaller ones are made together."""
 
     @property
-    def batch_bytes(self) -> int: ...
+    def batch_bytes(self) -> int:
+        """How much of the smaller ones is made together."""
 
     @property
-    def local(self) -> bool: ...  # see the class
+    def local(self) -> bool:
+        """Whether what is made stays in this process, in the machine's memory, at any alignment."""
 
     @property
-    def plain(self) -> bool: ...
+    def plain(self) -> bool:
+        """Whether weights must be left plain, for whoever else maps them."""
 
     @property
-    def not_lent(self) -> str | None: ...
+    def not_lent(self) -> str | None:
+        """Why other processes do not get all of it although that was asked for, or None."""
 
-    def by_recipe(self, recipe: str, wanted: ResidentKey) -> AnyResident | None:
-        """The resident that a recipe leads to, without a byte read."""
+    def find(
+        self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
+    ) -> Sequence[AnyResident | None]:
+        """Look residents up, in order, without a byte read.
+
+        In this process first; what it lacks, in the memory manager, all at once, unless
+        `ask_manager` is False. Hold what is found: every table is weak, and a query is answered
+        without a message only while somebody holds the answer.
+        """
 
     def by_content(self, key: ResidentKey) -> AnyResident | None:
-        """The resident of this process with these bytes."""
+        """Return the resident of this process with these bytes."""
 
     def note(self, recipe: str, resident: AnyResident) -> None:
         """Remember what a recipe leads to, while the resident lives."""
 
-    def get_or_build(self, wanted: Sequence[ResidentRequest]) -> Sequence[tuple[AnyResident, bool]]:
-        """A resident for each, and whether it was made by this call. SharedMemoryError."""
+    def get_or_build(
+        self, requests: Sequence[ResidentRequest]
+    ) -> Sequence[tuple[AnyResident, bool]]:
+        """Return a resident for each, and whether it was made by this call.
+
+        Raises:
+            SharedMemoryError: There is no room; keep the tensors private.
+        """
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """A resident as the model of this load sees it. SharedMemoryError."""
+        """Return a resident as the model of this load sees it.
+
+        Raises:
+            SharedMemoryError: It cannot be mapped.
+        """
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A private tensor of the host where the model wants it."""
+        """Return a private tensor of the host where the model wants it."""
 
     def reason(self, name: str) -> str | None:
-        """Why a tensor of that name stays private here, or None."""
+        """Return why a tensor of that name stays private here, or None."""
 
     def close(self) -> None:
-        """The load has ended."""
+        """End the load."""
 
 
 @dataclass(slots=True)
 class HostProvider:
-    """The residents of one load. One thread. `lender`: with a memory manager.
+    """The residents of one load in the machine's memory. One thread.
 
-    `keep_alignment`: what is made in this process is aligned as the tensor it is made of. `failed`:
-    why there is no lender, where one was asked for.
+    With `keep_alignment`, what is made in this process is aligned as the tensor it is made of.
     """
 
-    lender: ManagerResidents | None = None
+    manager: HostResidents = field(default_factory=ManagerResidents)
     keep_alignment: bool = False
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
-    failed: str | None = None
 
     @property
     def local(self) -> bool:
-        """Is what is made kept in this process, at any alignment?"""
-        return self.lender is None and not self.keep_alignment
+        """Whether what is made stays in this process, at any alignment."""
+        return not self.manager.in_use and not self.keep_alignment
 
     @property
     def plain(self) -> bool:
-        """Must weights be left plain? A packed one cannot leave this process."""
-        return self.lender is not None
+        """Whether weights must be left plain: a packed one cannot leave this process."""
+        return self.manager.in_use
 
     @property
     def not_lent(self) -> str | None:
         """Why a memory manager that was asked for is not used for all, or None."""
-        if self.lender is not None:
-            return self.lender.failed or self.lender.refused
-        return self.failed
+        return self.manager.not_lent
+
+    def find(
+        self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
+    ) -> list[Resident | None]:
+        """Look residents up, in order; see `ResidentProvider.find`."""
+        found = [_in_this_process(each) for each in queries]
+        if not ask_manager:
+            return found
+        missing = [each for each, here in zip(queries, found, strict=True) if here is None]
+        lent = iter(self.manager.find(missing))
+        return [
+            here if here is not None else self._entered(each, next(lent))
+            for each, here in zip(queries, found, strict=True)
+        ]
+
+    def _entered(self, query: ResidentQuery, lent: Resident | None) -> Resident | None:
+        if lent is None:
+            return None
+        first = registry.register(lent)
+        if not query.key.digest:
+            registry.register_record(query.recipe, first)
+            self.manager.announce_to_next_manager(query.recipe, first)
+        return first
 
     def by_content(self, key: ResidentKey) -> Resident | None:
-        """The resident of this process with these bytes."""
+        """Return the resident of this process with these bytes."""
         return registry.lookup(key)
 
     def note(self, recipe: str, resident: AnyResident) -> None:
         """Remember what a recipe leads to, while the resident lives."""
         registry.register_record(recipe, resident)
 
-    def map(self, resident: AnyResident) -> torch.Tensor:
-        """A mapping, copied on write."""
-        assert isinstance(resident, Resident)
-        return resident.map()
-
-    def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor: it is where the model wants it."""
-        return tensor
-
-    def reason(self, name: str) -> str | None:
-        """None: whoever writes gets pages of its own."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def by_recipe(self, recipe: str, wanted: ResidentKey) -> Resident | None:
-        """The resident that a recipe leads to, without a byte read.
-
-        `wanted.digest` is "" where the recipe is more than one whole source.
-        """
-        found = registry.lookup_record(recipe)
-        if isinstance(found, Resident):
-            return found
-        here = registry.lookup(wanted) if wanted.digest else None
-        if here is not None or self.lender is None:
-            return here
-        lent = (
-            self.lender.by_content(wanted)
-            if wanted.digest
-            else self.lender.by_recipe(recipe, wanted)
-        )
-        if lent is None:
-            return None
-        first = registry.register(lent)
-        if not wanted.digest:
-            self.lender.announce_to_next_manager(recipe, first)
-        return first
-
     def get_or_build(
-        self, wanted: Sequence[ResidentRequest], check: Check | None = None
+        self, requests: Sequence[ResidentRequest], check: Check | None = None
     ) -> list[tuple[Resident, bool]]:
-        """A resident for each, and whether it was made just now, by this call.
+        """Return a resident for each, and whether it was made just now, by this call.
 
-        `check` hears of what was made in this process before anybody else can have it; a manager
-        hashes what it gets. What it raises; SharedMemoryError when there is no shared memory, here
-        or in the manager.
+        `check` hears of what was made in this process before anybody else can have it, and may
+        raise; a manager hashes what it gets.
+
+        Raises:
+            SharedMemoryError: There is no shared memory to be had, here or in the manager.
         """
-        lent = self.lender.put(wanted) if self.lender is not None else [None] * len(wanted)
-        rest = [each for each, found in zip(wanted, lent, strict=True) if found is None]
+        lent = self.manager.put(requests)
+        rest = [each for each, found in zip(requests, lent, strict=True) if found is None]
         items = [(each.tensor, each.digest) for each in rest]
         local = pack(items, keep_alignment=self.keep_alignment) if items else []
         if check is not None:
             check(zip((each.tensor for each in rest), local, strict=True))
         packed = iter(local)
-        made = []
-        for each, found in zip(wanted, lent, strict=True):
+        built = []
+        for each, found in zip(requests, lent, strict=True):
             resident, new = found or (next(packed), True)
             first = registry.register(resident)  # somebody here may have come first
-            if self.lender is not None:
-                self.lender.announce_to_next_manager(each.key, first)
-            made.append((first, new and first is resident))
-        return made
+            self.manager.announce_to_next_manager(each.recipe, first)
+            built.append((first, new and first is resident))
+        return built
+
+    def map(self, resident: AnyResident) -> torch.Tensor:
+        """Return a mapping, copied on write."""
+        assert isinstance(resident, Resident)
+        return resident.map()
+
+    def private(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: it is where the model wants it."""
+        return tensor
+
+    def reason(self, name: str) -> str | None:
+        """Return None: whoever writes gets pages of its own."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+def _in_this_process(query: ResidentQuery) -> Resident | None:
+    found = registry.lookup_record(query.recipe)
+    if isinstance(found, Resident):
+        return found
+    return registry.lookup(query.key) if query.key.digest else None
 
 
 def host_provider_for(
     where: str | os.PathLike[str] | None, checkpoint: str, *, keep_alignment: bool = False
 ) -> HostProvider:
-    """Where a load of `checkpoint` finds residents: here, and in the manager at `where`.
+    """Return where a load of `checkpoint` finds residents: here, and in the manager at `where`.
 
-    Without a manager, with a warning, only here. One connection a process and manager, made when
-    first needed, again after a fork.
+    Without a manager, with a warning, only here. There is one connection a process and manager,
+    made when it is first needed, and again after a fork.
     """
-    if where is None:
-        return HostProvider(keep_alignment=keep_alignment)
-    try:
-        lender = ManagerResidents(client_of(os.fspath(where)), checkpoint_name(checkpoint))
-    except MemoryManagerError as error:
-        _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
-        return HostProvider(keep_alignment=keep_alignment, failed=str(error))
-    return HostProvider(lender, keep_alignment=keep_alignment)
+    return HostProvider(host_manager_residents(where, checkpoint), keep_alignment)

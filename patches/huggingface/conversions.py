@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensor_dedup.loader import report
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.cuda.manager_residents import borrowing_from
+from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
 from tensor_dedup.loader.post_load import root_module
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
@@ -218,11 +218,13 @@ class Conversion:
         config = _watch.config
         assert config is not None
         writers.install()
-        borrowing = borrowing_from(config.memory_manager, type(self._model).__name__, gpu.gpu)
+        manager = device_manager_residents(
+            config.memory_manager, type(self._model).__name__, gpu.gpu
+        )
         views = gpu.views_of(root_module.root_module(self._model))
-        move = GpuConversion(gpu, views, borrowing, self._on_gpus)
+        move = GpuConversion(gpu, views, manager, self._on_gpus)
         self._ready |= move.bring(going, self._fn)
-        why = move.failed or borrowing.failed or borrowing.refused
+        why = move.failed or manager.not_lent
         if why is not None:
             report.note(str(gpu.device), why)
 

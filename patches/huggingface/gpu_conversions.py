@@ -24,7 +24,7 @@ from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 if TYPE_CHECKING:
     from torch import nn
 
-    from tensor_dedup.loader.cuda.manager_residents import Borrowing
+    from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
     from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.shared import SharedGpu
 
@@ -46,11 +46,15 @@ class GpuConversion:
     """
 
     def __init__(
-        self, gpu: SharedGpu, views: Views, borrowing: Borrowing, taken: Iterable[ReplicaKey]
+        self,
+        gpu: SharedGpu,
+        views: Views,
+        manager: DeviceManagerResidents,
+        taken: Iterable[ReplicaKey],
     ) -> None:
         self._gpu: Final = gpu
         self._views: Final = views
-        self._borrowing: Final = borrowing
+        self._manager: Final = manager
         self._taken = set(taken)
         self.failed: str | None = None
 
@@ -91,7 +95,7 @@ class GpuConversion:
             (each.known, f"content:{each.known.key}", self._writer(each, function, uploads))
             for each in missing
         ]
-        made = iter(self._gpu.get_or_build(wanted, self._borrowing) if wanted else [])
+        made = iter(self._gpu.get_or_build(wanted, self._manager) if wanted else [])
         return [one if one is not None else next(made)[0] for one in found]
 
     def _writer(self, each: PendingTransfer, function: Function, uploads: _Uploads) -> Write:

@@ -25,7 +25,7 @@ from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.pytorch.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
-from tensor_dedup.loader.cuda.manager_residents import borrowing_from
+from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
 from tensor_dedup.loader.deferred.parameters import (
@@ -325,7 +325,7 @@ class LoadRun:
 
 def _home(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> ResidentProvider:
     if gpu is not None:
-        return GpuProvider(gpu, borrowing_from(config.memory_manager, name, gpu.gpu))
+        return GpuProvider(gpu, device_manager_residents(config.memory_manager, name, gpu.gpu))
     return host_provider_for(config.memory_manager, name)
 
 

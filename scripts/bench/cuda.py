@@ -43,6 +43,7 @@ from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.opening import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.upload import Uploader
+from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.types import ResidentKey
 
@@ -153,7 +154,7 @@ def _ours(bench: Bench, file: Path, serving: Serving, uploader: Uploader) -> Non
                 key = ResidentKey(spec.dtype, tuple(spec.shape), (spec.shape[1], 1), "")
                 recipe = f"{file} {spec.start}"
                 wanted.append(DeviceRequest(recipe, key, spec.nbytes, write))
-            kept += [views.tensor(each) for each in lender.put(wanted) if each is not None]
+            kept += [views.tensor(each[0]) for each in lender.put(wanted) if each is not None]
     assert len(kept) == len(header.tensors)
     bench.wait()
 
@@ -231,7 +232,7 @@ def _attached(bench: Bench, count: int) -> list[float]:
             ResidentKey("BF16", shape, (shape[1], 1), blake3(str(n).encode()).hexdigest())
             for n in range(count)  # names of nothing: here only their number counts
         ]
-        gpu = lender.gpu
+        gpu = serving.gpu
         for start in range(0, count, 16):
             wanted = [
                 DeviceRequest(key.digest, key, source.nbytes, copy_of(source, gpu))
@@ -243,7 +244,7 @@ def _attached(bench: Bench, count: int) -> list[float]:
             views = Views(bench.kind)
 
             def see(views: Views = views) -> list[torch.Tensor]:
-                residents = serving.lender().all_by_content(keys)
+                residents = serving.lender().find([ResidentQuery("", key) for key in keys])
                 return [views.tensor(each) for each in residents if each is not None]
 
             kept: list[list[torch.Tensor]] = []
@@ -264,8 +265,8 @@ def forward(bench: Bench) -> list[str]:
         for n, each in enumerate(made):
             shape = tuple(each.shape)
             key = ResidentKey("BF16", shape, (shape[1], 1), blake3(b"f%d" % n).hexdigest())
-            wanted.append(DeviceRequest(key.digest, key, each.nbytes, copy_of(each, lender.gpu)))
-        shared = [views.tensor(each) for each in lender.put(wanted) if each is not None]
+            wanted.append(DeviceRequest(key.digest, key, each.nbytes, copy_of(each, serving.gpu)))
+        shared = [views.tensor(each[0]) for each in lender.put(wanted) if each is not None]
         x = torch.randn(16, made[0].shape[1], device=bench.place).to(torch.bfloat16)
 
         def run(weights: list[torch.Tensor]) -> None:

@@ -12,8 +12,9 @@ from typing import Final
 import torch
 
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
+from tensor_dedup.loader.residents.manager import ManagerResidents
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.cuda.driver import Driver
@@ -107,7 +108,9 @@ class Serving:
     def lender(self) -> DeviceManagerResidents:
         """What a load has that connects anew."""
         client = connect(self.socket, keep_connected=False, device=self.gpu.device.uuid)
-        return DeviceManagerResidents(self.clients.enter_context(client), self.gpu, "bench")
+        return ManagerResidents(
+            device_session(self.clients.enter_context(client), self.gpu, "bench")
+        )
 
     def forget(self) -> None:
         """Unmap what nobody uses, and have the manager drop it."""

@@ -86,7 +86,7 @@ def test_the_old_kind_is_shared_too_and_is_writable(old: gpus.GpuManager) -> Non
     second.gpu.reap()
     assert torch.equal(found, weights(1))
     with pytest.raises(UnsupportedError, match="side by side"):
-        first.lender._opener.open([MappedExtent(0, 1, 1), MappedExtent(1, 1, 2)], Access.READ)
+        first.lender.opener.open([MappedExtent(0, 1, 1), MappedExtent(1, 1, 2)], Access.READ)
     del found
     finish(first)
     finish(second)

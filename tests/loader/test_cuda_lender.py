@@ -17,6 +17,7 @@ import managers
 from fake_driver import FakeDriver, fake_uuid
 from gpu_loads import (
     STEPS,
+    Lender,
     Load,
     State,
     connected,
@@ -27,9 +28,9 @@ from gpu_loads import (
 )
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.manager_residents import Borrowing, DeviceManagerResidents
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.residents.manager import ManagerResidents
 from tensor_dedup.loader.residents.resident import digest_of, resident_key, shares_memory
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.cuda.driver import Access
@@ -185,7 +186,7 @@ def test_another_gpus_manager_is_refused(manager: gpus.GpuManager) -> None:
         connect(beside, keep_connected=False, device=other.device.uuid)
     client = connect(manager.socket.with_name("m.sock"), device=fake_uuid(0), keep_connected=False)
     with client, pytest.raises(UnsupportedError, match="device="):
-        DeviceManagerResidents(client, other, "base")
+        Lender(client, other, "base")
     with pytest.raises(ManagerGoneError, match="not of the machine"):
         connect(manager.socket, keep_connected=False)
 
@@ -196,7 +197,7 @@ def test_visible_devices_may_differ(manager: gpus.GpuManager, load: Callable[[],
     mine.fake._visible = (5, 0)
     gpu = Gpu(mine.fake, fake_uuid(0))
     assert gpu.device.ordinal == 1
-    found = DeviceManagerResidents(mine.client, gpu, "base").by_content(key_of(weights(1)))
+    found = Lender(mine.client, gpu, "base").by_content(key_of(weights(1)))
     assert found is not None
     assert torch.equal(mine.views.tensor(found), weights(1))
     gc.collect()
@@ -314,11 +315,11 @@ def test_what_is_leased_only_until_it_is_unmapped_makes_room(
 ) -> None:
     """The manager has room for one of the two."""
     mine = load()
-    borrowing = Borrowing(mine.lender)
+    borrowing = ManagerResidents(mine.lender.session)
     first, second = (torch.full((10 << 20,), float(number)) for number in (1, 2))
     [lent] = borrowing.put([mine.wanted(first)])
     assert lent is not None
-    tensor = mine.views.tensor(lent)
+    tensor = mine.views.tensor(lent[0])
     [none] = borrowing.put([mine.wanted(second)])
     assert none is None, "it is in use"
     assert borrowing.refused
@@ -327,4 +328,4 @@ def test_what_is_leased_only_until_it_is_unmapped_makes_room(
     gc.collect()
     [found] = borrowing.put([mine.wanted(second)])
     assert found is not None
-    assert torch.equal(mine.views.tensor(found), second)
+    assert torch.equal(mine.views.tensor(found[0]), second)

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,19 @@ import torch
 
 import managers
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.residents.manager import LentResident, ManagerResidents, ResidentRequest
-from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
+from tensor_dedup.loader.residents.manager import (
+    HostResidents,
+    LentResident,
+    ManagerResidents,
+    ResidentQuery,
+    ResidentRequest,
+    host_session,
+)
+from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import SlabUsageError
-from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
+from tensor_dedup.types import ResidentKey
 
 MIB = 1 << 20
 
@@ -33,7 +42,7 @@ def manager(folder: Path) -> Iterator[managers.Manager]:
         yield running
 
 
-Lend = Callable[[], ManagerResidents]
+Lend = Callable[[], HostResidents]
 
 
 @pytest.fixture
@@ -41,9 +50,9 @@ def lender(manager: managers.Manager) -> Iterator[Lend]:
     """Makes what a load has of the manager; each has a connection of its own, as a process has."""
     with ExitStack() as stack:
 
-        def make() -> ManagerResidents:
+        def make() -> HostResidents:
             client = stack.enter_context(connect(manager.socket, keep_connected=False))
-            return ManagerResidents(client, "a checkpoint")
+            return ManagerResidents(host_session(client, "a checkpoint"))
 
         yield make
 
@@ -53,6 +62,19 @@ def wanted(number: int, nbytes: int = 5000) -> ResidentRequest:
     return ResidentRequest(f"recipe {number}", tensor, digest(tensor_bytes(tensor)))
 
 
+def by_recipe(lender: HostResidents, recipe: str, key: ResidentKey) -> Resident | None:
+    return lender.find([ResidentQuery(recipe, replace(key, digest=""))])[0]
+
+
+def by_content(lender: HostResidents, key: ResidentKey) -> Resident | None:
+    return lender.find([ResidentQuery("", key)])[0]
+
+
+def client_of(lender: HostResidents) -> Client:
+    assert lender.session is not None
+    return lender.session.client
+
+
 def test_what_one_load_puts_another_borrows(lender: Lend) -> None:
     each = wanted(1)
     [put] = lender().put([each])
@@ -60,10 +82,10 @@ def test_what_one_load_puts_another_borrows(lender: Lend) -> None:
     assert put[1], "it was there before"
     other = lender()
     key = resident_key(each.tensor, "")
-    for found in (other.by_recipe("recipe 1", key), other.by_content(put[0].key)):
+    for found in (by_recipe(other, "recipe 1", key), by_content(other, put[0].key)):
         assert found is not None
         assert torch.equal(found.map(), each.tensor)
-    assert other.by_recipe("recipe 2", key) is None
+    assert by_recipe(other, "recipe 2", key) is None
     again = other.put([each])[0]
     assert again is not None
     assert not again[1]
@@ -74,7 +96,7 @@ def test_another_geometry_is_not_taken(lender: Lend) -> None:
     kept = lender().put([each])
     assert kept[0] is not None
     square = resident_key(each.tensor.view(50, 100), "")
-    assert lender().by_recipe("recipe 1", square) is None
+    assert by_recipe(lender(), "recipe 1", square) is None
 
 
 def test_a_put_without_room_leaves_what_is_there_to_be_borrowed(lender: Lend) -> None:
@@ -84,7 +106,7 @@ def test_a_put_without_room_leaves_what_is_there_to_be_borrowed(lender: Lend) ->
     other = lender()
     assert other.put([large]) == [None]
     assert other.refused is not None
-    assert other.by_content(kept[0][0].key) is not None
+    assert by_content(other, kept[0][0].key) is not None
     assert other.put([wanted(3)])[0] is not None
 
 
@@ -97,7 +119,7 @@ def test_a_manager_that_dies_costs_sharing_and_no_error(
     manager.kill()
     assert mine.put([wanted(2)]) == [None]
     assert mine.failed is not None
-    assert mine.by_content(kept[0][0].key) is None
+    assert by_content(mine, kept[0][0].key) is None
     assert torch.equal(kept[0][0].map(), wanted(1).tensor)
 
 
@@ -125,19 +147,19 @@ def test_a_reply_that_nobody_waited_for_answers_nothing_else(
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            mine.client.lease([zeros.digest])
+            client_of(mine).lease([zeros.digest])
     finally:
         timer.join()
         os.kill(manager.pid, signal.SIGCONT)
     with pytest.raises(ManagerGoneError):
-        mine.client.lease([ones.digest])
+        client_of(mine).lease([ones.digest])
 
     def back() -> bool:
         with suppress(ManagerGoneError):  # it was stopped, and may take its time
-            mine.client.reconnect()
-        return mine.client.connected
+            client_of(mine).reconnect()
+        return client_of(mine).connected
 
     managers.until(back)
-    found = mine.by_content(resident_key(ones.tensor, ones.digest))
+    found = by_content(mine, resident_key(ones.tensor, ones.digest))
     assert found is not None
     assert torch.equal(found.map(), ones.tensor)

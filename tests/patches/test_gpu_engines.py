@@ -24,13 +24,12 @@ import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from fake_driver import GRANULARITY, FakeDriver
-from gpu_loads import key_of, weights
+from gpu_loads import Lender, key_of, weights
 from refusing_driver import RefusingDriver
 from tensor_dedup import report, shares_memory, unshare, verify
 from tensor_dedup.loader import process_state
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 from tensor_dedup.loader.cuda.residents import DeviceRequest, copy_of
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
@@ -273,7 +272,7 @@ def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
         own = engines.last_report().total_bytes
         assert external_bytes(llm) == own
         client = connect(socket, keep_connected=False, device=gpu.gpu.device.uuid)
-        lender = DeviceManagerResidents(client, gpu.gpu, checkpoint_name(str(llama.base)))
+        lender = Lender(client, gpu.gpu, checkpoint_name(str(llama.base)))
         other = weights(7, 4 * own)
         key = key_of(other)
         wanted = DeviceRequest("other", key, other.nbytes, copy_of(other, gpu.gpu))
@@ -287,11 +286,11 @@ def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
 
 
 def test_what_engines_write_to_stays_private(driver: gpus.Full) -> None:
-    from tensor_dedup.loader.cuda.manager_residents import Borrowing
     from tensor_dedup.loader.cuda.provider import GpuProvider
+    from tensor_dedup.loader.residents.manager import ManagerResidents
 
     with on(driver) as gpu:
-        provider = GpuProvider(gpu, Borrowing())
+        provider = GpuProvider(gpu, ManagerResidents())
         for name in ("layers.0.attn._k_scale", "layers.0.attn.v_scale", "moe.expert_map"):
             assert provider.reason(name)
         assert provider.reason("layers.0.attn.qkv_proj.weight_scale") is None

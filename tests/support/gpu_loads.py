@@ -1,7 +1,7 @@
 """A process's load from a manager of a fake GPU, and its steps, after each of which it may die."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,15 +13,35 @@ from fake_driver import FakeDriver, fake_uuid
 from refusing_driver import RefusingDriver
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+from tensor_dedup.loader.cuda.manager_residents import DeviceMemory, device_session
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, Views, copy_of
 from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.types import ResidentKey
 
 State = dict[str, object]
+
+
+class Lender:
+    """One load's session with a GPU's manager; every error is raised."""
+
+    def __init__(self, client: Client, gpu: Gpu, checkpoint: str) -> None:
+        self.session = device_session(client, gpu, checkpoint)
+        self.opener = cast("DeviceMemory", self.session.memory).opener
+
+    def by_content(self, key: ResidentKey) -> DeviceResident | None:
+        return self.session.by_content([key])[0]
+
+    def by_recipe(self, recipe: str, geometry: ResidentKey) -> DeviceResident | None:
+        return self.session.by_recipe([ResidentQuery(recipe, geometry)])[0]
+
+    def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident | None]:
+        found: dict[str, tuple[DeviceResident, bool]] = {}
+        self.session.put(wanted, found)
+        return [found[each.recipe][0] if each.recipe in found else None for each in wanted]
 
 
 class Load:
@@ -33,7 +53,7 @@ class Load:
         self.gpu = Gpu(cast("Driver", self.driver), fake_uuid(0))
         beside = socket.with_name("m.sock")
         self.client: Client = connect(beside, keep_connected=False, device=self.gpu.device.uuid)
-        self.lender = DeviceManagerResidents(self.client, self.gpu, "base")
+        self.lender = Lender(self.client, self.gpu, "base")
         self.views = Views(CPU)
 
     def put(self, *tensors: torch.Tensor) -> list[DeviceResident | None]:

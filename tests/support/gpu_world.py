@@ -18,9 +18,9 @@ import torch
 import gpus
 import managers
 from fake_driver import FakeDriver
+from gpu_loads import Lender
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
 from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
@@ -110,7 +110,7 @@ class Load:
     def __init__(self, socket: str) -> None:
         self.gpu = Gpu(new_driver(), "0")
         self.client = connect(socket, keep_connected=False, device=self.gpu.device.uuid)
-        self.lender = DeviceManagerResidents(self.client, self.gpu, "test")
+        self.lender = Lender(self.client, self.gpu, "test")
         self.views = Views(KIND)
 
     def put(self, *tensors: torch.Tensor) -> None:
