@@ -154,7 +154,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
             return self._others.load(path, map_location)
         name, manifest = found
         step = parse_step_name(name)
-        if step is None or self._store.objects.ref(name) != manifest:
+        if step is None or self._store.manifest(name) != manifest:
             raise UnknownStepError.at(path, f"{name} is not what it was when this was saved")
         return CheckpointStore(self._store, step.run).load(step.step)
 

@@ -1,6 +1,11 @@
-"""The store: whole checkpoints in, every distinct tensor once on disk, the same bytes out."""
+"""A store of checkpoints: whole checkpoints in, each distinct tensor once on disk, same bytes out.
 
-from collections.abc import Iterable, Iterator, Sequence
+`Store` is the public face. It holds no logic of its own beyond opening a session: each method takes
+the lock, opens the index where it needs one, and hands over to a module of `writing`, `reading` or
+`upkeep`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
@@ -33,17 +38,23 @@ from tensor_dedup.store.writing.sources import ImportSource, read_source
 from tensor_dedup.suggestions import nearest, perhaps
 
 if TYPE_CHECKING:
+    import torch
+
+    from tensor_dedup.store.checkpoints.runs import Difference, Growth, RunStats, Step
     from tensor_dedup.store.writing.encoder import Encoder
 
 StrPath = str | PathLike[str]
 
 
 class Store:
-    """A content-addressed store of checkpoints in one folder. Use Store.open.
+    """A content-addressed store of checkpoints in one folder; `Store.open` makes one.
 
-    Holds nothing open between calls: any number of handles, threads and processes may use one
-    folder at once, and a handle survives a fork. Every method raises StoreError and nothing else
-    about the store, its files and its disk; CheckpointError about a path it is given.
+    A handle keeps nothing open between calls: any number of handles, threads and processes may use
+    one folder at once, and a handle survives a fork.
+
+    Raises:
+        StoreError: anything about the store, its files and its disk.
+        CheckpointError: a path that is given to it holds no checkpoint.
     """
 
     def __init__(self, path: Path, files: Files, worker_count: int) -> None:
@@ -51,6 +62,12 @@ class Store:
         self._files = files
         self._workers = worker_count
         self._objects = Objects(files, StoreLayout(path))
+
+    def __repr__(self) -> str:
+        count: int | str = "?"
+        with suppress(OSError):
+            count = len(self._objects.names())
+        return f"Store({str(self.path)!r}, checkpoints={count})"
 
     @classmethod
     def open(
@@ -62,12 +79,15 @@ class Store:
         files: Files | None = None,
         worker_count: int | None = None,
     ) -> Self:
-        """Open the store in a folder, or make one there when it is empty or missing.
+        """Open the store in a folder, and make one there if the folder is empty or missing.
 
-        `path`: by default that of the environment variable TENSOR_DEDUP_STORE, else `store` in the
-        user's data folder. With `create` off, a folder that is no store is a NotAStoreError; with
-        `mend` on, a damaged marker is written anew. `files` is the way to the disk (tests),
-        `worker_count` how many threads hash. NewerFormatError: a later version's store.
+        `path` is by default that of the environment variable TENSOR_DEDUP_STORE, or else `store` in
+        the user's data folder. With `mend`, a damaged marker is written anew. `files` is the way to
+        the disk, which tests replace; `worker_count` is how many threads hash.
+
+        Raises:
+            NotAStoreError: the folder holds something else, or nothing and `create` is off.
+            NewerFormatError: a later version has made this store.
         """
         root = Path(path) if path is not None else default_path()
         door = files or RealFiles()
@@ -77,19 +97,19 @@ class Store:
 
     @property
     def objects(self) -> Objects:
-        """The bookkeeping, for the other modules of this package."""
+        """The bookkeeping, for the other modules of tensor_dedup.store only."""
         return self._objects
 
     @property
     def worker_count(self) -> int:
-        """How many threads hash."""
+        """The number of threads that hash."""
         return self._workers
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held open; the store may be used again."""
+        """Do nothing: nothing is held open, and the store may be used again."""
 
     def import_(
         self,
@@ -103,18 +123,23 @@ class Store:
         base: str | None = None,
         external: bool = False,
     ) -> ImportResult:
-        """Take in a checkpoint: a file of weights, an index, or a folder with what belongs to it.
+        """Import a checkpoint: a file of weights, an index, or a folder with what belongs to it.
 
-        `name` is by default that of the folder or file. When this returns it is committed; when it
-        raises, nothing is, but a failing disk may have left it undecided whether the name is there.
-        Every byte is read and hashed, whatever is remembered of the files; `hints` is told.
+        `name` is by default that of the folder or file. When this returns, the checkpoint is
+        committed. When it raises, nothing is, except that a failing disk may leave it undecided
+        whether the name is there. Every byte is read and hashed, whatever is remembered of the
+        files; `hints` receives the digests.
 
-        With `compress` new tensors are stored encoded where samples say that this saves a tenth: by
-        themselves, or as what differs from a tensor of the checkpoint `base` (which asks for
-        `compress` too), by default the most similar one in the store. UnknownNameError: no `base`.
-        With `external` the weights stay where they are and are indexed there: no second copy, and
-        no promise beyond noticing when somebody changes them.
-        NameTakenError without `replace`; ChangedFileError: a file was written meanwhile.
+        With `compress`, new tensors are stored encoded where samples say that this saves a tenth:
+        by themselves, or as what differs from a tensor of the checkpoint `base`, by default the
+        most similar one in the store. `base` implies `compress`. With `external` the weights stay
+        where they are and are indexed there: there is no second copy, and no promise beyond
+        noticing that somebody has changed them.
+
+        Raises:
+            NameTakenError: the name is there already, and `replace` is off.
+            ChangedFileError: a file was written to meanwhile.
+            UnknownNameError: there is no checkpoint `base`.
         """
         source_path = Path(path)
         wanted = check_name(name) if name is not None else name_of(source_path.absolute())
@@ -150,11 +175,11 @@ class Store:
             encoder.find_base(source)
         return encoder
 
-    def manifest_of(self, path: StrPath, known: KnownDigests) -> str:
-        """The name of the manifest that importing a checkpoint would make; writes nothing.
+    def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:
+        """Return the name of the manifest that importing a checkpoint would make; write nothing.
 
         `known(path, fd)` gives the digests that are known of an open file, by (start, nbytes); the
-        rest is hashed. Errors: those of import_ about the path.
+        rest is hashed. Raises what `import_` does about the path.
         """
         with self._session() as (_, hasher):
             return expected_manifest(
@@ -162,7 +187,7 @@ class Store:
             )
 
     def manifest(self, name: str) -> str | None:
-        """The name of the manifest that a checkpoint's name stands for; None: of no checkpoint."""
+        """Return the manifest's name that a checkpoint's name stands for, or None if for none."""
         with self.locked(), suppress(UnknownNameError):
             return self._objects.ref(check_name(name))
         return None
@@ -170,30 +195,102 @@ class Store:
     def checkpoint(self, name: str) -> StoredCheckpoint:
         """Open a checkpoint for reading; close it, or use it as a context manager.
 
-        UnknownNameError; MissingObjectError, DamagedFileError: its bookkeeping is broken.
+        Raises:
+            UnknownNameError: no checkpoint has this name.
+            MissingObjectError, DamagedFileError: its bookkeeping is broken.
         """
         with self._session(update=False) as (index, _), self._saying_near(name):
             return StoredCheckpoint(self._objects, index, check_name(name))
 
-    def pieces(self, digests: Iterable[str]) -> StoredPieces:
-        """Open what the store has of the pieces with these digests, whosever they are; close it."""
+    def load(
+        self, name: str, names: Collection[str] | None = None, *, verify: bool = True
+    ) -> "dict[str, torch.Tensor]":
+        """Load a checkpoint's tensors, or those with these names, to torch tensors on the CPU.
+
+        Every byte is compared with its digest unless `verify` is off. The tensors are writable and
+        belong to the caller. Needs torch, which is imported by the first call.
+        `tensor_dedup.store.reading.tensors` has more: tensors one by one in bounded memory, mapped
+        ones, memory that is used again.
+
+        Raises:
+            UnknownNameError, UnknownTensorError: there is no such checkpoint, or no such tensor.
+            CorruptTensorError, MissingObjectError: a tensor's bytes are right nowhere.
+        """
+        from tensor_dedup.store.reading.tensors import load_tensors  # and with it torch
+
+        with self.checkpoint(name) as checkpoint:
+            return load_tensors(checkpoint, names, verify=verify)
+
+    def open_pieces(self, digests: Iterable[str]) -> StoredPieces:
+        """Open those pieces with these digests that the store has, of any checkpoint; close it."""
         with self._session() as (index, _):
             return StoredPieces(self._objects, index, {bytes.fromhex(text) for text in digests})
 
     def export(
         self, name: str, directory: StrPath, *, progress: ProgressListener | None = None
     ) -> list[Path]:
-        """Write a checkpoint's files, byte for byte, to a folder that is empty or not there."""
+        """Write a checkpoint's files, byte for byte, to a folder that is empty or missing.
+
+        Returns the paths of the files. Each appears when it is complete and durable.
+        """
         with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
             return export(self._files, checkpoint, Path(directory), progress or SilentListener())
 
+    def runs(self) -> "list[str]":
+        """Return the names of the training runs that have steps here, sorted.
+
+        `CheckpointStore(store, run)` opens one.
+        """
+        from tensor_dedup.store.checkpoints.runs import run_names
+
+        with self.locked():
+            return run_names(self._objects)
+
+    def steps(self, run: str) -> "list[Step]":
+        """Return the steps of a run in order, and none if there is no such run.
+
+        What was imported under a step's name is left out, and so, with a logged warning, is what
+        cannot be read.
+        """
+        from tensor_dedup.store.checkpoints.runs import describe_all
+
+        with self.locked():
+            return describe_all(self._objects, run)
+
+    def run_stats(self, run: str | None = None) -> "RunStats":
+        """Measure the steps of a run, or those of all runs together. Reads no tensor data."""
+        from tensor_dedup.store.checkpoints.runs import stats as measure
+
+        runs = self.runs() if run is None else [run]
+        with self.locked():
+            return measure(self._objects, runs, run)
+
+    def run_growth(self, run: str) -> "list[Growth]":
+        """Return what each step of a run added to it, in order. Reads no tensor data."""
+        from tensor_dedup.store.checkpoints.runs import growth
+
+        with self.locked():
+            return growth(self._objects, run)
+
+    def step_difference(self, one: tuple[str, int], two: tuple[str, int]) -> "Difference":
+        """Compare two steps, each a run and a number: their tensors' names, bytes and metrics.
+
+        Raises:
+            UnknownStepError: a run has no such step.
+            NotATrainingError: what has that name was imported.
+        """
+        from tensor_dedup.store.checkpoints.runs import difference
+
+        with self.locked():
+            return difference(self._objects, one, two)
+
     def list(self) -> "list[Listed]":
-        """All checkpoints, by name."""
+        """Return all checkpoints, ordered by name."""
         with self.locked():
             return listed(self._objects)
 
     def stats(self) -> Stats:
-        """Sizes; reads all bookkeeping, no tensor data."""
+        """Measure the store; reads all bookkeeping, and no tensor data."""
         with self.locked():
             return stats(self._objects)
 
@@ -202,15 +299,15 @@ class Store:
         with self.locked(), self._saying_near(name):
             self._objects.drop_ref(check_name(name))
 
-    def expect(self, name: str) -> None:
-        """UnknownNameError, naming what was perhaps meant, unless there is such a checkpoint."""
+    def check_exists(self, name: str) -> None:
+        """Raise UnknownNameError, with the nearest name, unless there is such a checkpoint."""
         with self.locked(), self._saying_near(name):
             if check_name(name) not in self._objects.names():
                 raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
 
     @contextmanager
     def _saying_near(self, name: str) -> Iterator[None]:
-        """When there is no checkpoint of that name, say which one was perhaps meant."""
+        """Add the nearest name to an UnknownNameError."""
         try:
             yield
         except UnknownNameError as error:
@@ -225,10 +322,13 @@ class Store:
         dry_run: bool = False,
         wait_s: float = SWEEP_WAIT_S,
     ) -> GcPlan:
-        """Move what no checkpoint uses to the trash, and delete what was there for the grace.
+        """Move what no checkpoint uses to the trash; delete what was there for `grace_hours`.
 
-        StoreBusyError: others did not leave the store in `wait_s` seconds (open checkpoints are no
-        hindrance). UnfitForCollectionError: something is damaged or lost; nothing was touched.
+        Open checkpoints are no hindrance.
+
+        Raises:
+            StoreBusyError: others did not leave the store in `wait_s` seconds.
+            UnfitForCollectionError: something is damaged or lost; nothing was touched.
         """
         if not grace_hours >= 0:
             raise BadRangeError.at(self.path, f"a grace of {grace_hours} hours")
@@ -246,7 +346,7 @@ class Store:
     ) -> VerifyResult:
         """Check the bookkeeping, and a share of the pieces (`sample`, 0.0 to 1.0) or all (`full`).
 
-        What is wrong is named in the result and quarantined.
+        What is wrong is named in the result and quarantined. `seed` makes a sample repeatable.
         """
         share = 1.0 if full else sample or 0.0
         if not 0 <= share <= 1:
@@ -258,20 +358,24 @@ class Store:
     def repair(
         self, paths: Sequence[StrPath] = (), *, progress: ProgressListener | None = None
     ) -> RepairResult:
-        """Restore what verify found damaged, from the trash and from checkpoints that hold it."""
+        """Restore what `verify` found damaged, from the trash and from checkpoints that hold it.
+
+        Raises:
+            CheckpointError, UnsupportedError: a path is no checkpoint; nothing was restored.
+        """
         with self._session() as (index, hasher):
             work = Repair(self._objects, index, hasher, progress or SilentListener())
             return work.run([Path(path) for path in paths])
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """What the disk says is a StoreError."""
+        """Turn what the operating system raises into StoreError. For tensor_dedup.store only."""
         with os_errors(self.path):
             yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """A session: nothing is swept meanwhile. What the disk says is a StoreError."""
+        """Hold a session, in which nothing is swept. For tensor_dedup.store only."""
         with os_errors(self.path), session(self._files, self._objects.layout):
             yield
 

@@ -104,7 +104,7 @@ class CheckpointFiles:
             # Once for all files as a rule: their digests are known before anything is read.
             expected, self._expected = self._expected, set()
             if expected:
-                self._open.append(self._store.pieces(expected))
+                self._open.append(self._store.open_pieces(expected))
             return list(self._open)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class StoredSource(SourceFile):
 
         @contextmanager
         def opened() -> Iterator[Read]:
-            with store.pieces([digest.hex()]) as pieces:
+            with store.open_pieces([digest.hex()]) as pieces:
                 yield lambda at, size: bytes(pieces.read_piece(digest, at, at + size, nbytes))
 
         return opened

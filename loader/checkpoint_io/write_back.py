@@ -44,7 +44,7 @@ def _keep(store: Store, folder: Path, *, trust: bool) -> str:
         return store.import_(folder, name, hints=hints).name
     # Where hints know the files, this reads no tensor. A hint that errs makes us keep an older
     # state of the files under its name, and nothing else.
-    manifest = store.manifest_of(folder, hints.known if trust else _nothing)
+    manifest = store.expected_manifest(folder, hints.known if trust else _nothing)
     if held == manifest:
         return name
     marked = f"{name[: MAX_NAME - _MARK - 1]}@{manifest[:_MARK]}"

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
@@ -150,12 +150,19 @@ class StoredPieces:
         while self._handles:
             self.door.close(self._handles.popitem()[1])
 
-    def __contains__(self, digest: bytes) -> bool:
-        """Whether a container is open that should hold the piece with this digest."""
+    def __contains__(self, digest: object) -> bool:
+        """Whether a container is open that should hold the piece with this digest (32 bytes)."""
+        if not isinstance(digest, bytes):
+            return False
         return any(
             spot.record.base is None or self.anchor(spot.record.base) is not None
             for spot in self._spots.get(digest, ())
         )
+
+    def __repr__(self) -> str:
+        containers, state = len(self._handles), "" if self._open else ", closed"
+        name, pieces = self.name, len(self._spots)
+        return f"{type(self).__name__}({name!r}, pieces={pieces}, containers={containers}{state})"
 
     def records(self, digest: bytes) -> list[Record]:
         """How a piece is stored, the places tried first first."""
@@ -312,10 +319,20 @@ class StoredPieces:
 
 
 class StoredCheckpoint(StoredPieces):
-    """A checkpoint, open for reading. All said of StoredPieces holds."""
+    """A checkpoint, open for reading: its tensors by name, and its files.
+
+    `in`, `[]`, `len`, `keys()`, `values()` and `items()` are those of a mapping from names to
+    tensors; iterating gives the tensors themselves, in the order of the files. All said of
+    StoredPieces holds, and `in` also takes a digest (32 bytes).
+    """
 
     def __init__(self, objects: Objects, index: StoreIndex, name: str) -> None:
-        """Open it, in a session. UnknownNameError, MissingObjectError, DamagedFileError."""
+        """Open the checkpoint of this name, in a session.
+
+        Raises:
+            UnknownNameError: no checkpoint has this name.
+            MissingObjectError, DamagedFileError: its bookkeeping is broken.
+        """
         self.manifest = objects.ref(name)
         content = objects.manifest(self.manifest)
         self.notes = content.notes
@@ -354,8 +371,29 @@ class StoredCheckpoint(StoredPieces):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def __contains__(self, wanted: object) -> bool:
+        """Whether there is a tensor of this name or, given bytes, a piece with this digest."""
+        return wanted in self._tensors if isinstance(wanted, str) else super().__contains__(wanted)
+
+    def __repr__(self) -> str:
+        root, state = str(self._objects.layout.root), "" if self._open else ", closed"
+        counts = f"tensors={len(self)}, files={len(self.files)}, nbytes={self.nbytes}"
+        return f"StoredCheckpoint({self.name!r} of {root!r}, {counts}{state})"
+
+    def keys(self) -> KeysView[str]:
+        """Return the tensors' names, in the order of the files."""
+        return self._tensors.keys()
+
+    def values(self) -> ValuesView[StoredTensor]:
+        """Return the tensors, in the order of the files."""
+        return self._tensors.values()
+
+    def items(self) -> ItemsView[str, StoredTensor]:
+        """Return the tensors with their names, in the order of the files."""
+        return self._tensors.items()
+
     def __getitem__(self, name: str) -> StoredTensor:
-        """The tensor of this name. UnknownTensorError."""
+        """Return the tensor of this name. Raises UnknownTensorError."""
         try:
             return self._tensors[name]
         except KeyError:

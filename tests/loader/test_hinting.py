@@ -72,10 +72,10 @@ def test_known_digests_tell_the_manifest_without_reading(
     store = Store.open(tmp_path / "store")
     imported = store.import_(model)
     known = true_digests(model / FILE)
-    assert store.manifest_of(model, lambda _path, _fd: known) == imported.manifest
-    assert store.manifest_of(model, lambda _path, _fd: {}) == imported.manifest
+    assert store.expected_manifest(model, lambda _path, _fd: known) == imported.manifest
+    assert store.expected_manifest(model, lambda _path, _fd: {}) == imported.manifest
     lies = dict.fromkeys(known, digest(b"something else"))
-    assert store.manifest_of(model, lambda _path, _fd: lies) != imported.manifest
+    assert store.expected_manifest(model, lambda _path, _fd: lies) != imported.manifest
     assert store.manifest("model") == imported.manifest
     assert store.manifest("nobody") is None
 

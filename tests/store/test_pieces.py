@@ -32,13 +32,13 @@ def store(tmp_path: Path) -> Store:
 )
 def test_any_range_is_read_into_place(store: Store, start: int, stop: int) -> None:
     buffer = bytearray(stop - start)
-    with store.pieces([NAME]) as pieces, memoryview(buffer) as view:
+    with store.open_pieces([NAME]) as pieces, memoryview(buffer) as view:
         pieces.read_piece_into(bytes.fromhex(NAME), start, view, len(DATA))
     assert buffer == DATA[start:stop]
 
 
 def test_only_what_was_asked_for_is_there(store: Store) -> None:
-    with store.pieces([NAME, digest(b"nobody")]) as pieces:
+    with store.open_pieces([NAME, digest(b"nobody")]) as pieces:
         assert bytes.fromhex(NAME) in pieces
         for other in (digest(b"nobody"), digest(SMALL)):
             assert bytes.fromhex(other) not in pieces
@@ -56,21 +56,21 @@ def test_a_flipped_bit_is_never_returned(store: Store, at: int) -> None:
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
     first, last = at // LEAF_BYTES * LEAF_BYTES, min(len(DATA), (at // LEAF_BYTES + 1) * LEAF_BYTES)
-    with store.pieces([NAME]) as pieces, pytest.raises(CorruptTensorError, match=NAME):
+    with store.open_pieces([NAME]) as pieces, pytest.raises(CorruptTensorError, match=NAME):
         pieces.read_piece_into(
             bytes.fromhex(NAME), first, memoryview(bytearray(last - first)), len(DATA)
         )
     # From now on it is a miss: nobody tries it again.
-    with store.pieces([NAME]) as pieces:
+    with store.open_pieces([NAME]) as pieces:
         assert bytes.fromhex(NAME) not in pieces
 
 
 def test_what_is_open_outlives_a_collection(store: Store) -> None:
     buffer = bytearray(len(DATA))
-    with store.pieces([NAME]) as pieces:
+    with store.open_pieces([NAME]) as pieces:
         store.delete("model")
         store.gc(0)
         pieces.read_piece_into(bytes.fromhex(NAME), 0, memoryview(buffer), len(DATA))
     assert buffer == DATA
-    with store.pieces([NAME]) as pieces:
+    with store.open_pieces([NAME]) as pieces:
         assert bytes.fromhex(NAME) not in pieces

@@ -14,7 +14,7 @@ from tensor_dedup.cli.store_verbs import ask, existing, json_option, say, store_
 def command(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
     opened = existing(store)
-    opened.expect(name)
+    opened.check_exists(name)
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
     reclaimable, space = space_after(opened)

@@ -31,12 +31,7 @@ from tensor_dedup.store.checkpoints.runs import (
     Growth,
     RunStats,
     Step,
-    describe_all,
-    difference,
-    growth,
     parse_step_name,
-    run_names,
-    stats,
 )
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
@@ -56,7 +51,7 @@ def command() -> None:
 def list_(store: str | None, as_json: bool) -> None:
     """List the runs of the store and their steps."""
     opened = existing(store)
-    runs = {run: steps_of(opened, run) for run in names(opened)}
+    runs = {run: steps_of(opened, run) for run in opened.runs()}
     if as_json:
         found = [_summary(run, steps) for run, steps in runs.items()]
         say({"store": str(opened.path), "runs": found}, as_json)
@@ -73,18 +68,11 @@ def list_(store: str | None, as_json: bool) -> None:
     print_table(opened, table)
 
 
-def names(store: Store) -> list[str]:
-    """The runs of a store."""
-    with store.locked():
-        return run_names(store.objects)
-
-
 def steps_of(store: Store, run: str) -> list[Step]:
     """The steps of a run. WrongUse: there is no such run."""
-    with store.locked():
-        found = describe_all(store.objects, run)
+    found = store.steps(run)
     if not found:
-        near = perhaps(run, names(store))
+        near = perhaps(run, store.runs())
         raise WrongUse(f"{store.path}: no run {run!r}{near}; see `tensor-dedup runs list`")
     return found
 
@@ -137,9 +125,7 @@ def measured(store: Store, run: str | None) -> RunStats:
     """Sizes of a run, or of all. WrongUse: there is no such run."""
     if run is not None:
         steps_of(store, run)
-    runs = names(store) if run is None else [run]
-    with store.locked():
-        return stats(store.objects, runs, run)
+    return store.run_stats(run)
 
 
 def stats_lines(found: RunStats) -> list[str]:
@@ -188,8 +174,7 @@ def shown_metric(step: Step, metric: str) -> dict[str, object]:
 def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
     """Say in which tensors and metrics the second step differs from the first."""
     opened = existing(store)
-    with opened.locked():
-        found = difference(opened.objects, _step(one), _step(two))
+    found = opened.step_difference(_step(one), _step(two))
     # Here too what describes an object counts, which the lists below leave out.
     unchanged = counted(found.unchanged, "piece")
     lines = [f"unchanged     {unchanged} (tensors, structure, plain values)"]
@@ -269,8 +254,7 @@ def plot(run: str, output: Path | None, store: str | None, as_json: bool) -> Non
     """Draw bytes per step, dedup ratio and metrics of RUN. PNG needs matplotlib."""
     opened = existing(store)
     steps = steps_of(opened, run)
-    with opened.locked():
-        found = growth(opened.objects, run)
+    found = opened.run_growth(run)
     target = output or Path(f"{run.replace('/', '-')}.html")
     plot_to(target, run, series_of(found, steps))
     document = {

@@ -6,7 +6,7 @@ import click
 
 from tensor_dedup.cli.gc import gc_lines
 from tensor_dedup.cli.groups import Program
-from tensor_dedup.cli.runs import delete_steps, measured, names, stats_lines, steps_of
+from tensor_dedup.cli.runs import delete_steps, measured, stats_lines, steps_of
 from tensor_dedup.cli.store_verbs import ask, existing, say
 from tensor_dedup.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
@@ -32,7 +32,7 @@ def main(context: click.Context, root: Path) -> None:
 def list_(root: Path, run: str | None) -> None:
     """List all runs and their steps."""
     store = _opened(root)
-    found = names(store) if run is None else [run]
+    found = store.runs() if run is None else [run]
     if not found:
         say({}, False, f"{store.path} holds no training runs; --root names another folder")
     for name in found:
