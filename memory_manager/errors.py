@@ -7,7 +7,7 @@ MemoryManagerError
   - ProtocolError         the other side sent what is no message of this version
   - RefusedError          the manager understood and said no; `code` says why
   - LeaseClosedError      you used a lease, a put or a slab after closing it
-  - BackendError          memory could not be had, sealed or adopted
+  - BackendError          memory could not be had, sealed or taken back
       - NoMemoryError       the system refused memory or a descriptor
       - StillWritableError  somebody still maps the slab writable
       - NotSealedError      an offered descriptor is not sealed memory of that size
@@ -52,7 +52,7 @@ class LeaseClosedError(MemoryManagerError):
 
 
 class BackendError(MemoryManagerError):
-    """Memory could not be reserved, sealed or adopted."""
+    """Memory could not be reserved, sealed or taken back."""
 
 
 class NoMemoryError(BackendError):

@@ -1,4 +1,5 @@
-"""What a kind of memory must be able to do. The contract is a class: `testing.BackendTests`."""
+"""What a kind of memory must be able to do. Every backend is tested against the
+same contract."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Memory(Protocol):
 
 
 class Backend(Protocol):
-    """Makes, seals, hashes and adopts slabs. Every method is safe from any thread."""
+    """Makes, seals, hashes and takes back slabs. Every method is safe from any thread."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -72,7 +73,7 @@ class Backend(Protocol):
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
         """Hash a sealed slab's tensors; nothing stays mapped. NoMemoryError, InterruptedError."""
 
-    def adopt(self, fd: int, nbytes: int) -> Memory:
+    def reclaim(self, fd: int, nbytes: int) -> Memory:
         """Take a sealed slab of an earlier manager; owns `fd` from now on, also when it refuses.
 
         NotSealedError unless it is memory of this kind, of that size and that nobody can change

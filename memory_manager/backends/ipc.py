@@ -72,7 +72,7 @@ class IpcBackend:
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         return announced(pieces)
 
-    def adopt(self, fd: int, nbytes: int) -> IpcSlab:
+    def reclaim(self, fd: int, nbytes: int) -> IpcSlab:
         """Refuse: the memory went with the helper that had it. NotSealedError."""
         os.close(fd)
         raise NotSealedError("memory of the backend `ipc` does not outlive its manager; load again")

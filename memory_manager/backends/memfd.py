@@ -107,7 +107,7 @@ class MemfdBackend:
         with view[start : start + nbytes] as piece:
             return leaf_digests(piece)
 
-    def adopt(self, fd: int, nbytes: int) -> MemfdSlab:
+    def reclaim(self, fd: int, nbytes: int) -> MemfdSlab:
         """See Backend."""
         slab = MemfdSlab(fd, nbytes)
         if not _is_ours(fd) or _seals(fd) & _ALL_SEALS != _ALL_SEALS:

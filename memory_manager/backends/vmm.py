@@ -86,7 +86,7 @@ class VmmBackend:
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         return announced(pieces)
 
-    def adopt(self, fd: int, nbytes: int) -> VmmAllocation:
+    def reclaim(self, fd: int, nbytes: int) -> VmmAllocation:
         """See Backend."""
         slab = VmmAllocation(fd, nbytes)
         try:

@@ -19,23 +19,23 @@ from tensor_dedup.memory_manager.protocol.tables import (
 _MAX_PINS = 64
 
 
-def totals(world: ManagerState, now: float, started: float) -> Totals:
+def totals(state: ManagerState, now: float, started: float) -> Totals:
     """The numbers of now."""
-    ledger = world.ledger
+    ledger = state.ledger
     living = [slab for slab in ledger.slabs.values() if not slab.released_but_mapped]
     residents = list(ledger.residents.values())
-    clients = [c for c in world.connections.values() if c.name is not None]
-    count = world.counters
+    clients = [c for c in state.connections.values() if c.name is not None]
+    count = state.counters
     return Totals(
-        pid=world.settings.pid,
-        name=world.settings.name,
+        pid=state.settings.pid,
+        name=state.settings.name,
         uptime_s=now - started,
         budget=ledger.budget,
         charged=ledger.charged,
         resident_bytes=_nbytes(residents),
         residents=len(residents),
         slabs=len(living),
-        records=len(world.records),
+        records=len(state.records),
         pinned_bytes=_nbytes(r for r in residents if ledger.pinned(r)),
         leased_bytes=_nbytes(r for r in residents if r.leases),
         lingering_bytes=sum(s.nbytes for s in ledger.slabs.values() if s.lingering),
@@ -57,28 +57,28 @@ def _nbytes(residents: "list[ResidentEntry] | Iterator[ResidentEntry]") -> int:
     return sum(resident.nbytes for resident in residents)
 
 
-def status(world: ManagerState, now: float, connection: ClientState, _message: Status) -> None:
+def status(state: ManagerState, now: float, connection: ClientState, _message: Status) -> None:
     """The totals. The core knows no start: `uptime_s` is since time 0 of its clock."""
-    world.send(connection, totals(world, now, 0.0))
+    state.send(connection, totals(state, now, 0.0))
 
 
-def rows(world: ManagerState, now: float, connection: ClientState, message: Rows) -> None:
+def rows(state: ManagerState, now: float, connection: ClientState, message: Rows) -> None:
     """A page of one table, in a stable order."""
     start = message.start
     if message.table == "clients":
-        clients = [_client(c, now) for c in world.connections.values() if c.name is not None]
+        clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
         page = Page(len(clients), clients=clients[start : start + MAX_ROWS])
     elif message.table == "checkpoints":
-        checkpoints = _checkpoints(world)
+        checkpoints = _checkpoints(state)
         page = Page(len(checkpoints), checkpoints=checkpoints[start : start + MAX_ROWS])
     elif message.table == "residents":
-        found = list(world.ledger.residents.values())
-        shown = [_resident(world, each) for each in found[start : start + MAX_ROWS]]
+        found = list(state.ledger.residents.values())
+        shown = [_resident(state, each) for each in found[start : start + MAX_ROWS]]
         page = Page(len(found), residents=shown)
     else:
-        builds = list(_builds(world, now))
+        builds = list(_builds(state, now))
         page = Page(len(builds), builds=builds[start : start + MAX_ROWS])
-    world.send(connection, page)
+    state.send(connection, page)
 
 
 def _client(connection: ClientState, now: float) -> ClientRow:
@@ -93,9 +93,9 @@ def _client(connection: ClientState, now: float) -> ClientRow:
     )
 
 
-def _checkpoints(world: ManagerState) -> list[CheckpointRow]:
+def _checkpoints(state: ManagerState) -> list[CheckpointRow]:
     found: dict[str, list[ResidentEntry]] = {}
-    for resident in world.ledger.residents.values():
+    for resident in state.ledger.residents.values():
         for name in resident.checkpoints:
             found.setdefault(name, []).append(resident)
     return [
@@ -104,64 +104,64 @@ def _checkpoints(world: ManagerState) -> list[CheckpointRow]:
             len(residents),
             _nbytes(residents),
             _nbytes(r for r in residents if r.leases),
-            name in world.ledger.pins,
+            name in state.ledger.pins,
         )
         for name, residents in sorted(found.items())
     ]
 
 
-def _resident(world: ManagerState, resident: ResidentEntry) -> ResidentRow:
+def _resident(state: ManagerState, resident: ResidentEntry) -> ResidentRow:
     return ResidentRow(
         resident.digest,
         resident.nbytes,
         resident.leases,
-        world.ledger.pinned(resident),
+        state.ledger.pinned(resident),
         sorted(resident.checkpoints)[:MAX_NAMES_SHOWN],
     )
 
 
-def _builds(world: ManagerState, now: float) -> Iterator[BuildRow]:
-    for connection in world.connections.values():
+def _builds(state: ManagerState, now: float) -> Iterator[BuildRow]:
+    for connection in state.connections.values():
         for put in connection.puts.values():
-            slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+            slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
             nbytes = slab.nbytes if slab is not None else 0
             yield BuildRow(
                 put.number, connection.pid, put.state.value, len(put.keys), nbytes, put.silent(now)
             )
 
 
-def pin(world: ManagerState, _now: float, connection: ClientState, message: Pin) -> None:
+def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin) -> None:
     """Pin or unpin a name or a digest; what comes later under that name is pinned too."""
-    pins = world.ledger.pins
+    pins = state.ledger.pins
     if message.pinned and len(pins) >= _MAX_PINS and message.name not in pins:
         raise refusal("limit", f"{_MAX_PINS} pins are the most; unpin something first")
     if message.pinned:
         pins.add(message.name)
     else:
         pins.discard(message.name)
-    found = world.ledger.named(message.name)
-    world.note(
+    found = state.ledger.named(message.name)
+    state.note(
         "pinned" if message.pinned else "unpinned", name=repr(message.name), tensors=len(found)
     )
-    world.send(connection, Done(len(found), _nbytes(found)))
+    state.send(connection, Done(len(found), _nbytes(found)))
 
 
-def evict(world: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
+def evict(state: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
     """Drop the slabs of a name that nobody uses and nobody pinned; says what was dropped."""
-    ledger = world.ledger
+    ledger = state.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]
     idle = [slab for slab in slabs if not slab.held and not ledger.pinned_slab(slab)]
     count = sum(len(slab.residents) for slab in idle)
     nbytes = sum(slab.nbytes for slab in idle)
     for slab in idle:
         ledger.evict(slab)
-    world.note("evicted", name=repr(message.name), tensors=count, nbytes=nbytes)
-    world.send(connection, Done(count, nbytes))
+    state.note("evicted", name=repr(message.name), tensors=count, nbytes=nbytes)
+    state.send(connection, Done(count, nbytes))
 
 
-def stop(world: ManagerState, _now: float, connection: ClientState, _message: Stop) -> None:
+def stop(state: ManagerState, _now: float, connection: ClientState, _message: Stop) -> None:
     """Acknowledge, then end."""
-    world.stopping = True
-    world.note("stop requested", pid=connection.pid)
-    world.send(connection, Done())
-    world.effects.append(End())
+    state.stopping = True
+    state.note("stop requested", pid=connection.pid)
+    state.send(connection, Done())
+    state.effects.append(End())

@@ -25,25 +25,25 @@ def count(connection: ClientState, put: PutState, now: float, slab: SlabState) -
     tally.until = now
 
 
-def look(world: ManagerState, now: float) -> None:
+def look(state: ManagerState, now: float) -> None:
     """Say what is complete by now, as far as anybody can tell."""
-    for connection in world.connections.values():
+    for connection in state.connections.values():
         busy = {put.checkpoint for put in connection.puts.values() if put.active}
         for name, tally in list(connection.tallies.items()):
             if name not in busy and now - tally.until >= QUIET_S:
                 del connection.tallies[name]
-                _say(world, connection, name, tally)
+                _say(state, connection, name, tally)
 
 
-def say_all(world: ManagerState, connection: ClientState) -> None:
+def say_all(state: ManagerState, connection: ClientState) -> None:
     """Say everything: the client, or the manager, ends."""
     for name, tally in connection.tallies.items():
-        _say(world, connection, name, tally)
+        _say(state, connection, name, tally)
     connection.tallies.clear()
 
 
-def _say(world: ManagerState, connection: ClientState, name: str, tally: Tally) -> None:
-    world.note(
+def _say(state: ManagerState, connection: ClientState, name: str, tally: Tally) -> None:
+    state.note(
         "built",
         checkpoint=repr(name),
         tensors=tally.tensors,

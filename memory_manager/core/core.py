@@ -73,31 +73,31 @@ class Core:
 
     def __init__(self, settings: Settings) -> None:
         ledger = Ledger(settings.budget, mappings_hold=settings.mappings_hold)
-        self._world = ManagerState(settings, ledger, next_put=settings.first_put)
+        self._state = ManagerState(settings, ledger, next_put=settings.first_put)
 
     @property
-    def world(self) -> ManagerState:
+    def state(self) -> ManagerState:
         """The state, for reading: tests, metrics."""
-        return self._world
+        return self._state
 
     def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
         """A client of this user has connected."""
-        world = self._world
-        world.connections[number] = ClientState(number, process, pid, now)
-        world.processes.setdefault(process, Process(process)).connections.add(number)
+        state = self._state
+        state.connections[number] = ClientState(number, process, pid, now)
+        state.processes.setdefault(process, Process(process)).connections.add(number)
         return self._effects()
 
     def received(self, now: float, number: int, request: Request) -> list[Effect]:
         """A client has sent a message."""
-        connection = self._world.connections.get(number)
+        connection = self._state.connections.get(number)
         if connection is not None:
             try:
                 self._handle(now, connection, request)
             except RefusedError as error:
                 code: Any = error.code
-                self._world.refuse(connection, code, error.message)
+                self._state.refuse(connection, code, error.message)
             except BadTransition as error:
-                self._world.refuse(connection, "wrong_state", error.message)
+                self._state.refuse(connection, "wrong_state", error.message)
         return self._effects()
 
     def _handle(self, now: float, connection: ClientState, request: Request) -> None:
@@ -107,16 +107,16 @@ class Core:
             self._hang_up(now, connection, "protocol", "the first message is Hello, once")
         else:
             if not isinstance(request, WITHOUT_REPLY):
-                wait_queue.interrupt(self._world, now, connection)
-            _HANDLERS[type(request)](self._world, now, connection, request)
+                wait_queue.interrupt(self._state, now, connection)
+            _HANDLERS[type(request)](self._state, now, connection, request)
 
     def _hello(self, now: float, connection: ClientState, request: Hello) -> None:
         if connection.name is not None:
             self._hang_up(now, connection, "protocol", "the first message is Hello, once")
             return
         connection.name = request.name
-        _told(self._world, connection)("connected", pid=connection.pid, name=repr(request.name))
-        settings = self._world.settings
+        _told(self._state, connection)("connected", pid=connection.pid, name=repr(request.name))
+        settings = self._state.settings
         reply = Welcome(
             settings.pid,
             connection.number,
@@ -126,80 +126,80 @@ class Core:
             settings.hashes_itself,
             settings.device,
         )
-        self._world.send(connection, reply)
+        self._state.send(connection, reply)
 
     def _hang_up(self, now: float, connection: ClientState, code: Code, text: str) -> None:
         """Refuse for good: tell why, close, forget."""
-        world = self._world
-        world.refuse(connection, code, text)
-        world.note("hung up", pid=connection.pid, code=code, text=text)
-        world.effects.append(Close(connection.number, text))
+        state = self._state
+        state.refuse(connection, code, text)
+        state.note("hung up", pid=connection.pid, code=code, text=text)
+        state.effects.append(Close(connection.number, text))
         self._drop(now, connection)
-        world.forget_if_idle(connection.process)
+        state.forget_if_idle(connection.process)
 
     def garbage(self, now: float, number: int, code: Code, text: str) -> list[Effect]:
         """A client has sent what is no message: tell it why and hang up."""
-        connection = self._world.connections.get(number)
+        connection = self._state.connections.get(number)
         if connection is not None:
             self._hang_up(now, connection, code, text)
         return self._effects()
 
     def disconnected(self, now: float, number: int) -> list[Effect]:
         """A connection is closed, by whichever side. Its process may go on."""
-        connection = self._world.connections.get(number)
+        connection = self._state.connections.get(number)
         if connection is not None:
             self._drop(now, connection)
-            self._world.forget_if_idle(connection.process)
+            self._state.forget_if_idle(connection.process)
         return self._effects()
 
     def _drop(self, now: float, connection: ClientState) -> None:
-        world = self._world
-        world.processes[connection.process].connections.discard(connection.number)
+        state = self._state
+        state.processes[connection.process].connections.discard(connection.number)
         if connection.name is not None:
-            build_log.say_all(world, connection)
+            build_log.say_all(state, connection)
             held = {"leases": len(connection.leases), "builds": len(connection.puts)}
             facts = {"pid": connection.pid, "name": repr(connection.name), **held}
-            _told(world, connection)("disconnected", **facts)
+            _told(state, connection)("disconnected", **facts)
         connection.waiting = None
         for slab in {r.slab for r in connection.leases.values()}:
-            world.charge(world.ledger.slabs[slab], connection.process)
+            state.charge(state.ledger.slabs[slab], connection.process)
         for put in list(connection.puts.values()):
-            puts.gone(world, now, connection, put)
+            puts.gone(state, now, connection, put)
         for lease in list(connection.leases):
-            world.unlease(connection, lease, now)
-        del world.connections[connection.number]
+            state.unlease(connection, lease, now)
+        del state.connections[connection.number]
 
     def ended(self, now: float, process: int) -> list[Effect]:
         """A process has ended: whatever it held is free."""
-        world = self._world
-        known = world.processes.get(process)
+        state = self._state
+        known = state.processes.get(process)
         if known is not None:
             for number in list(known.connections):
-                self._drop(now, world.connections[number])
+                self._drop(now, state.connections[number])
             for slab in known.lingering:
-                if slab in world.ledger.slabs:
-                    world.ledger.unlinger(world.ledger.slabs[slab], process)
+                if slab in state.ledger.slabs:
+                    state.ledger.unlinger(state.ledger.slabs[slab], process)
             known.lingering.clear()
-            world.forget_if_idle(process)
+            state.forget_if_idle(process)
         return self._effects()
 
     def allocated(
         self, now: float, slab: int, failure: tuple[Code, str] | None = None
     ) -> list[Effect]:
         """The backend has done an Allocate, or why not."""
-        puts.allocated(self._world, now, slab, failure)
+        puts.allocated(self._state, now, slab, failure)
         return self._effects()
 
     def hashed(self, now: float, slab: int, result: list[str] | tuple[Code, str]) -> list[Effect]:
-        """The backend has done a SealAndHash or an Adopt: the digests, or why not."""
-        handed_back = slab in self._world.offers
-        (reclaim if handed_back else puts).hashed(self._world, now, slab, result)
+        """The backend has done a SealAndHash or a ReclaimSlab: the digests, or why not."""
+        handed_back = slab in self._state.offers
+        (reclaim if handed_back else puts).hashed(self._state, now, slab, result)
         return self._effects()
 
     def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
         """Before the first client: the last manager's pins, and its records, which are entered
         when `inherit` has brought their tensors."""
-        reclaim.expect(self._world, records, pins)
+        reclaim.expect(self._state, records, pins)
 
     def inherit(
         self,
@@ -208,43 +208,43 @@ class Core:
         spans: Sequence[DigestSpan],
         checkpoints: Sequence[Sequence[str]],
     ) -> tuple[int, list[Effect]]:
-        """Take a slab of the last manager; the number that its Adopt has. RefusedError."""
-        number = reclaim.inherit(self._world, now, nbytes, spans, checkpoints)
+        """Take a slab of the last manager; the number that its ReclaimSlab has. RefusedError."""
+        number = reclaim.inherit(self._state, now, nbytes, spans, checkpoints)
         return number, self._effects()
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: end waits, hang up on those who never said hello."""
-        wait_queue.look(self._world, now)
-        build_log.look(self._world, now)
-        limit = self._world.settings.hello_timeout_s
-        for connection in list(self._world.connections.values()):
+        wait_queue.look(self._state, now)
+        build_log.look(self._state, now)
+        limit = self._state.settings.hello_timeout_s
+        for connection in list(self._state.connections.values()):
             if connection.name is None and now - connection.since >= limit:
                 self._hang_up(now, connection, "protocol", f"no Hello within {limit} seconds")
         return self._effects()
 
     def ending(self) -> list[Effect]:
         """The manager ends: what it still has to say."""
-        for connection in self._world.connections.values():
-            build_log.say_all(self._world, connection)
+        for connection in self._state.connections.values():
+            build_log.say_all(self._state, connection)
         return self._effects()
 
     def next_deadline(self, now: float) -> float | None:
         """When `tick` has something to do, if nothing happens before."""
-        limit = self._world.settings.hello_timeout_s
-        silent = [c.since + limit for c in self._world.connections.values() if c.name is None]
-        wait = wait_queue.next_deadline(self._world, now)
+        limit = self._state.settings.hello_timeout_s
+        silent = [c.since + limit for c in self._state.connections.values() if c.name is None]
+        wait = wait_queue.next_deadline(self._state, now)
         return min([*silent, *([wait] if wait is not None else [])], default=None)
 
     def totals(self, now: float) -> Totals:
         """The numbers of now."""
-        return admin.totals(self._world, now, 0.0)
+        return admin.totals(self._state, now, 0.0)
 
     def _effects(self) -> list[Effect]:
-        self._world.settle()
-        effects, self._world.effects = self._world.effects, []
+        self._state.settle()
+        effects, self._state.effects = self._state.effects, []
         return effects
 
 
-def _told(world: ManagerState, connection: ClientState) -> Callable[..., None]:
+def _told(state: ManagerState, connection: ClientState) -> Callable[..., None]:
     """Who looks at a manager comes and goes all the time: that is a detail."""
-    return world.detail if connection.name == COMMAND else world.note
+    return state.detail if connection.name == COMMAND else state.note

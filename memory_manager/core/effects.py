@@ -40,7 +40,7 @@ class SealAndHash:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class ReclaimSlab:
     """Check the descriptor that came with this message, hash as above; then call `hashed`."""
 
     slab: int
@@ -77,5 +77,5 @@ class End:
 
 
 Effect: TypeAlias = (
-    Send | Close | AllocateSlab | SealAndHash | Adopt | FreeSlab | Forget | Note | End
+    Send | Close | AllocateSlab | SealAndHash | ReclaimSlab | FreeSlab | Forget | Note | End
 )

@@ -29,65 +29,65 @@ from tensor_dedup.memory_manager.protocol.messages import (
 from tensor_dedup.memory_manager.protocol.messages import Allocate as AllocateRequest
 
 
-def reserve(world: ManagerState, now: float, connection: ClientState, message: Reserve) -> None:
+def reserve(state: ManagerState, now: float, connection: ClientState, message: Reserve) -> None:
     """Grant what nobody has built or is building; take over from builders that fell silent."""
-    if len(connection.puts) >= world.settings.max_puts:
+    if len(connection.puts) >= state.settings.max_puts:
         raise refusal("limit", "this client holds as many puts as one may; finish or abandon some")
     answers = Reserved(0, [])
     granted = set[str]()
     for key in message.keys:
-        _take_over(world, now, connection, key)
-        if key in world.records:
+        _take_over(state, now, connection, key)
+        if key in state.records:
             answers.answers.append("ready")
-        elif key in world.builders or key in granted:
+        elif key in state.builders or key in granted:
             answers.answers.append("building")
         else:
             answers.answers.append("granted")
             granted.add(key)
-    number = _open_put(world, now, connection, granted, message.checkpoint) if granted else 0
-    world.send(connection, Reserved(number, answers.answers))
+    number = _open_put(state, now, connection, granted, message.checkpoint) if granted else 0
+    state.send(connection, Reserved(number, answers.answers))
 
 
 def _open_put(
-    world: ManagerState, now: float, connection: ClientState, keys: set[str], checkpoint: str
+    state: ManagerState, now: float, connection: ClientState, keys: set[str], checkpoint: str
 ) -> int:
-    number = world.next_put
-    world.next_put += 1
+    number = state.next_put
+    state.next_put += 1
     put = PutState(number, connection.number, connection.process, keys, now, checkpoint, opened=now)
     connection.puts[number] = put
-    world.builders.update(dict.fromkeys(keys, put))
+    state.builders.update(dict.fromkeys(keys, put))
     return number
 
 
-def _take_over(world: ManagerState, now: float, connection: ClientState, key: str) -> None:
-    put = world.builders.get(key)
+def _take_over(state: ManagerState, now: float, connection: ClientState, key: str) -> None:
+    put = state.builders.get(key)
     if put is None or put.connection == connection.number:
         return
-    if put.silent(now) < world.settings.build_timeout_s:
+    if put.silent(now) < state.settings.build_timeout_s:
         return
-    world.counters["takeovers"] += 1
-    world.note("taken over", put=put.number, key=key, silent_s=round(put.silent(now), 1))
+    state.counters["takeovers"] += 1
+    state.note("taken over", put=put.number, key=key, silent_s=round(put.silent(now), 1))
     put.step(Event.TAKE_OVER)
-    slab = world.ledger.slabs[put.slab] if put.slab is not None else None
+    slab = state.ledger.slabs[put.slab] if put.slab is not None else None
     if slab is not None:
         # The old builder may write into it for ever: nobody else will ever see it.
-        world.charge(slab, put.process)
+        state.charge(slab, put.process)
         if not slab.residents:
-            world.ledger.drop(slab)
-    _let_go(world, now, put)
+            state.ledger.drop(slab)
+    _let_go(state, now, put)
 
 
-def _let_go(world: ManagerState, now: float, put: PutState) -> None:
+def _let_go(state: ManagerState, now: float, put: PutState) -> None:
     """A put holds neither its layers nor its tensors any longer."""
     for resident in put.held:
-        world.ledger.let_go(resident, now, leased=False)
+        state.ledger.let_go(resident, now, leased=False)
     put.held = []
-    if put.slab is not None and put.slab in world.ledger.slabs:
-        world.ledger.slabs[put.slab].owned = False
+    if put.slab is not None and put.slab in state.ledger.slabs:
+        state.ledger.slabs[put.slab].owned = False
     keys, put.keys = put.keys, set()
     for key in sorted(keys):
-        del world.builders[key]
-        wake(world, key, "free")
+        del state.builders[key]
+        wake(state, key, "free")
 
 
 def _mine(connection: ClientState, number: int, now: float) -> PutState:
@@ -104,19 +104,19 @@ def _mine(connection: ClientState, number: int, now: float) -> PutState:
 
 
 def allocate(
-    world: ManagerState, now: float, connection: ClientState, message: AllocateRequest
+    state: ManagerState, now: float, connection: ClientState, message: AllocateRequest
 ) -> None:
     """Charge a slab and have it made."""
     put = _mine(connection, message.put, now)
     put.step(Event.ALLOCATE)
-    layout = world.settings.layout
+    layout = state.settings.layout
     offsets, nbytes = offsets_of((piece.nbytes for piece in message.pieces), layout)
-    slab = world.ledger.add(nbytes, now)
+    slab = state.ledger.add(nbytes, now)
     if slab is None:
         put.step(Event.NO_MEMORY)
         raise refusal(
             "no_room",
-            f"no room for {nbytes} bytes: {world.ledger.charged} of {world.ledger.budget} bytes "
+            f"no room for {nbytes} bytes: {state.ledger.charged} of {state.ledger.budget} bytes "
             "are in use; build privately, or give the manager a larger --budget",
         )
     put.slab = slab.number
@@ -124,58 +124,58 @@ def allocate(
         (offset, piece.nbytes, piece.digest)
         for offset, piece in zip(offsets, message.pieces, strict=True)
     )
-    _start(world, put, slab)
-    world.effects.append(AllocateSlab(slab.number, nbytes))
+    _start(state, put, slab)
+    state.effects.append(AllocateSlab(slab.number, nbytes))
 
 
-def _start(world: ManagerState, put: PutState, slab: SlabState) -> None:
+def _start(state: ManagerState, put: PutState, slab: SlabState) -> None:
     slab.busy = True
-    world.filling[slab.number] = put
+    state.filling[slab.number] = put
 
 
 def allocated(
-    world: ManagerState, now: float, number: int, failure: tuple[Code, str] | None
+    state: ManagerState, now: float, number: int, failure: tuple[Code, str] | None
 ) -> None:
     """The backend has made a slab, or could not."""
-    put, slab = world.filling.pop(number), world.ledger.slabs[number]
-    connection = world.connections.get(put.connection)
-    if not world.ledger.idle(slab) or connection is None:
-        _refuse_late(world, connection, put)
+    put, slab = state.filling.pop(number), state.ledger.slabs[number]
+    connection = state.connections.get(put.connection)
+    if not state.ledger.idle(slab) or connection is None:
+        _refuse_late(state, connection, put)
         return
     put.progress = now
     if failure is not None:
         put.step(Event.NO_MEMORY)
         put.slab, put.spans = None, ()
-        world.ledger.drop(slab)
-        world.refuse(connection, *failure)
+        state.ledger.drop(slab)
+        state.refuse(connection, *failure)
         return
     put.step(Event.ALLOCATED)
     reply = Allocated(SlabRef(number, slab.nbytes), [offset for offset, _, _ in put.spans])
-    world.send(connection, reply, (number,))
+    state.send(connection, reply, (number,))
 
 
-def _refuse_late(world: ManagerState, connection: ClientState | None, put: PutState) -> None:
+def _refuse_late(state: ManagerState, connection: ClientState | None, put: PutState) -> None:
     """The put ended before its request did: every request has a reply, this one too."""
     if connection is not None:
-        world.refuse(connection, "stale_put", f"put {put.number} was abandoned meanwhile")
+        state.refuse(connection, "stale_put", f"put {put.number} was abandoned meanwhile")
 
 
-def progress(_world: ManagerState, now: float, connection: ClientState, message: Progress) -> None:
+def progress(_state: ManagerState, now: float, connection: ClientState, message: Progress) -> None:
     """The builder is alive. A put that was taken over is told so at its next request."""
     put = connection.puts.get(message.put)
     if put is not None:
         put.progress = now
 
 
-def seal(world: ManagerState, now: float, connection: ClientState, message: Seal) -> None:
+def seal(state: ManagerState, now: float, connection: ClientState, message: Seal) -> None:
     """Have the slab sealed and hashed."""
     put = _mine(connection, message.put, now)
     spans = _announced(put.spans, message.digests)
     put.step(Event.SEAL)
     put.spans = spans
-    slab = world.ledger.slabs[put.slab or 0]
-    _start(world, put, slab)
-    world.effects.append(SealAndHash(slab.number, put.spans))
+    slab = state.ledger.slabs[put.slab or 0]
+    _start(state, put, slab)
+    state.effects.append(SealAndHash(slab.number, put.spans))
 
 
 def _announced(
@@ -193,35 +193,35 @@ def _announced(
 
 
 def hashed(
-    world: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
+    state: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
 ) -> None:
     """The backend has sealed and hashed a slab, or could not."""
-    put, slab = world.filling.pop(number), world.ledger.slabs[number]
-    connection = world.connections.get(put.connection)
-    if not world.ledger.idle(slab) or connection is None:
-        _refuse_late(world, connection, put)
+    put, slab = state.filling.pop(number), state.ledger.slabs[number]
+    connection = state.connections.get(put.connection)
+    if not state.ledger.idle(slab) or connection is None:
+        _refuse_late(state, connection, put)
         return
     put.progress = now
     problem = announced_problem(put.spans, result)
     if problem is not None:
-        _not_sealed(world, now, connection, put, problem)
+        _not_sealed(state, now, connection, put, problem)
         return
     put.step(Event.HASHED)
     digests = list(result)
     for (offset, nbytes, _), digest in zip(put.spans, digests, strict=True):
-        resident = world.ledger.enter(slab, offset, nbytes, digest)
-        world.ledger.hold(resident, now, leased=False)
-        world.ledger.attribute(resident, put.checkpoint)
+        resident = state.ledger.enter(slab, offset, nbytes, digest)
+        state.ledger.hold(resident, now, leased=False)
+        state.ledger.attribute(resident, put.checkpoint)
         put.held.append(resident)
     if slab.residents:
         build_log.count(connection, put, now, slab)
     else:  # every tensor was resident elsewhere when the hash was known
         put.slab = None
-        world.ledger.drop(slab)
-    world.detail(
+        state.ledger.drop(slab)
+    state.detail(
         "sealed", put=put.number, pid=connection.pid, tensors=len(digests), nbytes=slab.nbytes
     )
-    world.send(connection, Sealed(digests))
+    state.send(connection, Sealed(digests))
 
 
 def announced_problem(
@@ -240,7 +240,7 @@ def announced_problem(
 
 
 def _not_sealed(
-    world: ManagerState,
+    state: ManagerState,
     now: float,
     connection: ClientState,
     put: PutState,
@@ -250,35 +250,35 @@ def _not_sealed(
         put.step(Event.STILL_WRITABLE)
     else:
         put.step(Event.MISMATCH)
-        _close(world, now, connection, put)
-    world.refuse(connection, *problem)
+        _close(state, now, connection, put)
+    state.refuse(connection, *problem)
 
 
-def _close(world: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
+def _close(state: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
     """A put has ended: forget it, and its slab unless that has become resident."""
     del connection.puts[put.number]
-    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
     if slab is not None and not slab.residents:
-        world.ledger.drop(slab)
-    _let_go(world, now, put)
+        state.ledger.drop(slab)
+    _let_go(state, now, put)
 
 
-def publish(world: ManagerState, now: float, connection: ClientState, message: Publish) -> None:
+def publish(state: ManagerState, now: float, connection: ClientState, message: Publish) -> None:
     """Enter a layer record whose tensors this client holds."""
     put = _mine(connection, message.put, now) if message.put else None
     if put is not None:
         if message.key not in put.keys:
             raise refusal("wrong_state", f"layer {message.key} is not reserved by this put")
         put.step(Event.PUBLISH)
-    elif message.key in world.builders:
+    elif message.key in state.builders:
         raise refusal("being_built", f"layer {message.key} is being built by another client")
     _require_held(connection, put, message)
     record = KeyRecord(message.record, tuple(message.digests))
-    new = world.enter_record(message.key, record)
-    world.counters["published"] += new
+    new = state.enter_record(message.key, record)
+    state.counters["published"] += new
     if put is not None:
-        _published(world, now, connection, put, message.key)
-    world.send(connection, Done(count=int(new)))
+        _published(state, now, connection, put, message.key)
+    state.send(connection, Done(count=int(new)))
 
 
 def _require_held(connection: ClientState, put: PutState | None, message: Publish) -> None:
@@ -293,39 +293,39 @@ def _require_held(connection: ClientState, put: PutState | None, message: Publis
 
 
 def _published(
-    world: ManagerState, now: float, connection: ClientState, put: PutState, key: str
+    state: ManagerState, now: float, connection: ClientState, put: PutState, key: str
 ) -> None:
     put.keys.discard(key)
-    del world.builders[key]
-    world.detail("published", key=key, put=put.number, pid=connection.pid)
-    wake(world, key, "ready")
+    del state.builders[key]
+    state.detail("published", key=key, put=put.number, pid=connection.pid)
+    wake(state, key, "ready")
     if not put.keys:
         put.step(Event.FINISH)
-        _close(world, now, connection, put)
+        _close(state, now, connection, put)
 
 
-def abandon(world: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
+def abandon(state: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
     """End a put. The client says that it has let the memory go, so it is not charged further."""
     put = connection.puts.get(message.put)
     if put is None:
-        world.send(connection, Done())
+        state.send(connection, Done())
         return
-    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
     revoked = put.state is State.REVOKED
     put.step(Event.ABANDON)
     if revoked and slab is not None:
-        world.processes[put.process].lingering.discard(slab.number)
-        world.ledger.unlinger(slab, put.process)
-    _close(world, now, connection, put)
-    world.send(connection, Done(count=1))
+        state.processes[put.process].lingering.discard(slab.number)
+        state.ledger.unlinger(slab, put.process)
+    _close(state, now, connection, put)
+    state.send(connection, Done(count=1))
 
 
-def gone(world: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
+def gone(state: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
     """The connection of a put is closed; its process may still have the memory mapped."""
-    slab = world.ledger.slabs.get(put.slab) if put.slab is not None else None
+    slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
     if slab is not None and put.state in (State.WRITING, State.SEALING):
-        world.charge(slab, put.process)
+        state.charge(slab, put.process)
     if put.active:
-        world.note("builder gone", put=put.number, pid=connection.pid, layers=len(put.keys))
+        state.note("builder gone", put=put.number, pid=connection.pid, layers=len(put.keys))
     put.step(Event.GONE)
-    _close(world, now, connection, put)
+    _close(state, now, connection, put)

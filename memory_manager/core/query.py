@@ -42,43 +42,43 @@ class _Page:
             self.slabs[slab] = len(self.slabs)
         return True
 
-    def refs(self, world: ManagerState) -> list[SlabRef]:
-        return [SlabRef(number, world.ledger.slabs[number].nbytes) for number in self.slabs]
+    def refs(self, state: ManagerState) -> list[SlabRef]:
+        return [SlabRef(number, state.ledger.slabs[number].nbytes) for number in self.slabs]
 
 
-def lookup(world: ManagerState, now: float, connection: ClientState, message: Lookup) -> None:
+def lookup(state: ManagerState, now: float, connection: ClientState, message: Lookup) -> None:
     """Answer as many layers as fit one reply."""
     page, layers = _Page(), list[LayerHit | None]()
-    lend = _lender(world, now, connection, message.checkpoint, page)
+    lend = _lender(state, now, connection, message.checkpoint, page)
     for key in message.keys:
-        record = world.records.get(key)
-        residents = [world.ledger.residents[d] for d in record.digests] if record else []
-        may = world.may_lease(connection, len(residents))
+        record = state.records.get(key)
+        residents = [state.ledger.residents[d] for d in record.digests] if record else []
+        may = state.may_lease(connection, len(residents))
         if not may or not page.take(residents, _HIT_BYTES + (len(record.record) if record else 0)):
             break
         hit = LayerHit(record.record, [lend(r) for r in residents]) if record else None
         layers.append(hit)
     _require_some(len(layers))
     hits = sum(layer is not None for layer in layers)
-    world.counters["hits"] += hits
-    world.counters["misses"] += len(layers) - hits
-    world.send(connection, Found(layers, page.refs(world)), page.slabs)
+    state.counters["hits"] += hits
+    state.counters["misses"] += len(layers) - hits
+    state.send(connection, Found(layers, page.refs(state)), page.slabs)
 
 
 def lookup_digests(
-    world: ManagerState, now: float, connection: ClientState, message: LookupDigests
+    state: ManagerState, now: float, connection: ClientState, message: LookupDigests
 ) -> None:
     """Answer as many digests as fit one reply."""
     page, extents = _Page(), list[Extent | None]()
-    lend = _lender(world, now, connection, message.checkpoint, page)
+    lend = _lender(state, now, connection, message.checkpoint, page)
     for digest in message.digests:
-        resident = world.ledger.residents.get(digest)
-        may = resident is None or world.may_lease(connection, 1)
+        resident = state.ledger.residents.get(digest)
+        may = resident is None or state.may_lease(connection, 1)
         if not may or not page.take([resident] if resident else [], 2):
             break
         extents.append(lend(resident) if resident else None)
     _require_some(len(extents))
-    world.send(connection, FoundDigests(extents, page.refs(world)), page.slabs)
+    state.send(connection, FoundDigests(extents, page.refs(state)), page.slabs)
 
 
 def _require_some(answered: int) -> None:
@@ -88,17 +88,17 @@ def _require_some(answered: int) -> None:
 
 
 def _lender(
-    world: ManagerState, now: float, connection: ClientState, checkpoint: str, page: _Page
+    state: ManagerState, now: float, connection: ClientState, checkpoint: str, page: _Page
 ) -> Callable[[ResidentEntry], Extent]:
     def lend(resident: ResidentEntry) -> Extent:
-        number = world.lease(connection, resident, checkpoint, now)
+        number = state.lease(connection, resident, checkpoint, now)
         position = page.slabs[resident.slab]
         return Extent(position, resident.offset, resident.nbytes, resident.digest, number)
 
     return lend
 
 
-def release(world: ManagerState, now: float, connection: ClientState, message: Release) -> None:
+def release(state: ManagerState, now: float, connection: ClientState, message: Release) -> None:
     """Take leases back."""
     for number in message.leases:
-        world.unlease(connection, number, now)
+        state.unlease(connection, number, now)

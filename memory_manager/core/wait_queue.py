@@ -9,7 +9,7 @@ from tensor_dedup.memory_manager.core.manager_state import (
 from tensor_dedup.memory_manager.protocol.messages import Wait, Waited
 
 
-def wait(world: ManagerState, now: float, connection: ClientState, message: Wait) -> None:
+def wait(state: ManagerState, now: float, connection: ClientState, message: Wait) -> None:
     """Answer at once when there is nothing to wait for; park the request otherwise."""
     if connection.builds:
         raise refusal(
@@ -17,58 +17,58 @@ def wait(world: ManagerState, now: float, connection: ClientState, message: Wait
             "publish or abandon what you have reserved before you wait: two clients that wait for "
             "each other would wait for ever",
         )
-    if message.key in world.records:
-        world.send(connection, Waited("ready"))
+    if message.key in state.records:
+        state.send(connection, Waited("ready"))
         return
     connection.waiting = Waiting(message.key, now + message.timeout_s)
-    _look(world, now, connection)
+    _look(state, now, connection)
 
 
-def interrupt(world: ManagerState, now: float, connection: ClientState) -> None:
+def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
     """The client asks for something else: answer its wait first, replies keep their order."""
     waiting, connection.waiting = connection.waiting, None
     if waiting is not None:
-        put = world.builders.get(waiting.key)
-        world.send(connection, Waited("building", put.silent(now) if put else 0.0))
+        put = state.builders.get(waiting.key)
+        state.send(connection, Waited("building", put.silent(now) if put else 0.0))
 
 
-def wake(world: ManagerState, key: str, outcome: str) -> None:
+def wake(state: ManagerState, key: str, outcome: str) -> None:
     """A layer was published ("ready") or given up ("free"): tell everybody who waits for it."""
-    for connection in world.connections.values():
+    for connection in state.connections.values():
         if connection.waiting is not None and connection.waiting.key == key:
             connection.waiting = None
-            world.send(connection, Waited("ready" if outcome == "ready" else "free"))
+            state.send(connection, Waited("ready" if outcome == "ready" else "free"))
 
 
-def look(world: ManagerState, now: float) -> None:
+def look(state: ManagerState, now: float) -> None:
     """End the waits whose time has come."""
-    for connection in list(world.connections.values()):
+    for connection in list(state.connections.values()):
         if connection.waiting is not None:
-            _look(world, now, connection)
+            _look(state, now, connection)
 
 
-def _look(world: ManagerState, now: float, connection: ClientState) -> None:
+def _look(state: ManagerState, now: float, connection: ClientState) -> None:
     waiting = connection.waiting
     if waiting is None:
         return
-    put = world.builders.get(waiting.key)
+    put = state.builders.get(waiting.key)
     if put is None:
         reply = Waited("free")
-    elif (silent := put.silent(now)) >= world.settings.build_timeout_s:
+    elif (silent := put.silent(now)) >= state.settings.build_timeout_s:
         reply = Waited("stalled", silent)
     elif now >= waiting.until:
         reply = Waited("building", silent)
     else:
         return
     connection.waiting = None
-    world.send(connection, reply)
+    state.send(connection, reply)
 
 
-def next_deadline(world: ManagerState, now: float) -> float | None:
+def next_deadline(state: ManagerState, now: float) -> float | None:
     """When the next wait ends if nothing happens."""
     deadlines = [
-        min(c.waiting.until, now + world.settings.build_timeout_s - put.silent(now))
-        for c in world.connections.values()
-        if c.waiting is not None and (put := world.builders.get(c.waiting.key)) is not None
+        min(c.waiting.until, now + state.settings.build_timeout_s - put.silent(now))
+        for c in state.connections.values()
+        if c.waiting is not None and (put := state.builders.get(c.waiting.key)) is not None
     ]
     return min(deadlines, default=None)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
-    Adopt,
     AllocateSlab,
     Close,
     Effect,
@@ -23,6 +22,7 @@ from tensor_dedup.memory_manager.core.effects import (
     Forget,
     FreeSlab,
     Note,
+    ReclaimSlab,
     SealAndHash,
     Send,
 )
@@ -67,8 +67,8 @@ class Server:
         self._file = socket_file
         self._options = options or Options()
         self._core = Core(settings)
-        self._work = SlabJobs(backend)
-        self._door = Acceptor(socket_file.socket)
+        self._jobs = SlabJobs(backend)
+        self._acceptor = Acceptor(socket_file.socket)
         self._selector = selectors.DefaultSelector()
         self._clients: dict[int, ClientSocket] = {}
         self._memories: dict[int, Memory] = {}
@@ -89,12 +89,12 @@ class Server:
     def stop(self) -> None:
         """End `run` soon. Safe from any thread and from signal handlers."""
         self._ending = True
-        self._work.ring()
+        self._jobs.ring()
 
     def run(self) -> None:
         """Serve until stopped; then close everything. Memory that clients mapped stays theirs."""
-        self._watch_door()
-        self._selector.register(self._work.wake_up, selectors.EVENT_READ, self._work_done)
+        self._watch_listener()
+        self._selector.register(self._jobs.wake_up, selectors.EVENT_READ, self._jobs_done)
         try:
             while not self._ending:
                 self._turn()
@@ -148,44 +148,44 @@ class Server:
 
     # Connections.
 
-    def _watch_door(self) -> None:
+    def _watch_listener(self) -> None:
         self._accept_again = None
         self._selector.register(self._file.socket, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
         try:
-            visitor = self._door.accept()
+            accepted = self._acceptor.accept()
         except BlockingIOError:
             self._selector.unregister(self._file.socket)
             self._accept_again = self._now() + _ACCEPT_PAUSE_S
             log.warning("no descriptor left to accept a client with; raise ulimit -n")
             return
-        if visitor is not None:
-            self._welcome(visitor)
+        if accepted is not None:
+            self._welcome(accepted)
 
-    def _welcome(self, visitor: AcceptedConnection) -> None:
+    def _welcome(self, accepted: AcceptedConnection) -> None:
         self._numbers += 1
         number = self._numbers
-        process = self._process(visitor)
-        client = ClientSocket(number, process, visitor.pid, visitor.socket)
+        process = self._process(accepted)
+        client = ClientSocket(number, process, accepted.pid, accepted.socket)
         self._clients[number] = client
         self._watch(client, selectors.EVENT_READ)
-        self._effects.extend(self._core.connected(self._now(), number, process, visitor.pid))
+        self._effects.extend(self._core.connected(self._now(), number, process, accepted.pid))
 
-    def _process(self, visitor: AcceptedConnection) -> int:
+    def _process(self, accepted: AcceptedConnection) -> int:
         """The number of the client's process: one, however often it connects."""
-        known = self._pids.get(visitor.pid) if visitor.pid > 0 else None
+        known = self._pids.get(accepted.pid) if accepted.pid > 0 else None
         if known is not None:
-            if visitor.pidfd is not None:
-                os.close(visitor.pidfd)
+            if accepted.pidfd is not None:
+                os.close(accepted.pidfd)
             return known
         self._numbers += 1
         number = self._numbers
-        self._processes[number] = visitor.pidfd
-        if visitor.pidfd is not None:
-            self._pids[visitor.pid] = number
+        self._processes[number] = accepted.pidfd
+        if accepted.pidfd is not None:
+            self._pids[accepted.pid] = number
             self._selector.register(
-                visitor.pidfd, selectors.EVENT_READ, lambda: self._ended(number)
+                accepted.pidfd, selectors.EVENT_READ, lambda: self._ended(number)
             )
         return number
 
@@ -285,7 +285,7 @@ class Server:
             elif client.retry_at is not None and now >= client.retry_at:
                 self._flush(client)
         if self._accept_again is not None and now >= self._accept_again:
-            self._watch_door()
+            self._watch_listener()
 
     def _look_at_idleness(self, now: float) -> None:
         if self._clients:
@@ -317,16 +317,16 @@ class Server:
             case _:
                 self._do_memory(effect)
 
-    def _do_memory(self, effect: AllocateSlab | SealAndHash | Adopt | FreeSlab) -> None:
+    def _do_memory(self, effect: AllocateSlab | SealAndHash | ReclaimSlab | FreeSlab) -> None:
         match effect:
             case AllocateSlab(slab, nbytes):
-                self._work.allocate(slab, nbytes)
+                self._jobs.allocate(slab, nbytes)
             case SealAndHash(slab, pieces):
-                self._work.seal_and_hash(slab, self._memories[slab], pieces)
-            case Adopt(slab, nbytes, pieces):
+                self._jobs.seal_and_hash(slab, self._memories[slab], pieces)
+            case ReclaimSlab(slab, nbytes, pieces):
                 inherited = self._handed.pop(slab, None)
                 fd = self._arrived.pop() if inherited is None else inherited
-                self._work.adopt(slab, fd, nbytes, pieces)
+                self._jobs.reclaim(slab, fd, nbytes, pieces)
             case FreeSlab(slab):
                 self._memories.pop(slab, None)
 
@@ -353,8 +353,8 @@ class Server:
             self._selector.unregister(pidfd)
             os.close(pidfd)
 
-    def _work_done(self) -> None:
-        for outcome in self._work.outcomes():
+    def _jobs_done(self) -> None:
+        for outcome in self._jobs.outcomes():
             self._fetch(outcome)
             self._do_effects()
 
@@ -376,13 +376,13 @@ class Server:
         for client in list(self._clients.values()):
             client.flush(self._now())
             self._drop(client)
-        self._work.close()
-        if handed := hand_over(self._core.world, self._memories):
+        self._jobs.close()
+        if handed := hand_over(self._core.state, self._memories):
             log.info("handed over slabs=%d", handed)
         for pidfd in self._processes.values():
             if pidfd is not None:
                 os.close(pidfd)
         self._memories.clear()
-        self._door.close()
+        self._acceptor.close()
         self._selector.close()
         log.info("ended")

@@ -29,7 +29,7 @@ _JOBS_AT_ONCE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job on a slab. `memory` is set when the job made or adopted one."""
+    """What became of a job on a slab. `memory` is set when the job made or took back one."""
 
     kind: Literal["allocated", "hashed"]
     slab: int
@@ -62,11 +62,11 @@ class SlabJobs:
 
         self._start(job, slab, "hashed")
 
-    def adopt(self, slab: int, fd: int, nbytes: int, pieces: Pieces) -> None:
+    def reclaim(self, slab: int, fd: int, nbytes: int, pieces: Pieces) -> None:
         """Check a slab that was handed back, and hash it. Owns the descriptor."""
 
         def job() -> Outcome:
-            memory = self._backend.adopt(fd, nbytes)
+            memory = self._backend.reclaim(fd, nbytes)
             return Outcome("hashed", slab, memory, self._backend.digests(memory, pieces))
 
         self._start(job, slab, "hashed")

@@ -95,12 +95,12 @@ def _stored(name: str, generation: str) -> str:
     return f"{name}-{generation}"
 
 
-def describe(world: ManagerState, memories: Mapping[int, Memory], room: int) -> HandoverIndex:
+def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> HandoverIndex:
     """What is handed over now: at most `room` sealed slabs with their tensors, records, pins.
 
     Pinned slabs come first, then those used last.
     """
-    ledger = world.ledger
+    ledger = state.ledger
     fit = [s for number, s in ledger.slabs.items() if s.residents and number in memories]
     fit.sort(key=lambda slab: (not ledger.pinned_slab(slab), -slab.used))
     slabs = [
@@ -114,16 +114,16 @@ def describe(world: ManagerState, memories: Mapping[int, Memory], room: int) -> 
         )
         for slab in fit[:room]
     ]
-    records = [HandoverRecord(key, r.record, list(r.digests)) for key, r in world.records.items()]
+    records = [HandoverRecord(key, r.record, list(r.digests)) for key, r in state.records.items()]
     return HandoverIndex(secrets.token_hex(8), slabs, records, sorted(ledger.pins))
 
 
-def hand_over(world: ManagerState, memories: Mapping[int, Memory]) -> int:
+def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
     """Leave the slabs with systemd, where it keeps descriptors for this service; how many."""
     room = _room()
     if room < 1:
         return 0
-    index = describe(world, memories, room)
+    index = describe(state, memories, room)
     fd = os.memfd_create(f"tensor-dedup-{_INDEX}", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -193,7 +193,7 @@ def notify(state: str, descriptors: tuple[int, ...] = ()) -> None:
         return
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     # A supervisor that does not listen costs what it would have kept, and nothing else.
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as door:
-        door.settimeout(_NOTIFY_S)
-        door.connect("\0" + address[1:] if address[0] == "@" else address)
-        door.sendmsg([state.encode()], rights if descriptors else [])
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.settimeout(_NOTIFY_S)
+        systemd.connect("\0" + address[1:] if address[0] == "@" else address)
+        systemd.sendmsg([state.encode()], rights if descriptors else [])

@@ -84,7 +84,7 @@ def test_the_manager_needs_no_context(driver: Driver) -> None:
         f"size = {gpu_world.UNIT}\n"
         "backend = VmmBackend(NvidiaDriver(), '0')\n"
         "slab = backend.reserve(size)\n"
-        "backend.adopt(os.dup(slab.fileno), size)\n"
+        "backend.reclaim(os.dup(slab.fileno), size)\n"
         "print([int(value) for value in api.cuDevicePrimaryCtxGetState(0)])\n"
     )
     assert gpu_world.output_of(code) == "[0, 0, 0]"

@@ -78,7 +78,7 @@ def test_the_manager_has_no_context_and_no_mapping_and_keeps_no_handle() -> None
     slab = backend.reserve(MIB)
     backend.seal(slab)
     backend.digests(slab, [(0, 1, "0" * 64)])
-    backend.adopt(os.dup(slab.fileno), MIB)
+    backend.reclaim(os.dup(slab.fileno), MIB)
     backend.close()
     assert set(driver.calls) == {
         "init", "devices", "granularity", "create", "export", "release", "import_", "device_of",
@@ -108,14 +108,14 @@ def test_memory_of_another_gpu_is_not_adopted() -> None:
     other = VmmBackend(FakeDriver(visible=(1,)), "0").reserve(MIB)
     for visible in ((0,), (0, 1)):
         with pytest.raises(NotSealedError):
-            VmmBackend(FakeDriver(visible), "0").adopt(os.dup(other.fileno), MIB)
+            VmmBackend(FakeDriver(visible), "0").reclaim(os.dup(other.fileno), MIB)
 
 
 def test_a_size_that_is_no_multiple_is_not_adopted() -> None:
     backend = VmmBackend(FakeDriver(), "0")
     slab = backend.reserve(MIB)
     with pytest.raises(NotSealedError, match="units"):
-        backend.adopt(os.dup(slab.fileno), MIB - 1)
+        backend.reclaim(os.dup(slab.fileno), MIB - 1)
 
 
 def test_slabs_are_whole_handles_and_tensors_as_torch_has_them() -> None:
@@ -128,9 +128,9 @@ def test_a_full_gpu_is_no_memory() -> None:
         VmmBackend(FakeDriver(nbytes=MIB), "0").reserve(2 * MIB)
 
 
-def make_and_adopt(backend: VmmBackend, fd: int) -> None:
+def make_and_reclaim(backend: VmmBackend, fd: int) -> None:
     backend.reserve(MIB)
-    backend.adopt(os.dup(fd), MIB)
+    backend.reclaim(os.dup(fd), MIB)
 
 
 @pytest.mark.parametrize("code", [Result.OUT_OF_MEMORY, Result.NOT_PERMITTED])
@@ -143,13 +143,13 @@ def test_whatever_call_fails_nothing_is_left(code: Result, number: int) -> None:
     before = gpus.descriptors()
     driver.again(number)
     with pytest.raises(BackendError):
-        make_and_adopt(backend, slab.fileno)
+        make_and_reclaim(backend, slab.fileno)
     assert driver.calls[-1] == ["create", "export", "import_", "device_of"][number - 1]
     gc.collect()
     assert inner.left() == {}
     assert gpus.descriptors() == before
     driver.again()
-    make_and_adopt(backend, slab.fileno)
+    make_and_reclaim(backend, slab.fileno)
     assert len(driver.calls) == 4, "a call that is not tried here"
 
 
@@ -312,7 +312,7 @@ def test_slabs_are_whole_handles_of_the_size_that_was_asked_for(mib: int) -> Non
     assert small.capabilities.layout.unit == GRANULARITY
     # What an earlier manager made in smaller handles is taken over all the same.
     slab = small.reserve(GRANULARITY)
-    assert backend.adopt(os.dup(slab.fileno), GRANULARITY).nbytes == GRANULARITY
+    assert backend.reclaim(os.dup(slab.fileno), GRANULARITY).nbytes == GRANULARITY
 
 
 def test_a_handle_that_the_gpu_does_not_have_is_refused() -> None:

@@ -10,8 +10,8 @@ from hypothesis.stateful import (
 
 from core_played import PlayedCore
 from tensor_dedup.memory_manager.core.effects import (
-    Adopt,
     AllocateSlab,
+    ReclaimSlab,
     SealAndHash,
 )
 from tensor_dedup.memory_manager.protocol.layout import PAGE
@@ -88,8 +88,8 @@ class Machine(PlayedCore):
 
     def any_put(self, client: int, data: st.DataObject) -> int:
         """Mostly one of one's own, in whatever state; also those of others, and of nobody."""
-        own = sorted(self.world.connections[client].puts) if client in self.process else []
-        others = sorted({put.number for put in self.world.builders.values()})
+        own = sorted(self.state.connections[client].puts) if client in self.process else []
+        others = sorted({put.number for put in self.state.builders.values()})
         return data.draw(st.sampled_from(own * 4 + others + [77]))
 
     @rule(slot=SLOTS, key=KEYS, digest=DIGESTS, pages=st.integers(1, 3), steps=st.integers(1, 5))
@@ -97,7 +97,7 @@ class Machine(PlayedCore):
         """As a good client does, up to some step."""
         client = self.client(slot)
         self.ask(client, Reserve([key], "base"))
-        put = self.world.builders.get(key)
+        put = self.state.builders.get(key)
         if put is None or put.connection != client:
             return
         requests: list[Request] = [
@@ -115,7 +115,7 @@ class Machine(PlayedCore):
         """One builds and falls silent, another waits and asks again."""
         self.build(slot, key, "5" * 64, 1, steps)
         client = self.client(other)
-        for put in list(self.world.connections[client].puts):
+        for put in list(self.state.connections[client].puts):
             self.ask(client, Abandon(put))
         self.ask(client, Wait(key, 30.0))
         self.now += seconds
@@ -128,7 +128,7 @@ class Machine(PlayedCore):
                 case AllocateSlab(slab, _):
                     self.memory.add(slab)
                     self.do(self.core.allocated(self.now, slab))
-                case SealAndHash(slab, pieces) | Adopt(slab, _, pieces):
+                case SealAndHash(slab, pieces) | ReclaimSlab(slab, _, pieces):
                     self.memory.add(slab)
                     found = [announced or "2" * 64 for _, _, announced in pieces]
                     self.do(self.core.hashed(self.now, slab, found))
@@ -154,7 +154,7 @@ class Machine(PlayedCore):
     def publish(self, slot: int, key: str, digests: list[str], data: st.DataObject) -> None:
         client = self.client(slot)
         put = data.draw(st.sampled_from([0, self.any_put(client, data)]))
-        held = sorted(self.world.connections[client].leased) if client in self.process else []
+        held = sorted(self.state.connections[client].leased) if client in self.process else []
         chosen = data.draw(st.sampled_from([digests, held[:3]]))
         self.ask(client, Publish(put, key, b"record", chosen))
 
@@ -167,8 +167,8 @@ class Machine(PlayedCore):
     def wait(self, slot: int, key: str, timeout_s: float) -> None:
         client = self.client(slot)
         self.ask(client, Wait(key, timeout_s))
-        if client in self.process and self.world.connections[client].waiting is not None:
-            assert not self.world.connections[client].builds
+        if client in self.process and self.state.connections[client].waiting is not None:
+            assert not self.state.connections[client].builds
 
     @rule(slot=SLOTS, data=st.data())
     def release(self, slot: int, data: st.DataObject) -> None:
@@ -247,7 +247,7 @@ class Machine(PlayedCore):
             self.jobs.remove(job)
             self.finish(job, data)
 
-    def finish(self, job: AllocateSlab | SealAndHash | Adopt, data: st.DataObject) -> None:
+    def finish(self, job: AllocateSlab | SealAndHash | ReclaimSlab, data: st.DataObject) -> None:
         match job:
             case AllocateSlab(slab, _):
                 failure: Any = data.draw(st.sampled_from([None, None, ("no_memory", "none")]))
@@ -259,7 +259,7 @@ class Machine(PlayedCore):
                 bad: Any = data.draw(st.sampled_from([None, None, "still_writable", "no_memory"]))
                 assert slab in self.memory
                 self.do(self.core.hashed(self.now, slab, (bad, "bad") if bad else found))
-            case Adopt(slab, _, pieces):
+            case ReclaimSlab(slab, _, pieces):
                 right = data.draw(st.booleans())
                 if right:
                     self.memory.add(slab)
@@ -271,14 +271,14 @@ class Machine(PlayedCore):
         for process in sorted(self.watched):
             self.end(process)
         self.finish_all()
-        world = self.world
-        assert not world.connections
-        assert not world.processes
-        assert not world.builders
-        assert not world.filling
-        assert not world.offers
-        assert set(world.ledger.slabs) == self.memory
-        assert all(not slab.held and slab.residents for slab in world.ledger.slabs.values())
+        state = self.state
+        assert not state.connections
+        assert not state.processes
+        assert not state.builders
+        assert not state.filling
+        assert not state.offers
+        assert set(state.ledger.slabs) == self.memory
+        assert all(not slab.held and slab.residents for slab in state.ledger.slabs.values())
 
 
 TestCore = Machine.TestCase

@@ -34,15 +34,15 @@ class Systemd:
         self.room = 100  # FileDescriptorStoreMax=
         self.store: list[tuple[str, int]] = []
         self.said: list[str] = []
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._door.bind(str(folder / "notify"))
-        self._door.setblocking(False)
+        self._acceptor = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._acceptor.bind(str(folder / "notify"))
+        self._acceptor.setblocking(False)
         self._service: subprocess.Popen[bytes] | None = None
 
     def listen(self) -> None:
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._door, 4096, 4)
+                data, fds, _, _ = socket.recv_fds(self._acceptor, 4096, 4)
             except BlockingIOError:
                 return
             said = dict(line.split("=", 1) for line in data.decode().splitlines())
@@ -101,7 +101,7 @@ class Systemd:
             self.stop(signal.SIGKILL)
         for _, fd in self.store:
             os.close(fd)
-        self._door.close()
+        self._acceptor.close()
 
 
 def is_index(name: str) -> bool:

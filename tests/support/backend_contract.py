@@ -174,8 +174,8 @@ class BackendTests(ABC):
         backend = self.make(tmp_path)
         sealed, unsealed = self._sealed(backend, b"weights"), self._written(backend, b"weights")
         _only_where(backend.capabilities.outlives, "memory that outlives its manager")
-        adopted = self.make(tmp_path).adopt(os.dup(sealed.fileno), self.size)
-        assert self.read(adopted, 7) == b"weights"
+        reclaimed = self.make(tmp_path).reclaim(os.dup(sealed.fileno), self.size)
+        assert self.read(reclaimed, 7) == b"weights"
         for memory, nbytes in ((unsealed, self.size), (sealed, 2 * self.size)):
             if backend.capabilities.seals or not backend.capabilities.device:
                 assert self._refuses(backend, os.dup(memory.fileno), nbytes)
@@ -190,7 +190,7 @@ class BackendTests(ABC):
 
     def _refuses(self, backend: Backend, fd: int, nbytes: int) -> bool:
         try:
-            backend.adopt(fd, nbytes)
+            backend.reclaim(fd, nbytes)
         except NotSealedError:
             return True
         return False
@@ -201,7 +201,7 @@ class BackendTests(ABC):
         before = _descriptors()
         memory = self._written(backend, b"weights")
         with suppress(BackendError):
-            backend.adopt(os.dup(memory.fileno), self.size)
+            backend.reclaim(os.dup(memory.fileno), self.size)
         del memory
         assert not _descriptors() - before
 

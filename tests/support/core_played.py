@@ -14,12 +14,12 @@ from hypothesis.stateful import (
 
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
-    Adopt,
     AllocateSlab,
     Close,
     Effect,
     Forget,
     FreeSlab,
+    ReclaimSlab,
     SealAndHash,
     Send,
 )
@@ -50,7 +50,7 @@ class PlayedCore(RuleBasedStateMachine):
         self.now = 0.0
         self.slots: dict[int, int] = {}
         self.numbers = itertools.count(1)
-        self.jobs: list[AllocateSlab | SealAndHash | Adopt] = []
+        self.jobs: list[AllocateSlab | SealAndHash | ReclaimSlab] = []
         self.memory: set[int] = set()  # slabs whose descriptor the manager has
         self.process: dict[int, int] = {}  # open connections
         self.watched: set[int] = set()
@@ -64,8 +64,8 @@ class PlayedCore(RuleBasedStateMachine):
         self.core = Core(replace(self.settings, mappings_hold=hold))
 
     @property
-    def world(self) -> ManagerState:
-        return self.core.world
+    def state(self) -> ManagerState:
+        return self.core.state
 
     def do(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -76,7 +76,7 @@ class PlayedCore(RuleBasedStateMachine):
                     self.learn(connection, reply, slabs)
                 case Close(connection, _):
                     self.hung_up(connection)
-                case AllocateSlab() | SealAndHash() | Adopt():
+                case AllocateSlab() | SealAndHash() | ReclaimSlab():
                     self.jobs.append(effect)
                 case FreeSlab(slab):
                     assert slab not in {job.slab for job in self.jobs}
@@ -99,7 +99,7 @@ class PlayedCore(RuleBasedStateMachine):
             case Offered(leases):
                 self.leases[connection].update(leases)
             case Sealed(digests):
-                assert set(digests) <= set(self.world.ledger.residents)
+                assert set(digests) <= set(self.state.ledger.residents)
         self.leases[connection].update(extent.lease for extent in extents if extent)
 
     def hung_up(self, connection: int) -> None:
@@ -115,28 +115,28 @@ class PlayedCore(RuleBasedStateMachine):
 
     @invariant()
     def the_budget_is_kept(self) -> None:
-        ledger = self.world.ledger
+        ledger = self.state.ledger
         assert ledger.charged == sum(slab.nbytes for slab in ledger.slabs.values()) <= BUDGET
 
     @invariant()
     def what_can_be_seen_is_there(self) -> None:
-        ledger = self.world.ledger
+        ledger = self.state.ledger
         for digest, resident in ledger.residents.items():
             slab = ledger.slabs[resident.slab]
             assert resident.slab in self.memory
             assert slab.residents[digest] is resident
             assert not slab.released_but_mapped
             assert not slab.busy
-        for key, record in self.world.records.items():
+        for key, record in self.state.records.items():
             assert set(record.digests) <= set(ledger.residents)
-            assert key not in self.world.builders
+            assert key not in self.state.builders
 
     @invariant()
     def holds_are_counted(self) -> None:
-        connections = self.world.connections.values()
+        connections = self.state.connections.values()
         leases = Counter(id(r) for c in connections for r in c.leases.values())
         puts = Counter(id(r) for c in connections for p in c.puts.values() for r in p.held)
-        for resident in self.world.ledger.residents.values():
+        for resident in self.state.ledger.residents.values():
             assert resident.leases == leases.pop(id(resident), 0)
             assert resident.holds == resident.leases + puts.pop(id(resident), 0)
         assert not leases
@@ -146,19 +146,19 @@ class PlayedCore(RuleBasedStateMachine):
     def each_layer_has_one_builder(self) -> None:
         active = [
             (key, put)
-            for connection in self.world.connections.values()
+            for connection in self.state.connections.values()
             for put in connection.puts.values()
             if put.active
             for key in put.keys
         ]
-        assert len(active) == len(self.world.builders)
-        assert dict(active) == self.world.builders
+        assert len(active) == len(self.state.builders)
+        assert dict(active) == self.state.builders
 
     @invariant()
     def every_request_is_answered_once(self) -> None:
-        parked = Counter(n for n, c in self.world.connections.items() if c.waiting is not None)
-        filling = Counter(put.connection for put in self.world.filling.values())
-        offers = Counter(offer.connection for offer in self.world.offers.values())
+        parked = Counter(n for n, c in self.state.connections.items() if c.waiting is not None)
+        filling = Counter(put.connection for put in self.state.filling.values())
+        offers = Counter(offer.connection for offer in self.state.offers.values())
         for connection in self.process:
             pending = parked[connection] + filling[connection] + offers[connection]
             assert self.owed[connection] == pending

@@ -59,7 +59,7 @@ class FakeBackend:
             raise NotSealedError("this backend does not hash: announce every digest")
         return [digest for _, _, digest in pieces]
 
-    def adopt(self, fd: int, nbytes: int) -> FakeSlab:
+    def reclaim(self, fd: int, nbytes: int) -> FakeSlab:
         """See Backend."""
         slab = FakeSlab(fd, nbytes)
         found = os.fstat(fd)
