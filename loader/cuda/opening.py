@@ -9,8 +9,8 @@ from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.memory_manager.backends.ipc import read_ticket
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, GpuInfo, Undo, current
-from tensor_dedup.memory_manager.cuda.tickets import read_ticket
 from tensor_dedup.memory_manager.errors import NotSealedError
 
 

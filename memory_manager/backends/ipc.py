@@ -1,44 +1,74 @@
-"""Memory of one GPU of the old kind, for where descriptors of it are not to be had. On request.
+"""Memory of one GPU by CUDA's older handles, for where descriptors of it are not to be had.
 
-cudaIpc handles come from a process with a CUDA context, so a helper has one; this process has none.
-Nothing keeps a reader from writing, an address cannot be chosen, and all of it goes when the helper
-does, which ends with the manager: `vmm` is better wherever it works.
+Used on request only. cudaIpc handles come from a process with a CUDA context, so a helper process
+has one and the manager has none: the helper allocates, hands out handles, frees, and ends when the
+manager has hung up. What stands for the memory where the protocol wants a descriptor is a ticket, a
+sealed file with the handle. Nothing keeps a reader from writing, an address cannot be chosen, and
+all of the memory goes with the helper, and so with the manager: `vmm` is better wherever it works.
 """
 
 import errno
+import fcntl
+import importlib
 import os
+import select
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import weakref
-from typing import Final
+from collections import deque
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+import msgspec
 
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Pieces
-from tensor_dedup.memory_manager.backends.helper import Helper
 from tensor_dedup.memory_manager.backends.vmm import ALIGNMENT, announced
-from tensor_dedup.memory_manager.cuda.tickets import write_ticket
-from tensor_dedup.memory_manager.errors import NoMemoryError, NotSealedError
+from tensor_dedup.memory_manager.cuda.driver import (
+    IPC_HANDLE_BYTES,
+    Driver,
+    Undo,
+    current,
+    find_device,
+)
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    DeviceError,
+    NoMemoryError,
+    NotSealedError,
+)
 from tensor_dedup.memory_manager.protocol.layout import SlabLayout
 
 _UNIT: Final = 2 << 20  # cudaMalloc's own; smaller slabs would cost as much
+_MAGIC: Final = b"TDIPC\0\0\1"
+_TICKET: Final = struct.Struct(f"<8sQ{IPC_HANDLE_BYTES}s")
+_SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_MODULE: Final = "tensor_dedup.memory_manager.backends.ipc"
+_NVIDIA: Final = "tensor_dedup.memory_manager.cuda.nvidia:NvidiaDriver"
+_MAX_MESSAGE: Final = 64 << 10
+_PATIENCE_S: Final = 60.0
 
 
 class IpcSlab:
     """An allocation of the helper's; it is freed when nothing refers to this object."""
 
-    def __init__(self, helper: Helper, number: int, fd: int, nbytes: int) -> None:
+    def __init__(self, helper: "Helper", number: int, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
         self.fileno: Final = fd
         weakref.finalize(self, _free, helper, number, fd).atexit = False
 
 
-def _free(helper: Helper, number: int, fd: int) -> None:
+def _free(helper: "Helper", number: int, fd: int) -> None:
     os.close(fd)
     helper.free(number)
 
 
 class IpcBackend:
-    """The `ipc` backend: one GPU. The slab's descriptor is a ticket (`cuda.tickets`)."""
+    """The `ipc` backend: one GPU. The slab's descriptor is a ticket (`write_ticket`)."""
 
-    def __init__(self, helper: Helper) -> None:
+    def __init__(self, helper: "Helper") -> None:
         self._helper = helper
         self._closed = threading.Event()
         self.capabilities: Final = Capabilities(
@@ -80,3 +110,234 @@ class IpcBackend:
     def close(self) -> None:
         """End hashing; the helper, and the memory, go when the last slab and this object have."""
         self._closed.set()
+
+
+# Tickets.
+
+
+def write_ticket(handle: bytes, nbytes: int) -> int:
+    """A descriptor of a sealed file that says how to open so much memory; the caller's. OSError."""
+    fd = os.memfd_create("tensor-dedup-ticket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.pwrite(fd, _TICKET.pack(_MAGIC, nbytes, handle), 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_ticket(fd: int) -> tuple[bytes, int]:
+    """The handle, and how much memory it opens. NotSealedError for any other file."""
+    try:
+        data = os.pread(fd, _TICKET.size, 0)
+    except OSError as error:
+        raise NotSealedError(f"the descriptor cannot be read: {error.strerror}") from error
+    if len(data) != _TICKET.size or not data.startswith(_MAGIC):
+        raise NotSealedError("the descriptor leads to no ticket for memory of a GPU")
+    _, nbytes, handle = _TICKET.unpack(data)
+    return handle, nbytes
+
+
+# The helper, as the manager sees it, and the messages between the two.
+
+
+class HelperAllocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Get so much memory."""
+
+    nbytes: int
+
+
+class HelperFree(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Let it go. Has no answer."""
+
+    number: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """First word: which GPU this is, and how much memory it has."""
+
+    device: str
+    total: int
+
+
+class HelperAllocated(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Answer to Allocate."""
+
+    number: int
+    handle: bytes
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """No. `full`: for want of memory."""
+
+    text: str
+    full: bool
+
+
+_Order: TypeAlias = HelperAllocate | HelperFree
+_Answer: TypeAlias = Ready | HelperAllocated | Failed
+_orders: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order)
+_answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
+
+
+class Helper:
+    """The manager's end. Safe from any thread; `free` never waits."""
+
+    def __init__(self, device: str, driver: str = "") -> None:
+        """Start it, and hear which GPU it has. DeviceError, NoMemoryError.
+
+        `device`: a UUID or an ordinal. `driver`: what stands for CUDA there, as module:class.
+        """
+        self._lock = threading.Lock()
+        self._unsent: deque[int] = deque()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, device, driver or _NVIDIA],
+                stdin=theirs.fileno(),
+                start_new_session=True,  # a Ctrl-C is the manager's, which then ends it
+            )
+        weakref.finalize(self, _end, self._socket, self._process).atexit = True
+        # Not a timeout: with one, a send waits for room even where it is told not to.
+        self._socket.setblocking(False)
+        first = self._hear()
+        if not isinstance(first, Ready):
+            raise _gone("it did not say which GPU it has")
+        self.device: Final = first.device
+        self.total: Final = first.total
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def allocate(self, nbytes: int) -> tuple[int, bytes]:
+        """Memory: its number here, and the handle that others open it by."""
+        with self._lock:
+            try:
+                while not self._send_what_waits():  # first: the memory may be needed
+                    self._wait(select.POLLOUT)
+                self._send(HelperAllocate(nbytes))
+            except OSError as error:
+                raise _gone(str(error.strerror)) from error
+            answer = self._hear()
+        if not isinstance(answer, HelperAllocated) or len(answer.handle) != IPC_HANDLE_BYTES:
+            raise _gone("its answer is none")
+        return answer.number, answer.handle
+
+    def _hear(self) -> _Answer:
+        try:
+            self._wait(select.POLLIN)
+            data = self._socket.recv(_MAX_MESSAGE)
+            answer = _answers.decode(data)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise _gone(str(error)) from error
+        if isinstance(answer, Failed):
+            raise (NoMemoryError if answer.full else DeviceError)(answer.text)
+        return answer
+
+    def _wait(self, event: int) -> None:
+        poller = select.poll()
+        poller.register(self._socket, event)
+        if not poller.poll(_PATIENCE_S * 1000):
+            raise TimeoutError(errno.ETIMEDOUT, f"it is silent for {_PATIENCE_S:.0f} s")
+
+    def _send(self, order: HelperAllocate) -> None:
+        while True:
+            try:
+                self._socket.send(msgspec.msgpack.encode(order))
+            except BlockingIOError:  # frees of other threads have taken the room
+                self._wait(select.POLLOUT)
+            else:
+                return
+
+    def free(self, number: int) -> None:
+        """Free an allocation, now or with the next one. For finalizers: it is never an error."""
+        self._unsent.append(number)
+        with suppress(OSError):
+            self._send_what_waits()
+
+    def _send_what_waits(self) -> bool:
+        """Send the frees for which there is room; are those all? OSError: none of them is lost."""
+        while self._unsent:
+            try:
+                number = self._unsent.popleft()
+            except IndexError:  # another thread has just taken it
+                return True
+            try:
+                self._socket.send(msgspec.msgpack.encode(HelperFree(number)))
+            except BaseException as error:
+                self._unsent.appendleft(number)
+                if isinstance(error, BlockingIOError):
+                    return False
+                raise
+        return True
+
+
+def _gone(why: str) -> DeviceError:
+    return DeviceError(f"the helper that has the CUDA context is of no more use ({why}); restart")
+
+
+def _end(ours: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    ours.close()
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# The helper's process.
+
+
+def serve(manager: socket.socket, driver: Driver, device: str) -> None:
+    """Do what the manager says until it has hung up; then give everything back."""
+    driver.init()
+    found = find_device(driver, device)
+    with current(driver, found.ordinal), Undo() as always:
+        held: dict[int, int] = {}
+        always.add(lambda: _free_all(driver, held))
+        manager.send(msgspec.msgpack.encode(Ready(found.uuid, found.nbytes)))
+        number = 0
+        while data := manager.recv(_MAX_MESSAGE):
+            order = _orders.decode(data)
+            if isinstance(order, HelperFree):
+                driver.deallocate(held.pop(order.number))
+                continue
+            number += 1
+            manager.send(msgspec.msgpack.encode(_allocated(driver, held, number, order.nbytes)))
+
+
+def _free_all(driver: Driver, held: dict[int, int]) -> None:
+    while held:
+        driver.deallocate(held.popitem()[1])
+
+
+def _allocated(
+    driver: Driver, held: dict[int, int], number: int, nbytes: int
+) -> HelperAllocated | Failed:
+    try:
+        with Undo() as undo:
+            address = driver.allocate(nbytes)
+            undo.add(lambda: driver.deallocate(address))
+            handle = driver.ipc_handle(address)
+            undo.keep()
+    except BackendError as error:
+        return Failed(error.message, isinstance(error, NoMemoryError))
+    held[number] = address
+    return HelperAllocated(number, handle)
+
+
+def main(device: str, driver: str) -> None:
+    """The helper, on the socket that is its standard input."""
+    module, _, name = driver.partition(":")
+    with socket.socket(fileno=os.dup(0)) as manager:
+        try:
+            serve(manager, getattr(importlib.import_module(module), name)(), device)
+        except BackendError as error:
+            manager.send(msgspec.msgpack.encode(Failed(error.message, False)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

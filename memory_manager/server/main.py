@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import secrets
 import signal
 from collections.abc import Callable
@@ -9,22 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from tensor_dedup.memory_manager.backends.base import Backend
-from tensor_dedup.memory_manager.backends.helper import Helper
-from tensor_dedup.memory_manager.backends.ipc import IpcBackend
+from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.protocol.paths import device_socket
-from tensor_dedup.memory_manager.server.limits import default_budget, raise_descriptor_limit
+from tensor_dedup.memory_manager.server.acceptor import SocketFile
 from tensor_dedup.memory_manager.server.metrics import Metrics
 from tensor_dedup.memory_manager.server.server import Options, Server, log
-from tensor_dedup.memory_manager.server.socket_file import SocketFile
 from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
 
 MIN_BUDGET: Final = 1 << 20
 _SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
+_CGROUP: Final = Path("/sys/fs/cgroup")
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -124,3 +126,38 @@ def log_to(*, details: bool = False) -> None:
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if details else logging.INFO)
     log.propagate = False
+
+
+def default_budget() -> int:
+    """Half of the memory that this process may use, in bytes: the machine's or its container's."""
+    return min([psutil.virtual_memory().total, *_cgroup_limits()]) // 2
+
+
+def _cgroup_limits() -> list[int]:
+    """The limits of the cgroups this process is in, innermost last; version 2 only."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    inside = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    folder = _CGROUP / inside
+    return [
+        int(text)
+        for place in (folder, *folder.parents)
+        if place.is_relative_to(_CGROUP) and (text := _text(place / "memory.max")).isdigit()
+    ]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def raise_descriptor_limit() -> int:
+    """Allow as many descriptors as the system lets this process have; how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

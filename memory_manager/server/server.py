@@ -4,12 +4,14 @@ Nothing in it waits for one client: sockets do not block, memory is made and has
 who does not read its replies is not read from, and is cut off after a while.
 """
 
+import errno
 import logging
 import os
 import selectors
+import socket
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
@@ -32,10 +34,8 @@ from tensor_dedup.memory_manager.protocol import wire
 from tensor_dedup.memory_manager.protocol.codec import decode_request, encode
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import DESCRIPTORS_OF_REQUEST
-from tensor_dedup.memory_manager.server.acceptor import AcceptedConnection, Acceptor
-from tensor_dedup.memory_manager.server.client_socket import ClientSocket
+from tensor_dedup.memory_manager.server.acceptor import AcceptedConnection, Acceptor, SocketFile
 from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
-from tensor_dedup.memory_manager.server.socket_file import SocketFile
 from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tensor_dedup.memory_manager")
 _ACCEPT_PAUSE_S: Final = 0.5
+_RETRY_S: Final = 0.02
 _TOTALS_EVERY_S: Final = 1.0
 
 
@@ -52,6 +53,49 @@ class Options:
 
     stall_timeout_s: float = 10.0
     idle_exit_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ClientSocket:
+    """A socket with its outbox. The outbox holds the memory whose descriptors it will send."""
+
+    number: int
+    process: int
+    pid: int
+    socket: socket.socket
+    outbox: deque[tuple[bytes, tuple[Memory, ...]]] = field(default_factory=deque)
+    stuck_since: float | None = None
+    retry_at: float | None = None
+    events: int = 0  # what the selector watches for
+
+    def flush(self, now: float) -> bool:
+        """Send what the socket takes; False when the connection is broken."""
+        self.retry_at = None
+        while self.outbox:
+            data, memories = self.outbox[0]
+            try:
+                wire.send(self.socket, data, [memory.fileno for memory in memories])
+            except BlockingIOError:
+                self._stuck(now)
+                return True
+            except OSError as error:
+                if not _too_many_in_flight(error):
+                    return False
+                # Descriptors that clients have not read yet count against this user's limit.
+                self._stuck(now)
+                self.retry_at = now + _RETRY_S
+                return True
+            self.outbox.popleft()
+            self.stuck_since = None
+        return True
+
+    def _stuck(self, now: float) -> None:
+        if self.stuck_since is None:
+            self.stuck_since = now
+
+
+def _too_many_in_flight(error: OSError) -> bool:
+    return error.errno == errno.ETOOMANYREFS
 
 
 class Server:

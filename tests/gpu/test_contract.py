@@ -8,8 +8,7 @@ import gpu_world
 import gpus
 from backend_contract import BackendTests
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
-from tensor_dedup.memory_manager.backends.helper import Helper
-from tensor_dedup.memory_manager.backends.ipc import IpcBackend
+from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Driver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver

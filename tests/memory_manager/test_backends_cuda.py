@@ -17,13 +17,11 @@ import gpus
 from backend_contract import BackendTests
 from fake_driver import GRANULARITY, FakeDriver, fake_uuid
 from refusing_driver import RefusingDriver
-from tensor_dedup.memory_manager.backends import helper
+from tensor_dedup.memory_manager.backends import ipc
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
-from tensor_dedup.memory_manager.backends.helper import Helper
-from tensor_dedup.memory_manager.backends.ipc import IpcBackend
+from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend, read_ticket, write_ticket
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result
-from tensor_dedup.memory_manager.cuda.tickets import read_ticket, write_ticket
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     DeviceError,
@@ -264,9 +262,9 @@ def test_whatever_call_of_the_helper_fails_nothing_is_left(number: int) -> None:
     driver = RefusingDriver(inner, refuse=number)
     held: dict[int, int] = {}
     inner.enter(0)
-    failed = helper._allocated(cast("Driver", driver), held, 1, 2 * MIB)
+    failed = ipc._allocated(cast("Driver", driver), held, 1, 2 * MIB)
     inner.leave()
-    assert isinstance(failed, helper.Failed)
+    assert isinstance(failed, ipc.Failed)
     assert failed.full
     assert held == {}
     assert inner.left() == {}

@@ -13,9 +13,9 @@ from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.errors import ManagerRunningError, RefusedError
-from tensor_dedup.memory_manager.server.limits import default_budget
+from tensor_dedup.memory_manager.server.acceptor import SocketFile
+from tensor_dedup.memory_manager.server.main import default_budget
 from tensor_dedup.memory_manager.server.server import Options, Server
-from tensor_dedup.memory_manager.server.socket_file import SocketFile
 
 DATA = managers.pattern(1, 10_000)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from fake_driver import FakeDriver
 from tensor_dedup.memory_manager.backends.base import Backend
-from tensor_dedup.memory_manager.backends.helper import Helper
-from tensor_dedup.memory_manager.backends.ipc import IpcBackend
+from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.cuda.driver import Result, refused
 from tensor_dedup.memory_manager.server.__main__ import main

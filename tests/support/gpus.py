@@ -11,8 +11,8 @@ from pathlib import Path
 import kernel
 import managers
 from fake_driver import FakeDriver, fake_uuid
+from tensor_dedup.memory_manager.backends.ipc import read_ticket
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current, refused
-from tensor_dedup.memory_manager.cuda.tickets import read_ticket
 from tensor_dedup.memory_manager.protocol.paths import device_socket
 
 
