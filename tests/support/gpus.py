@@ -15,6 +15,11 @@ from tensor_dedup.memory_manager.backends.ipc import read_ticket
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current, refused
 from tensor_dedup.memory_manager.protocol.paths import device_socket
 
+# The helper of the backend `ipc` is a process of its own and imports the fake driver by its name.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
 
 class Full(FakeDriver):
     """A fake GPU that has only so much memory."""
