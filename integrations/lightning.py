@@ -189,6 +189,6 @@ def _step(path: str | Path) -> StepName | None:
     if not text.startswith(SCHEME):
         return None
     found = parse_step_name(text.removeprefix(SCHEME))
-    if found is None or found.pin:
+    if found is None or found.kept:
         raise BadStepError.at(text, f"no step in {text!r}; write {SCHEME}RUN@STEP")
     return found

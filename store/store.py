@@ -259,7 +259,7 @@ class Store:
 
     def run_stats(self, run: str | None = None) -> "RunStats":
         """Measure the steps of a run, or those of all runs together. Reads no tensor data."""
-        from tensor_dedup.store.checkpoints.runs import stats as measure
+        from tensor_dedup.store.checkpoints.runs import run_stats as measure
 
         runs = self.runs() if run is None else [run]
         with self.locked():

@@ -1,17 +1,17 @@
-"""Saving in the background: the thread that trains is stopped while a step is pinned down, if then.
+"""Saving in the background: the training thread stops only while a step is captured, if at all.
 
     save_async     waits for its turn, takes the model apart, copies what is small or could change
-                   unnoticed, begins with the rest; waits for that too, unless an optimizer is
+                   unnoticed and starts on the rest; waits for that too, unless an optimizer is
                    hooked
-    before_update  waits until all is pinned down that is not yet
-    a thread       pins what is left, hashes, encodes, writes and commits; it ends with its save
+    before_update  waits until everything is captured that is not yet
+    a thread       captures what is left, hashes, encodes, writes and commits; it ends with its save
 
-Steps are committed in the order in which they were saved. What fails is raised by the next call.
-The thread is no daemon, so a program ends when its steps are durable, and no thread is idle: there
-is nothing to end when a program does, and nothing to lose when it forks.
+Steps are committed in the order in which they were saved. An error of a save is raised by the next
+call. The thread is not a daemon, so a program ends when its steps are durable; and no thread is
+ever idle, so there is nothing to shut down at exit and nothing to lose in a fork.
 
-Threads of Python take turns of 5 ms. So the save's thread is started first, and waits: a thread
-that is started, or works beside, while the other one does keeps it from its work for that long.
+Python's threads take turns of 5 ms. So the thread of a save is started first, and waits: a thread
+that starts or works while the training thread has something to do holds it up for that long.
 """
 
 import logging
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.capture import (
-    Context,
+    CaptureContext,
     CudaDevice,
     HostPool,
     SnapshotDevice,
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
 
 _LOG = logging.getLogger("tensor_dedup")
-# From here on one thread more is worth its start; each copies faster than any disk writes.
+# From this size on, one more thread is worth its start; each copies faster than any disk writes.
 _HELPED_BYTES = 64 << 20
 _HELPERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ExtractedStep:
-    """A step as an adapter took it apart: its values may be the memory of the model."""
+    """A step as an adapter took it apart. Its values may be the memory of the model."""
 
     notes: Notes
     values: "Mapping[str, Value]"
@@ -59,8 +59,10 @@ class ExtractedStep:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of one save: taking the model apart and copying what is small, pinning down the
-    rest, and committing. The first is in the thread that trains, the last never.
+    """The seconds that the phases of one save took.
+
+    `metadata` is for taking the model apart and copying what is small, in the training thread;
+    `copy` for capturing the rest; `write` for committing, never in the training thread.
     """
 
     metadata: float = 0.0
@@ -69,35 +71,44 @@ class Times:
 
 
 class PendingSave:
-    """A step that is being saved in the background. Any thread, in the process that began it."""
+    """A step that is being saved in the background. Any thread of the process that started it."""
 
     def __init__(
         self,
-        taken: ExtractedStep,
-        pinning: StepCapture,
+        extracted: ExtractedStep,
+        capture: StepCapture,
         commit: Callable[[StepSnapshot], Saved],
         previous: "PendingSave | None",
         root: Path,
     ) -> None:
-        self.step = taken.notes.step
+        self.step = extracted.notes.step
         self.root = root
-        self.name = step_name(taken.notes.run, taken.notes.step)
+        self.name = step_name(extracted.notes.run, extracted.notes.step)
         self.times = Times()
         self.reported = False
-        self._taken, self._pinning = taken, pinning
+        self._extracted, self._capture = extracted, capture
         self._commit, self._previous = commit, previous
         self._owner, self._began = os.getpid(), time.perf_counter()
-        self._pinned, self._done = threading.Event(), threading.Event()
+        self._captured, self._done = threading.Event(), threading.Event()
         self._awaited = threading.Event()
         self._saved: Saved | None = None
         self._error: StoreError | None = None
 
+    def __repr__(self) -> str:
+        state = "pending" if not self.done() else "committed" if self._saved else "failed"
+        return f"PendingSave({self.name!r} in {str(self.root)!r}, {state})"
+
     def done(self) -> bool:
-        """Whether it has ended: committed, or failed."""
+        """Return whether the save has ended: committed, or failed."""
         return self._done.is_set()
 
     def wait(self) -> Saved:
-        """Return when the step is committed and durable. What its save failed with is raised."""
+        """Return when the step is committed and durable.
+
+        Raises:
+            StoreError: what the save failed with.
+            ForkedSaveError: this process was forked after the save had begun.
+        """
         self.finish()
         if self._saved is None:
             self.reported = True
@@ -106,24 +117,32 @@ class PendingSave:
 
     @property
     def failed(self) -> StoreError | None:
-        """What it failed with; None as long as it has not."""
+        """What the save failed with; None while it runs, and when it succeeded."""
         return self._error if self._done.is_set() else None
 
     def hurry(self) -> None:
-        """Return when it has ended, soon: a training stands still. ForkedSaveError."""
+        """Return when the save has ended, and make it end soon: the training stands still.
+
+        Raises:
+            ForkedSaveError: this process was forked after the save had begun.
+        """
         self._awaited.set()
         self._hurry_those_before()
         self.finish()
 
     def _hurry_those_before(self) -> None:
-        """Who waits for this one waits for them."""
+        """Hurry the earlier saves, since whoever waits for this one waits for them too."""
         previous = getattr(self, "_previous", None)  # let go of when this one has ended
         if previous is not None:
             previous._awaited.set()
             previous._hurry_those_before()
 
     def finish(self) -> None:
-        """Return when it has ended. ForkedSaveError."""
+        """Return when the save has ended, whether it failed or not.
+
+        Raises:
+            ForkedSaveError: this process was forked after the save had begun.
+        """
         if self._owner != os.getpid():
             what = f"the save of {self.name} goes on in the parent process"
             raise ForkedSaveError.at(self.root, what, name=self.name)
@@ -131,24 +150,24 @@ class PendingSave:
 
     def hold(self) -> None:
         """Return when the model may be changed."""
-        self.pin()
-        if self._pinning.crowded():
+        self.capture_now()
+        if self._capture.lacks_room():
             self._hurry_those_before()
-            self._pinned.wait()  # there may have been room since
-            if self._pinning.crowded():
+            self._captured.wait()  # there may have been room since
+            if self._capture.lacks_room():
                 self.hurry()
 
-    def pin(self) -> None:
-        """The same, apart from what there is no room for."""
-        self._pinning.hold()
+    def capture_now(self) -> None:
+        """Return when the model may be changed, except for what the pool has no room for."""
+        self._capture.hold()
         self.times.copy = self.times.copy or time.perf_counter() - self._began
 
     def run(self) -> None:
-        """Pin, commit and end, in a thread of its own."""
+        """Capture, commit and end, in a thread of its own."""
         try:
-            self._pin()
+            self._finish_capture()
             self.times.copy = self.times.copy or time.perf_counter() - self._began
-            snapshot = self._pinning.snapshot(self._taken.notes, self._taken.files)
+            snapshot = self._capture.snapshot(self._extracted.notes, self._extracted.files)
             if self._previous is not None:
                 self._previous.finish()
             began = time.perf_counter()
@@ -162,28 +181,28 @@ class PendingSave:
     def _broken(self, what: str) -> BrokenSaveError:
         return BrokenSaveError.at(self.root, f"the save of {self.name}: {what}", name=self.name)
 
-    def _pin(self) -> None:
+    def _finish_capture(self) -> None:
         try:
-            self._pinning.work()
-            if self._previous is not None and self._pinning.crowded():
+            self._capture.work()
+            if self._previous is not None and self._capture.lacks_room():
                 self._previous.finish()  # it gives back what it has copied
-                self._pinning.again()
+                self._capture.retry()
         finally:
-            self._pinned.set()
+            self._captured.set()
 
     def _end(self) -> None:
         if self._saved is None:
             if self._error is None:
                 self._error = self._broken("it ended with an error that is none of the store's")
             self._error.add_note(f"while {self.name} was saved in the background to {self.root}")
-        self._pinning.release()
-        del self._taken, self._previous  # the model is not kept, nor all saves before,
+        self._capture.release()
+        del self._extracted, self._previous  # the model is not kept, nor all saves before,
         del self._commit  # nor the handle, which tells of what failed when it goes
         self._done.set()
 
 
 class _Standby:
-    """A thread that waits for its work until this is left; without any it ends."""
+    """A thread that waits for its work until the block is left; without work it ends."""
 
     def __init__(self) -> None:
         self.work: Callable[[], None] | None = None
@@ -204,19 +223,19 @@ class _Standby:
 
 
 class Hook:
-    """What makes an optimizer wait before each of its steps."""
+    """The hook that makes an optimizer wait before each of its steps."""
 
     def __init__(self, handle: Any, forget: Callable[[], None]) -> None:
         self._handle, self._forget = handle, forget
 
     def remove(self) -> None:
-        """The optimizer waits no longer, and `save_async` does again."""
+        """Stop making the optimizer wait; `save_async` waits for the copies again."""
         self._handle.remove()
         self._forget()
 
 
 class Saves:
-    """The saves of one handle that go on in the background. Any thread."""
+    """The background saves of one handle. Any thread."""
 
     def __init__(
         self,
@@ -232,40 +251,44 @@ class Saves:
         self._helpers = min(_HELPERS, threads) - 1
         self._devices: list[SnapshotDevice] = [CudaDevice()]
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._moving: set[str] = set()
+        self._changing: set[str] = set()
         self._pending: list[PendingSave] = []
         self._begin()
         _ALL.add(self)
         # When the handle goes, or the program ends, which waits for its saves first.
-        weakref.finalize(self, _tell, self._pending)
+        weakref.finalize(self, _log_failures, self._pending)
 
     def _begin(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._pending.clear()
 
     def forked(self) -> None:
-        """As new, in a forked child: the parent's saves are the parent's, and so are its threads,
-        which may hold any lock.
+        """Start anew in a forked child: saves and threads belong to the parent.
+
+        Its threads may hold any lock.
         """
         self._begin()
         self._pool.reset()
         self._saver.reset()
 
-    def start(self, take: Callable[[], ExtractedStep], *, lazy: bool | None) -> PendingSave:
-        """Save what `take` gives. Raises what an earlier save failed with, and saves nothing."""
+    def start(self, extract: Callable[[], ExtractedStep], *, lazy: bool | None) -> PendingSave:
+        """Save what `extract` returns.
+
+        Raises what an earlier save failed with; then nothing is saved.
+        """
         with self._turn, _Standby() as thread:
             self._wait_until_fewer_than(self._in_flight, PendingSave.hurry)
             began = time.perf_counter()
-            taken = take()
-            context = Context(self._pool, self._devices, self._moving, self._saver.large())
-            pinning = StepCapture(taken.values, context)
-            pending = PendingSave(taken, pinning, self._commit, self._last(), self._saver.root)
+            extracted = extract()
+            context = CaptureContext(self._pool, self._devices, self._changing, self._saver.large())
+            capture = StepCapture(extracted.values, context)
+            pending = PendingSave(extracted, capture, self._commit, self._last(), self._saver.root)
             pending.times.metadata = time.perf_counter() - began
             eager = not (bool(self._hooked) if lazy is None else lazy)
-            safe = eager or pinning.guard()
-            self._help(pinning)
+            safe = eager or capture.guard()
+            self._help(capture)
             if eager:
-                pending.pin()
+                pending.capture_now()
             with self._lock:
                 self._pending.append(pending)
             thread.work = pending.run
@@ -273,10 +296,10 @@ class Saves:
             pending.hold()
         return pending
 
-    def _help(self, pinning: StepCapture) -> None:
-        if pinning.large_bytes >= _HELPED_BYTES:
+    def _help(self, capture: StepCapture) -> None:
+        if capture.large_bytes >= _HELPED_BYTES:
             for _ in range(self._helpers):
-                threading.Thread(target=pinning.work, name="tensor-dedup-pin").start()
+                threading.Thread(target=capture.work, name="tensor-dedup-capture").start()
 
     def _last(self) -> PendingSave | None:
         with self._lock:
@@ -294,9 +317,9 @@ class Saves:
             wait(running[0])
 
     def _raise_one(self) -> None:
-        """Raise what saves failed with, if nobody was told yet; forget those that have ended.
+        """Raise what saves failed with, unless somebody was told; forget those that have ended.
 
-        The first is raised, the others are notes on it.
+        The first error is raised, the others become notes on it.
         """
         ended = [each for each in self._pending if each.done()]
         self._pending[:] = [each for each in self._pending if each not in ended]
@@ -305,13 +328,15 @@ class Saves:
         for each in failed:
             each.reported = True
         for error in errors[1:]:
-            errors[0].add_note(f"and another step was not saved: {told(error)}")
+            errors[0].add_note(f"and another step was not saved: {with_notes(error)}")
         if errors:
             raise errors[0]
 
     def before_update(self) -> None:
-        """Return when the model may be changed. Raises what a save failed with, after that: whoever
-        handles the error may change the model.
+        """Return when the model may be changed.
+
+        Raises what a save failed with, but only then: whoever handles the error may change the
+        model.
         """
         with self._lock:
             running = [each for each in self._pending if not each.done()]
@@ -320,36 +345,36 @@ class Saves:
         with self._lock:
             self._raise_one()
 
-    def settle(self) -> None:
-        """Return when all that was begun has ended. Raises what a save failed with."""
+    def wait(self) -> None:
+        """Return when every save has ended. Raises what one failed with."""
         self._wait_until_fewer_than(1)
 
     def finish(self) -> None:
-        """The same, and what failed is raised later."""
+        """Return when every save has ended. What one failed with is raised later."""
         with self._lock:
             running = list(self._pending)
         for each in running:
             each.finish()
 
     def close(self) -> None:
-        """Wait for all, and let go of the pool. What failed is raised later."""
+        """Wait for every save and free the pool. What one failed with is raised later."""
         self.finish()
         self._pool.clear()
 
     def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
-        """Have an optimizer wait before each of its steps."""
+        """Make an optimizer wait before each of its steps."""
         handle = optimizer.register_step_pre_hook(lambda *_: self.before_update())
         self._hooked.add(optimizer)
         return Hook(handle, lambda: self._hooked.discard(optimizer))
 
 
-def told(error: StoreError) -> str:
-    """An error with its notes, in one line."""
+def with_notes(error: StoreError) -> str:
+    """Return an error and its notes in one line."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def _tell(pending: list[PendingSave]) -> None:
-    """Nobody asked, and nobody can any more: log what failed."""
+def _log_failures(pending: list[PendingSave]) -> None:
+    """Log what failed, when nobody asked and nobody can any more."""
     for each in pending:
         if each.failed is not None and not each.reported:
             _LOG.error("%s: %s was not saved: %s", each.root, each.name, each.failed)

@@ -57,60 +57,63 @@ _SLACK: Final = 8
 
 
 def default_bytes() -> int:
-    """A quarter of the machine's memory."""
+    """A quarter of the machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 class HostPool:
-    """Blocks of host memory, `capacity` bytes of them at most. Any thread.
+    """Blocks of host memory, at most `capacity` bytes in total. Any thread.
 
-    Pinned blocks are page-locked by CUDA: copies from a device go into them by themselves.
+    Page-locked blocks are registered with CUDA, so that a device copies into them by itself.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.reset()
 
+    def __repr__(self) -> str:
+        return f"HostPool({self._allocated} of {self.capacity} bytes)"
+
     def reset(self) -> None:
-        """As new, in a forked child: its parent's threads hold the lock and the blocks."""
+        """Forget everything, in a forked child: the parent's threads hold the lock and blocks."""
         self._lock = threading.Lock()
-        # By whether they are pinned; in order of their sizes, for a model may have thousands.
+        # By whether they are page-locked; in order of their sizes, for a model may have thousands.
         self._free: dict[bool, list[memoryview]] = {False: [], True: []}
         self._allocated = 0
 
     @property
     def allocated(self) -> int:
-        """Bytes of all blocks, those that nobody has with them."""
+        """Bytes of all blocks, including those that nobody is using."""
         return self._allocated
 
-    def take(self, nbytes: int, *, pinned: bool = False) -> memoryview | None:
-        """A block of at least `nbytes`, until `give`; None: there is no room now."""
+    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
+        """Take a block of at least `nbytes` until `give`; None when there is no room now."""
         size = -(-nbytes // PAGE) * PAGE
         with self._lock:
-            free = self._free[pinned]
+            free = self._free[page_locked]
             at = bisect_left(free, size, key=_size)
             if at < len(free) and _size(free[at]) <= size + size // _SLACK:
                 return free.pop(at)
             self._shrink(self.capacity - size)
             if self._allocated + size > self.capacity:
                 return None
-            block = _allocate(size, pinned)
+            block = _allocate(size, page_locked)
             self._allocated += block.nbytes if block is not None else 0
             return block
 
     def _shrink(self, most: int) -> None:
-        """Let go of blocks nobody has, until there are at most so many bytes."""
+        """Free unused blocks until at most `most` bytes are allocated."""
         for free in self._free.values():
             while free and self._allocated > most:
                 self._allocated -= free.pop().nbytes
 
-    def give(self, block: memoryview, *, pinned: bool = False) -> None:
-        """Give back what `take` gave."""
+    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
+        """Give a block that `take` returned back to the pool."""
         with self._lock:
-            insort(self._free[pinned], block, key=_size)
+            insort(self._free[page_locked], block, key=_size)
 
     def clear(self) -> None:
-        """Let go of all blocks nobody has."""
+        """Free all unused blocks."""
         with self._lock:
             self._shrink(0)
 
@@ -119,9 +122,9 @@ def _size(block: memoryview) -> int:
     return block.nbytes
 
 
-def _allocate(nbytes: int, pinned: bool) -> memoryview | None:
+def _allocate(nbytes: int, page_locked: bool) -> memoryview | None:
     try:
-        if not pinned:
+        if not page_locked:
             return allocate(nbytes, huge=True)
         import torch
 
@@ -134,27 +137,30 @@ class DeviceSnapshot(Protocol):
     """The copies of one save from one device."""
 
     def copy(self, tensor: "torch.Tensor", into: memoryview) -> "torch.Tensor":
-        """Begin to copy a tensor; where its elements will be, in C order: memory of `into`."""
+        """Start copying a tensor into memory of `into`; return the copy, contiguous in C order."""
         ...
 
     def hold(self) -> None:
-        """What the device is told from now on begins after the copies that were begun."""
+        """Make what the device is given from now on wait for the copies that were started."""
         ...
 
     def wait(self) -> None:
-        """Until all copies are done. Any thread."""
+        """Wait until all copies are done. Any thread."""
         ...
 
 
 class SnapshotDevice(Protocol):
-    """Where some tensors are, and a way to copy them to the host."""
+    """A place where tensors are, and a way to copy them to the host."""
 
     def takes(self, tensor: "torch.Tensor") -> bool:
-        """Whether it is there."""
+        """Return whether the tensor is on this device."""
         ...
 
     def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
-        """Copies of this tensor and others beside it, as they are after what was asked so far."""
+        """Begin copies from this tensor's device.
+
+        They show its tensors as they are after everything the device was given so far.
+        """
         ...
 
 
@@ -213,7 +219,7 @@ class _CudaCopies:
 
 
 def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
-    """An empty contiguous tensor on the host, of this one's dtype and shape, in this memory."""
+    """Return an empty contiguous host tensor of the same dtype and shape, in this memory."""
     import torch
 
     nbytes = tensor.numel() * tensor.element_size()
@@ -222,22 +228,22 @@ def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What the pinnings of one handle have in common.
+class CaptureContext:
+    """What the captures of one handle have in common.
 
-    `known` is what the store has, by fast hash; `moving` the names of large tensors that were not
-    what they had been when they were last looked at.
+    `known` holds what the store has, by change hash; `changing` the names of large tensors that had
+    changed when they were last looked at.
     """
 
     pool: HostPool
     devices: Sequence[SnapshotDevice]
-    moving: set[str]
+    changing: set[str]
     known: Mapping[bytes, StoredPiece]
 
 
 @dataclass(slots=True)
 class _Large:
-    """A large piece in memory that is not ours, and its places in the snapshot."""
+    """A large piece in memory that belongs to the model, and its indices in the snapshot."""
 
     name: str
     view: memoryview
@@ -252,21 +258,22 @@ class _Large:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy in the pool, and its places in the snapshot."""
+    """A copy in the pool, and its indices in the snapshot."""
 
     block: memoryview
     nbytes: int
-    pinned: bool
+    page_locked: bool
     places: list[int]
 
 
 class StepCapture:
-    """One step while it is pinned down. Made in the thread that trains; all else in any thread.
+    """The capture of one step. Made in the training thread; every method may run in any thread.
 
-    StateError, when it is made: something has no form in a checkpoint.
+    Raises:
+        StateError: when it is made, if something has no form in a checkpoint.
     """
 
-    def __init__(self, values: "Mapping[str, Value]", context: Context) -> None:
+    def __init__(self, values: "Mapping[str, Value]", context: CaptureContext) -> None:
         self._context = context
         self._hashes: dict[str, bytes] = {}
         self._same: dict[str, StoredPiece] = {}
@@ -275,24 +282,24 @@ class StepCapture:
         self._written: list[tuple[str, Callable[[], bool]]] = []  # of what is on devices
         self._held = False
         self._lock = threading.Lock()
-        self._late: list[_Large] = []
+        self._without_room: list[_Large] = []
         self._error: ChangedModelError | None = None
         try:
-            self._pieces = self._taken(values)
+            self._pieces = self._pieces_of(values)
         except BaseException:
             self.release()
             raise
-        large = self._own(values)
+        large = self._copy_small(values)
         self.large_bytes = sum(each.view.nbytes for each in large)
         # What must not wait comes first; then the largest, so that threads end together.
         order = sorted(large, key=lambda each: (each.counted, -each.view.nbytes))
         self._waiting = deque(order)
-        self._left = len(large)
-        self._settled = threading.Event()
+        self._untried = len(large)
+        self._all_tried = threading.Event()
         if not large:
-            self._settled.set()
+            self._all_tried.set()
 
-    def _taken(self, values: "Mapping[str, Value]") -> list[NamedValue]:
+    def _pieces_of(self, values: "Mapping[str, Value]") -> list[NamedValue]:
         staged = self._staged(values)
         rest = iter(pieces({name: held for name, held in values.items() if name not in staged}))
         found: list[NamedValue] = []
@@ -308,10 +315,10 @@ class StepCapture:
         return found
 
     def _staged(self, values: "Mapping[str, Value]") -> dict[str, tuple[Any, _Copy]]:
-        """Begin to copy what is on devices, as far as there is room.
+        """Start copying what is on devices, as far as there is room.
 
-        What is small comes first, and the device waits for it at once: forward passes change it;
-        and so does what is large when nobody would notice a write to it.
+        Small tensors come first, and the device waits for them at once, since forward passes change
+        them; so it does for large ones when a write to them would not be noticed.
         """
         found = [(name, value) for name, value in values.items() if self._device(value)]
         first = {name for name, value in found if _must_not_wait(value)}
@@ -322,16 +329,16 @@ class StepCapture:
         return {name: copied for name, copied in begun if copied is not None}
 
     def _device(self, value: Any) -> SnapshotDevice | None:
-        """Where a tensor that has bytes is, if it is on a device."""
+        """Return the device of a tensor that has bytes; None for what is on the host."""
         if not is_tensor(value):
             return None
         device = next((each for each in self._context.devices if each.takes(value)), None)
         return None if device is None or tensor_fault(value) or not value.numel() else device
 
     def _stage(self, tensor: Any) -> tuple[Any, _Copy] | None:
-        """Begin to copy a tensor from its device; None: there is no room."""
+        """Start copying a tensor from its device; None when there is no room."""
         device = self._device(tensor)
-        block = self._context.pool.take(tensor.nbytes, pinned=True)
+        block = self._context.pool.take(tensor.nbytes, page_locked=True)
         if block is None or device is None:
             return None
         if tensor.device not in self._streams:
@@ -340,8 +347,8 @@ class StepCapture:
         self._copied.append(_Copy(block, tensor.nbytes, True, []))
         return host, self._copied[-1]
 
-    def _own(self, values: "Mapping[str, Value]") -> list[_Large]:
-        """Copy what is small and not ours; what is large and not ours, each memory once."""
+    def _copy_small(self, values: "Mapping[str, Value]") -> list[_Large]:
+        """Copy what is small and belongs to the model; return what is large, each memory once."""
         found: dict[tuple[int, int], _Large] = {}
         staged = {place for copy in self._copied for place in copy.places}
         for place, (piece, value) in enumerate(zip(self._pieces, values.values(), strict=True)):
@@ -356,19 +363,22 @@ class StepCapture:
                 found.setdefault((_address(view), view.nbytes), new).places.append(place)
         return list(found.values())
 
-    def crowded(self) -> bool:
-        """Whether there was no room for something, which lies where it lay. Waits for all."""
-        self._settled.wait()
-        return bool(self._late)
+    def lacks_room(self) -> bool:
+        """Wait for all copies; return whether there was no room for some.
+
+        What there was no room for stays where it is.
+        """
+        self._all_tried.wait()
+        return bool(self._without_room)
 
     def guard(self) -> bool:
-        """Pin down what nobody counts the writes to, alone; False: there was no room for all."""
+        """Capture what nobody counts the writes to; return whether there was room for all of it."""
         self._work(lambda large: not large.counted)
         with self._lock:
-            return all(large.counted for large in self._late)
+            return all(large.counted for large in self._without_room)
 
     def work(self) -> None:
-        """Pin down what is waiting, until nothing is. Several threads may."""
+        """Capture what is waiting until nothing is. Several threads may do so together."""
         self._work(lambda _: True)
 
     def _work(self, wanted: Callable[[_Large], bool]) -> None:
@@ -377,32 +387,32 @@ class StepCapture:
                 if not self._waiting or not wanted(self._waiting[0]):
                     return
                 large = self._waiting.popleft()
-            pinned = False
+            captured = False
             try:
-                pinned = self._pin(large)
+                captured = self._capture(large)
             finally:
                 with self._lock:
-                    self._left -= 1
-                    if not pinned:
-                        self._late.append(large)
-                    if not self._left:
-                        self._settled.set()
+                    self._untried -= 1
+                    if not captured:
+                        self._without_room.append(large)
+                    if not self._untried:
+                        self._all_tried.set()
 
-    def again(self) -> None:
-        """Try once more what there was no room for."""
-        self._settled.wait()
+    def retry(self) -> None:
+        """Try again to copy what there was no room for."""
+        self._all_tried.wait()
         with self._lock:
-            self._late = [large for large in self._late if not self._pin(large)]
+            self._without_room = [large for large in self._without_room if not self._capture(large)]
 
-    def _pin(self, large: _Large) -> bool:
-        """Find a piece known, or copy it; False: there is no room."""
-        if large.name not in self._context.moving:
+    def _capture(self, large: _Large) -> bool:
+        """Find a piece in the store, or copy it; return False when there is no room."""
+        if large.name not in self._context.changing:
             key = change_hash(large.view)
             if key in self._context.known:
                 self._check(large)
                 self._found(large.places, key)
                 return True
-            self._context.moving.add(large.name)
+            self._context.changing.add(large.name)
         block = self._context.pool.take(large.view.nbytes)
         if block is None:
             return False
@@ -419,19 +429,19 @@ class StepCapture:
             self._error = changed(large.name)
 
     def _found(self, places: Sequence[int], key: bytes) -> None:
-        """The store has these pieces: their bytes are not needed."""
+        """Note that the store has these pieces, whose bytes are not needed any more."""
         for place in places:
             piece = self._pieces[place]
             self._hashes[piece.name], self._same[piece.name] = key, self._context.known[key]
             self._pieces[place] = replace(piece, data=b"")
 
     def hold(self) -> None:
-        """Return when the model may be changed, apart from what there was no room for.
+        """Return when the model may be changed, except for what there was no room for.
 
-        On a device what is asked from now on begins after the copies. The thread that trains.
+        On a device, what it is given from now on starts after the copies. Training thread.
         """
         self.work()
-        self._settled.wait()
+        self._all_tried.wait()
         self._hold()
         for copies in self._streams.values():
             copies.hold()
@@ -445,36 +455,40 @@ class StepCapture:
             self._held = True
 
     def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
-        """The step, once, when all is copied. ChangedModelError: something was changed before."""
-        self._settled.wait()
+        """Return the step when everything is copied. Once.
+
+        Raises:
+            ChangedModelError: something was changed before it was copied.
+        """
+        self._all_tried.wait()
         for copies in self._streams.values():
             copies.wait()
         self._hold()
         if self._error is not None:
             raise self._error
         for copy in self._copied:
-            self._look_at(copy)
+            self._hash_copy(copy)
         return StepSnapshot(notes, self._pieces, files, self._hashes, self._same)
 
-    def _look_at(self, copy: _Copy) -> None:
-        """Hash a copy; one that the store has after all is not written."""
+    def _hash_copy(self, copy: _Copy) -> None:
+        """Hash a copy; one that the store turns out to have is not written."""
         first = self._pieces[copy.places[0]]
         if copy.nbytes < PACK_BELOW:
             return
         key = change_hash(copy.block[: copy.nbytes])
         if key in self._context.known:
-            self._context.moving.discard(first.name)
+            self._context.changing.discard(first.name)
             self._found(copy.places, key)
             return
         for place in copy.places:
             self._hashes[self._pieces[place].name] = key
 
     def release(self) -> None:
-        """Give the copies back: nobody reads the snapshot any more."""
-        self._pieces, self._written, self._late = [], [], []
+        """Give the copies back to the pool: nobody reads the snapshot any more."""
+        self._pieces, self._written, self._without_room = [], [], []
         copied, self._copied = self._copied, []
         for copy in copied:
-            self._context.pool.give(copy.block, pinned=copy.pinned)
+            self._context.pool.give(copy.block, page_locked=copy.page_locked)
 
 
 def _address(view: memoryview) -> int:
@@ -485,21 +499,24 @@ def _address(view: memoryview) -> int:
 
 
 def _copy(view: memoryview, into: memoryview) -> None:
-    """Other threads run meanwhile, which an assignment to a slice does not allow."""
+    """Copy with the GIL released, which an assignment to a slice does not do."""
     import numpy as np
 
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(view, np.uint8))
 
 
 def _was_copied(value: Any) -> bool:
-    """Whether a piece of this has memory of its own: it was elsewhere, or not in order."""
+    """Return whether a piece of this has memory of its own: it was elsewhere, or not contiguous."""
     if is_tensor(value):
         return value.device.type != "cpu" or not value.is_contiguous()
     return is_array(value) and not value.flags.c_contiguous
 
 
 def _writes_of(value: Any) -> Callable[[], bool]:
-    """Tells whether torch has written to a tensor since; nobody counts what others write."""
+    """Return a function that tells whether torch has written to a tensor since.
+
+    Nobody counts what others write.
+    """
     if not is_tensor(value) or value.is_inference():
         return _never
     version = value._version
@@ -507,7 +524,10 @@ def _writes_of(value: Any) -> Callable[[], bool]:
 
 
 def _must_not_wait(tensor: Any) -> bool:
-    """Whether the device waits at once: it is small, or nobody would notice a write to it."""
+    """Return whether the device waits for it at once.
+
+    It does when the tensor is small, or when a write to it would not be noticed.
+    """
     small: bool = tensor.nbytes < PACK_BELOW
     return small or _writes_of(tensor) is _never
 

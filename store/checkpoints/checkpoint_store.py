@@ -1,4 +1,4 @@
-"""One run's checkpoints in a store: saved, found again, kept and let go."""
+"""The checkpoints of one run: saved, loaded, kept and deleted."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
-from tensor_dedup.store.checkpoints.background import ExtractedStep, Hook, PendingSave, Saves, told
+from tensor_dedup.store.checkpoints.background import (
+    ExtractedStep,
+    Hook,
+    PendingSave,
+    Saves,
+    with_notes,
+)
 from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.errors import (
@@ -33,13 +39,13 @@ from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
     StepOrder,
-    check_not_pinned,
+    by_save_time,
+    check_not_kept,
     check_run,
     describe_all,
-    in_order,
+    kept_steps,
     manifest_of,
-    pinned_steps,
-    stats,
+    run_stats,
     step_name,
     step_numbers,
 )
@@ -60,46 +66,38 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("tensor_dedup")
-
-
 StrPath = str | PathLike[str]
-
-
 _READERS = 8  # the disk wants several requests even where there are fewer cores
-
-
 # A region of memory is let go when the tensors in it are copied.
 _REGION = 64 << 20
-
-
 _AHEAD = 2
-
-
 # Up to so much, threads take longer to begin than one takes to read it all.
 _ALONE_BYTES = 4 << 20
-
-
 _ALONE_PIECES = 256
 
 
 class CheckpointStore:
-    """The checkpoints of one run in a store. Any number of handles, runs and processes at once.
+    """The checkpoints of one run in a store.
 
         with CheckpointStore("checkpoints", "run-001", keep_last=5) as run:
             run.save(model, step=epoch, metrics={"val_loss": loss})
             model = run.load(run.best("val_loss"), original=model)
 
-    Or without waiting for the disk, with the optimizer that changes the model:
+    To save without waiting for the disk, hook the optimizer that changes the model:
 
             run.hook(optimizer)
             run.save_async({"model": model, "optimizer": optimizer}, step=step)
 
-    A step costs what no step of any run in the store has yet. Every tensor is compared by content,
-    in each save: one that was changed in place is saved, whatever its name or address. A training
-    that goes back to a step and saves on from there makes greater steps of its first attempt stale:
-    `latest` and `keep_last` go by the time of saving, of equal times by number. Methods may
-    be called from any thread; saves take turns. They raise StoreError and nothing else about the
-    store and its disk; StateError (one of them) about a model that cannot be taken apart.
+    A step costs what no step of any run in the store has yet. In each save every tensor is compared
+    by content: one that was changed in place is saved, whatever its name or address.
+
+    When a training goes back to a step and saves on from there, the greater steps of its first
+    attempt are stale: `latest` and `keep_last` go by the time of saving, and by number where times
+    are equal.
+
+    There may be any number of handles, runs and processes at once. Methods may be called from any
+    thread; saves take turns. Errors of the store and its disk are StoreErrors; one of them,
+    StateError, says that a model cannot be taken apart.
     """
 
     def __init__(
@@ -117,31 +115,48 @@ class CheckpointStore:
         pool_bytes: int | None = None,
         in_flight: int = 1,
     ) -> None:
-        """Open, or make, the store in the folder `root` for the run `run_id`.
+        """Open the store in the folder `root`, or make one, for the run `run_id`.
 
-        `adapter` takes models apart and puts them together; by default the one for their type.
-        After each save the steps go that no rule keeps: the `keep_last` ones that were saved last,
-        the multiples of `keep_every`, the `keep_best` ones by a metric; pinned ones and the one
-        just saved stay, and without a rule all do. `config` (a folder, or texts by path) is kept
-        with each step, so that engines can load `store://RUN@STEP`; when the model is only one part
-        of what is saved, as in `{"model": ..., "optimizer": ...}`, `weights="model"` says which.
-        With `compress` what is new is stored encoded where that saves a tenth; with "auto" not
-        what a training would stand still for. `pool_bytes` is how much memory the copies
-        of `save_async` may take, by default a quarter of the machine's; `in_flight` how many of its
-        saves may be unfinished at once. BadNameError, BadRetentionError, BadLimitError,
-        BadCompressError, NotAStoreError.
+        `adapter` takes models apart and puts them together; by default it is chosen by the type of
+        what is saved.
+
+        After each save, steps that no rule keeps are deleted. The rules keep the `keep_last` steps
+        that were saved last, the multiples of `keep_every`, and by `keep_best=(metric, count, "min"
+        or "max")` the best ones by a metric. Pinned steps and the one just saved stay, and without
+        a rule all do.
+
+        `config` (a folder, or texts by path) is kept with each step, so that engines can load
+        `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,
+        "optimizer": ...}`, `weights="model"` says which.
+
+        With `compress="always"` new tensors are stored encoded where that saves a tenth; with
+        "auto" too, but not when a training would stand still for it; with None never.
+
+        `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
+        machine's; `in_flight` is how many of its saves may be unfinished at once.
+
+        Raises:
+            BadNameError: no run can be called so.
+            BadRetentionError, BadLimitError, BadCompressError: an argument makes no sense.
+            NotAStoreError: `root` holds something else.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         self.run_id = check_run(run_id)
         self.store = root if isinstance(root, Store) else Store.open(root)
         self._adapter = adapter
         self._retention = Retention(keep_last, keep_every, keep_best)
-        self._config, self._weights = self._small(config), weights
+        self._config, self._weights = self._small_files(config), weights
         self._steps = StepOrder(self.store.objects, self.run_id)
         self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
         pool = HostPool(default_bytes() if pool_bytes is None else pool_bytes)
         threads = self.store.worker_count
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
+
+    def __repr__(self) -> str:
+        count = "?"
+        with suppress(StoreError), self.store.translated():
+            count = str(len(step_numbers(self.store.objects, self.run_id)))
+        return f"CheckpointStore({str(self.store.path)!r}, {self.run_id!r}, steps={count})"
 
     def __enter__(self) -> Self:
         return self
@@ -152,16 +167,16 @@ class CheckpointStore:
         except StoreError as error:
             if raised is None:
                 raise
-            raised.add_note(f"and a step was not saved: {told(error)}")  # that comes first
+            raised.add_note(f"and a step was not saved: {with_notes(error)}")  # that comes first
 
     def close(self) -> None:
-        """Wait for saves in the background, and let go of what is held between saves.
+        """Wait for saves in the background, and free what is held between saves.
 
-        A later save takes it up again. Raises what a save in the background failed with.
+        A later save opens it again. Raises what a save in the background failed with.
         """
         self._saves.close()
         self._saver.close()
-        self._saves.settle()
+        self._saves.wait()
 
     def save(
         self,
@@ -171,14 +186,19 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Saved:
-        """Save a step, in place of one that has this number; committed when this returns.
+        """Save a step, replacing the one of this number; it is committed and durable on return.
 
-        Nobody may write to the model meanwhile (ChangedModelError where that is noticed).
-        `metrics` are numbers; `files` small files by path, beside those of `config`.
-        NoSpaceError, StoreIOError: all steps that were saved are as they were. PinnedStepError: a
-        pinned step is not replaced. BadStepError, BadMetricError, NamedTwiceError, StateError.
+        Nobody may write to the model meanwhile. `metrics` are numbers by name; `files` are small
+        files by path, added to those of `config`.
+
+        Raises:
+            ChangedModelError: a write to the model was noticed.
+            PinnedStepError: the step is pinned, and not replaced.
+            BadStepError, BadMetricError, NamedTwiceError: an argument makes no sense.
+            StateError: the model cannot be taken apart.
+            NoSpaceError, StoreIOError: the disk failed; all saved steps are as they were.
         """
-        self._saves.settle()
+        self._saves.wait()
         return self.commit(self.snapshot(model, step, metrics, files=files))
 
     def append(
@@ -188,17 +208,17 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Saved:
-        """Save as the step after all that are there, imported ones too. Otherwise as `save`.
+        """Save as the step after all that are there, imported ones included. Otherwise as `save`.
 
-        Whoever does the same at this moment, in whatever process, gets another step.
+        Whoever does the same at this moment, in any process, gets another step.
         """
-        self._saves.settle()
+        self._saves.wait()
         while True:
             with self.store.locked():
                 there = step_numbers(self.store.objects, self.run_id)
-            taken = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
+            extracted = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
             with suppress(NameTakenError):  # somebody was quicker: what was written is used again
-                return self.commit(taken.as_new())
+                return self.commit(extracted.as_new())
 
     def save_async(
         self,
@@ -209,36 +229,40 @@ class CheckpointStore:
         files: "Mapping[str, str | bytes] | None" = None,
         lazy: bool | None = None,
     ) -> PendingSave:
-        """Begin to save a step as it is now; `wait()` of what comes back says what was saved.
+        """Start saving a step as it is now; `wait` of the result returns what was saved.
 
-        When this returns, the model may be changed: what the store does not have was copied. When
-        `lazy`, only small tensors, plain values and what is no tensor of torch's were (arrays of
-        numpy, and tensors made in inference mode), and `before_update` waits for the rest: until
-        then large tensors must stay as they are. ChangedModelError where torch counts the change;
-        it counts none through `.data`, nor through an array that shares a tensor's memory. By
-        default it is lazy when an optimizer was hooked. Waits while `in_flight` saves are
-        unfinished; what does not fit into the pool is waited for until it is written.
+        On return the model may be changed, since what the store does not have was copied. When
+        `lazy`, only small tensors, plain values and whatever is not a torch tensor with counted
+        writes (numpy arrays, tensors made in inference mode) were copied, and `before_update` waits
+        for the rest: until then large tensors must stay as they are. A change that torch counts is
+        a ChangedModelError; it counts none made through `.data` or through an array that shares a
+        tensor's memory. By default it is lazy when an optimizer is hooked.
 
-        What a save in the background fails with is raised by the next call, once: this one, `save`,
-        `before_update`, `close`, `wait` of its own. Then this one has saved nothing. As `save`.
+        Waits while `in_flight` saves are unfinished. What does not fit into the pool is waited for
+        until it is written.
+
+        An error of a save in the background is raised once, by the next call of this, `save`,
+        `before_update`, `close` or its own `wait`. Then this one has saved nothing. Otherwise
+        raises as `save` does.
         """
 
         step_name(self.run_id, step)
-        self._check_not_pinned(step)
-        return self._saves.start(lambda: self._taken(model, step, metrics, files), lazy=lazy)
+        self._check_not_kept(step)
+        return self._saves.start(lambda: self._extract(model, step, metrics, files), lazy=lazy)
 
     def before_update(self) -> None:
-        """Return when the model may be changed: call it before the optimizer's step.
+        """Return when the model may be changed; call it before the optimizer's step.
 
-        Waits only for what `save_async` has not copied yet; copies from a device are waited for
-        there, by what it is told next, and this returns at once. Raises what a save failed with.
+        It waits only for what `save_async` has not copied yet. Copies from a device are waited for
+        there, by what the device is given next, and this returns at once. Raises what a save failed
+        with.
         """
         self._saves.before_update()
 
     def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
         """Call `before_update` before each step of an optimizer, and make `save_async` lazy.
 
-        Hook every optimizer that changes what is saved. `remove()` ends it.
+        Hook every optimizer that changes what is saved. `remove` of the result ends it.
         """
         return self._saves.hook(optimizer)
 
@@ -250,11 +274,11 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> StepSnapshot:
-        """A step as `commit` takes it. It may use the model's own memory; nothing is written."""
-        taken = self._taken(model, step, metrics, files)
-        return StepSnapshot(taken.notes, pieces(taken.values), taken.files)
+        """Take a step apart for `commit`. Nothing is written; it may use the model's own memory."""
+        extracted = self._extract(model, step, metrics, files)
+        return StepSnapshot(extracted.notes, pieces(extracted.values), extracted.files)
 
-    def _taken(
+    def _extract(
         self,
         model: Any,
         step: int,
@@ -266,25 +290,33 @@ class CheckpointStore:
         # An adapter of tensorcas' own interface has no name, and needs none: it is given to `load`.
         name = getattr(adapter, "name", type(adapter).__name__)
         notes = Notes(self.run_id, step, name, checked(metrics), self._weights)
-        small = {**self._config, **self._small(files)}
+        small = {**self._config, **self._small_files(files)}
         return ExtractedStep(notes, adapter.extract(model), small)
 
     def commit(self, snapshot: StepSnapshot) -> Saved:
-        """Store a snapshot, then let go of the steps that no rule keeps. Any thread. As `save`."""
+        """Store a snapshot, then delete the steps that no rule keeps.
+
+        Any thread. Raises as `save` does.
+        """
         step = snapshot.notes.step
-        self._check_not_pinned(step)  # before the work; it is looked at again after it
+        self._check_not_kept(step)  # before the work; it is looked at again after it
         saved = self._saver.commit(snapshot)
         try:
-            self._let_go(step)
+            self._delete_unretained(step)
         except StoreError as error:  # the step is there: a save that did its work does not fail
             _LOG.warning("saved %s; no older step was let go of: %s", saved.name, error)
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
-        """The model as it was saved, put into `original` where the adapter can or must.
+        """Load the model as it was saved, into `original` where the adapter can or must.
 
-        Every byte is verified. What it costs depends on the step alone. UnknownStepError;
-        NotATrainingError: it was imported; CorruptTensorError, MissingObjectError; StateError.
+        Every byte is verified. What it costs depends on this step alone.
+
+        Raises:
+            UnknownStepError: the run has no such step.
+            NotATrainingError: the checkpoint of this name was imported.
+            CorruptTensorError, MissingObjectError: a tensor is right nowhere in the store.
+            StateError: the state cannot be put together, or not into `original`.
         """
         try:
             opened = self.store.checkpoint(step_name(self.run_id, step))
@@ -303,42 +335,49 @@ class CheckpointStore:
         return adapter.reconstruct(values, original)
 
     def steps(self) -> list[int]:
-        """The steps that are there, in order. Each is complete; what was imported is none."""
+        """Return the steps that are there, in order. Each is complete; imports are not counted."""
         with self.store.locked():
             return list(self._steps.saved())
 
     def latest(self) -> int | None:
-        """The step that was saved last; None: nothing was saved yet.
+        """Return the step that was saved last; None when nothing was saved yet.
 
-        The greatest one, unless a training went back: saving step 6 when 10 is there makes 6 the
-        latest. Time is that of the reference's file; of equal times the greater step is the later.
+        That is the greatest one, unless a training went back: saving step 6 when 10 is there makes
+        6 the latest. The time is that of the reference's file; of equal times the greater step is
+        the later.
         """
         with self.store.locked():
-            order = in_order(self._steps.saved())
+            order = by_save_time(self._steps.saved())
         return order[-1] if order else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """The metrics of each step, in order."""
+        """Return the metrics of each step, in order."""
         with self.store.locked():
             found = describe_all(self.store.objects, self.run_id)
         return {each.step: each.metrics for each in found}
 
     def best(self, metric: str, mode: Mode = "min") -> int:
-        """The step with the least (or, with "max", greatest) metric, the earliest of equal ones.
+        """Return the step with the least metric, or with mode "max" the greatest.
 
-        BadMetricError: no step has it.
+        Of equal ones it is the earliest.
+
+        Raises:
+            BadMetricError: no step has it.
         """
         return best(self.metrics(), metric, mode, self.run_id)
 
     def delete(self, step: int) -> None:
-        """Forget a step; `gc` gives back its space. UnknownStepError, PinnedStepError.
+        """Forget a step; `gc` gives its space back.
 
-        NotATrainingError: it was imported.
+        Raises:
+            UnknownStepError: the run has no such step.
+            PinnedStepError: the step is pinned.
+            NotATrainingError: the checkpoint of this name was imported.
         """
         objects, name = self.store.objects, step_name(self.run_id, step)
         with self.store.locked(), objects.naming():
             # Under the lock of names: whoever pins it meanwhile comes before or after.
-            check_not_pinned(objects, self.run_id, step)
+            check_not_kept(objects, self.run_id, step)
             with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
                 manifest_of(objects, self.run_id, step)
             try:
@@ -349,34 +388,35 @@ class CheckpointStore:
             objects.files.sync_folder(objects.layout.refs)
 
     def pin(self, step: int) -> None:
-        """Keep a step, whatever the rules say, until `unpin`; it is not replaced either.
+        """Keep a step whatever the rules say, until `unpin`; it is not replaced either.
 
-        UnknownStepError.
+        Raises:
+            UnknownStepError: the run has no such step.
         """
-        objects, pin = self.store.objects, step_name(self.run_id, step, pin=True)
+        objects, name = self.store.objects, step_name(self.run_id, step, kept=True)
         with self.store.locked():
             manifest, _, _ = manifest_of(objects, self.run_id, step)
-            objects.set_ref(pin, manifest, replace=True)
+            objects.set_ref(name, manifest, replace=True)
             try:
                 found, _, _ = manifest_of(objects, self.run_id, step)
             except UnknownStepError:  # deleted just before
-                objects.drop_ref(pin)
+                objects.drop_ref(name)
                 raise
             if found != manifest:  # replaced just before; from now on it is not
-                objects.set_ref(pin, found, replace=True)
+                objects.set_ref(name, found, replace=True)
 
     def unpin(self, step: int) -> None:
-        """Let a step go again when the rules say so. Nothing happens when it is not pinned."""
+        """Stop keeping a step whatever the rules say. Without effect when it is not pinned."""
         with self.store.locked(), suppress(UnknownNameError):
-            self.store.objects.drop_ref(step_name(self.run_id, step, pin=True))
+            self.store.objects.drop_ref(step_name(self.run_id, step, kept=True))
 
     def pinned(self) -> set[int]:
-        """The steps that are pinned."""
+        """Return the steps that are pinned."""
         with self.store.locked():
-            return pinned_steps(self.store.objects, self.run_id)
+            return kept_steps(self.store.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
-        """Give back the space of what no step of any run, and no checkpoint, uses. As Store.gc.
+        """Free the space of what no step of any run, and no checkpoint, uses. As Store.gc.
 
         Saves in the background are waited for.
         """
@@ -384,29 +424,33 @@ class CheckpointStore:
         return self.store.gc(grace_hours)
 
     def stats(self) -> dict[str, object]:
-        """Sizes of this run: run_id, checkpoints, total_chunks (tensors in its steps),
-        unique_chunks (distinct ones), dedup_ratio (unique / total: lower is more reuse),
-        total_bytes (what the distinct ones take on disk).
+        """Measure this run, without reading tensors.
+
+        Keys: run_id, checkpoints, total_chunks (tensors in its steps), unique_chunks (distinct
+        ones), dedup_ratio (unique / total: lower is more reuse), total_bytes (what the distinct
+        ones take on disk).
         """
         with self.store.locked():
-            return stats(self.store.objects, [self.run_id], self.run_id).to_dict()
+            return run_stats(self.store.objects, [self.run_id], self.run_id).to_dict()
 
-    def _let_go(self, saved: int) -> None:
-        """Delete the steps that no rule keeps; never one whose manifest cannot be read."""
+    def _delete_unretained(self, saved: int) -> None:
+        """Delete the steps that no rule keeps, but none whose manifest cannot be read."""
         if not self._retention.any:
             return
         with self.store.locked():
-            order = in_order(self._steps.saved(readable=True))
+            order = by_save_time(self._steps.saved(readable=True))
         metrics = {step: {} for step in order} if self._retention.best is None else self.metrics()
         for old in self._retention.dropped(metrics, self.pinned(), saved, order):
             with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
                 self.delete(old)
 
-    def _check_not_pinned(self, step: int) -> None:
+    def _check_not_kept(self, step: int) -> None:
         with self.store.translated():
-            check_not_pinned(self.store.objects, self.run_id, step)
+            check_not_kept(self.store.objects, self.run_id, step)
 
-    def _small(self, config: "StrPath | Mapping[str, str | bytes] | None") -> dict[str, bytes]:
+    def _small_files(
+        self, config: "StrPath | Mapping[str, str | bytes] | None"
+    ) -> dict[str, bytes]:
         if config is None:
             return {}
         if isinstance(config, Mapping):
@@ -425,13 +469,17 @@ def _check_limits(run: str, in_flight: int, pool_bytes: int | None) -> None:
 
 
 class TensorCasStore(CheckpointStore):
-    """CheckpointStore under the name and with the arguments of tensorcas."""
+    """CheckpointStore under the name, and with the arguments, that tensorcas gives it."""
 
 
 def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
-    """The tensors of an open step by name: arrays of their own, or pieces of their own.
+    """Read the tensors of an open step, by name and in order, verified.
 
-    CorruptTensorError, MissingObjectError: one is right nowhere. Memory: the step, and a little.
+    Each is an array or a piece with memory of its own. It takes the memory of the step, and little
+    more.
+
+    Raises:
+        CorruptTensorError, MissingObjectError: a tensor is right nowhere.
     """
     tensors = {tensor.name: tensor for tensor in checkpoint}
     named = defaultdict(list)
@@ -450,7 +498,7 @@ def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]
 def _read(
     checkpoint: StoredCheckpoint, sizes: Mapping[bytes, int], threads: int
 ) -> Iterator[tuple[bytes, memoryview]]:
-    """The bytes of pieces, in any order; valid until the next is asked for."""
+    """Yield the bytes of pieces, in any order, each valid until the next is asked for."""
     if len(sizes) <= _ALONE_PIECES and sum(sizes.values()) <= _ALONE_BYTES:
         for digest, nbytes in sizes.items():
             yield digest, memoryview(checkpoint.read_piece(digest, 0, nbytes, nbytes))

@@ -37,7 +37,7 @@ from tensor_dedup.store.checkpoints.run_cache import (
     StoredPiece,
     packs_to_merge,
 )
-from tensor_dedup.store.checkpoints.runs import check_not_pinned, latest_digests, step_name
+from tensor_dedup.store.checkpoints.runs import check_not_kept, latest_digests, step_name
 from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.errors import LostHitError, NameTakenError, os_errors
 from tensor_dedup.store.format import manifests
@@ -336,7 +336,7 @@ class _Commit:
         self._check_hits()
         with objects.naming():
             # Here nobody can pin it any more before it is replaced.
-            check_not_pinned(objects, snapshot.notes.run, snapshot.notes.step)
+            check_not_kept(objects, snapshot.notes.run, snapshot.notes.step)
             target = objects.layout.refs / file_of(snapshot.name)
             if snapshot.new and objects.files.status(target) is not None:
                 what = f"{snapshot.name!r} is there already"

@@ -43,37 +43,37 @@ class UnknownStepError(UnknownNameError):
 
 
 class BadStepError(AdvisedError):
-    """A step is no whole number from 0 on."""
+    """A step is not a whole number from 0 on."""
 
     advice = "count epochs, trees or batches from 0 or 1"
 
 
 class BadMetricError(AdvisedError):
-    """A metric is no number, or there is none of this name."""
+    """A metric is not a number, or no step has one of this name."""
 
     advice = 'give metrics={"val_loss": 0.5}, and `best` the name of one that was given'
 
 
 class BadRetentionError(AdvisedError):
-    """What is to be kept makes no sense."""
+    """The retention rules make no sense."""
 
     advice = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
 
 
 class PinnedStepError(AdvisedError):
-    """A pinned step is not deleted."""
+    """A pinned step is neither replaced nor deleted."""
 
     advice = "unpin it first"
 
 
 class NamedTwiceError(AdvisedError):
-    """Two parts of one checkpoint have one name."""
+    """Two parts of one checkpoint have the same name."""
 
     advice = "give each tensor and each file a name of its own"
 
 
 class NotATrainingError(AdvisedError):
-    """A checkpoint of this name is there, but no run has saved it."""
+    """A checkpoint of this name exists, but no run has saved it."""
 
     advice = "give the run another id, or the checkpoint another name"
 
@@ -85,13 +85,13 @@ class ChangedModelError(AdvisedError):
 
 
 class BadLimitError(AdvisedError):
-    """A bound of what saves in the background may use makes no sense."""
+    """A limit on what background saves may use makes no sense."""
 
     advice = "let one save or more be unfinished, and give the pool bytes, or none"
 
 
 class BadCompressError(AdvisedError):
-    """`compress` is none of what there is."""
+    """`compress` has none of its values."""
 
     advice = 'give "auto", "always" or None'
 
@@ -103,7 +103,7 @@ class ForkedSaveError(AdvisedError):
 
 
 class BrokenSaveError(AdvisedError):
-    """A save in the background ended as none should. Nothing was committed."""
+    """A background save ended with an unexpected error. Nothing was committed."""
 
     advice = "save again, and report what its thread has printed"
 
@@ -115,24 +115,24 @@ class StateError(StoreError):
 
     @classmethod
     def at(cls, place: str, what: str, **facts: object) -> Self:
-        """The error about the value at `place`, its message ending in the next step."""
+        """Return the error about the value at `place`; its message ends in the next step."""
         return cls(f"{place or 'the model'}: {what}; {cls.advice}", place=place, **facts)
 
 
 class UnsupportedValueError(StateError):
-    """A Python value that has no form in a checkpoint."""
+    """A Python value has no form in a checkpoint."""
 
     advice = "remove it, save it as plain values and arrays, or register a StateProvider for it"
 
 
 class UnsupportedArrayError(StateError):
-    """An array or a tensor whose elements have no form in a checkpoint."""
+    """An array or a tensor has elements that have no form in a checkpoint."""
 
     advice = "convert it to a dense array of numbers first"
 
 
 class CyclicStateError(StateError):
-    """A list or dict that holds itself, or one nested too deeply to follow."""
+    """A list or dict holds itself, or is nested too deeply to follow."""
 
     advice = "save a structure without circles"
 
@@ -150,13 +150,13 @@ class UnknownAdapterError(StateError):
 
 
 class ProviderTakenError(StateError):
-    """A type or a name has a provider already: a second one would read what the first wrote."""
+    """A type or a name already has a provider: a second one would read what the first wrote."""
 
     advice = "choose another name"
 
 
 class DamagedStateError(StateError):
-    """What was stored is not what an adapter wrote."""
+    """What is stored is not what an adapter wrote."""
 
     advice = "load another step, or run `tensor-dedup verify --full`"
 

@@ -1,6 +1,6 @@
-"""What a step's manifest says beside its tensors, as texts. No I/O.
+"""What a step's manifest notes beside its tensors, as texts. No I/O.
 
-It holds no time: a manifest depends on what was saved alone. When a step was saved is the time of
+The notes hold no time: a manifest depends only on what was saved. A step was saved at the time of
 its reference.
 """
 
@@ -20,8 +20,10 @@ _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The run, the step, which adapter took the model apart, the metrics, and which part of the
-    tensors an engine loads ("" for all).
+    """What a step's manifest notes beside its tensors.
+
+    The run, the step, the adapter that took it apart, its metrics, and which part of the tensors is
+    the model that engines load ("" for all).
     """
 
     run: str
@@ -31,7 +33,7 @@ class Notes:
     part: str = ""
 
     def to_texts(self) -> dict[str, str]:
-        """As a manifest holds them."""
+        """Return the texts that a manifest holds."""
         found = {
             _RUN: self.run,
             _STEP: str(self.step),
@@ -44,7 +46,10 @@ class Notes:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
-        """Of a manifest's notes; None: no run made it, or a later version of this program."""
+        """Parse the notes of a manifest.
+
+        None when no run made it, or a later version of this program did.
+        """
         try:
             metrics = {k: _number(v) for k, v in json.loads(texts[_METRICS]).items()}
             part = texts.get(PART, "")
@@ -65,9 +70,12 @@ def _number(wire: Any) -> float:
 
 
 def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
-    """Metrics as plain numbers, sorted by name; numpy's and torch's of one element are taken.
+    """Return metrics as plain numbers, sorted by name.
 
-    BadMetricError: one is no number, or larger than a float can be.
+    Scalars of numpy and torch, and arrays and tensors of one element, are accepted.
+
+    Raises:
+        BadMetricError: one is not a number, or is larger than a float can be.
     """
     found = {}
     for name, value in sorted((metrics or {}).items()):
@@ -83,5 +91,5 @@ def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON can hold them: what is no finite number is null."""
+    """Return metrics as JSON can hold them: what is not a finite number is null."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -22,31 +22,17 @@ from tensor_dedup.store.writing.encoder import Plan, element_width
 
 Compress: TypeAlias = Literal["auto", "always"] | None
 """When what is new is stored encoded: as above; however long it takes; never."""
-
-
 # Below this, what a record needs is more than what encoding saves.
 SMALLEST = 256
-
-
 # So many take about a quarter of a second; the rest of a first save is stored as it is.
 _MOST = 4096
-
-
 _MISSES = 4
-
-
 _LEFT_ALONE = 256
-
-
 # Codecs that are used in any case. They are chosen where few numbers have changed, and save more
 # than a gigabyte for each second of a processor, as fast as disks write; others save a tenth to a
 # third of that.
 _QUICK = "sparse"
-
-
 _FIRST = 2
-
-
 _LONGEST = 64
 
 
@@ -59,51 +45,58 @@ class HitRate:
 
 
 class SmallTensorPolicy:
-    """What one handle knows of small tensors. One save at a time."""
+    """What one handle has learnt about small tensors. One save at a time."""
 
     def __init__(self) -> None:
-        self._luck: dict[tuple[str | None, int], HitRate] = {}
+        self._rates: dict[tuple[str | None, int], HitRate] = {}
 
     def plans(self, fresh: Iterable[Fresh]) -> Iterator[tuple[Fresh, Plan]]:
-        """How to encode those that are worth trying."""
+        """Yield how to encode those that are worth trying."""
         tried = 0
         for piece in fresh:
-            luck = self._of(piece)
+            rate = self._rate_of(piece)
             fit = piece.dtype is not None and SMALLEST <= piece.view.nbytes < PACK_BELOW
             if not fit or tried >= _MOST:
                 continue
-            if luck.skip > 0:
-                luck.skip -= 1
+            if rate.skip > 0:
+                rate.skip -= 1
                 continue
             tried += 1
             codec = CODECS[f"planes{element_width(piece.dtype)}"]
             yield piece, Plan(CodecChoice(codec, "matches", 1.0), None)
 
     def stored(self, piece: Fresh, nbytes: int | None) -> None:
-        """What came of it: how many bytes; None: it was in vain."""
-        luck = self._of(piece)
-        luck.misses = 0 if nbytes is not None else luck.misses + 1
-        if luck.misses >= _MISSES:
-            luck.misses, luck.skip = _MISSES - 1, _LEFT_ALONE
+        """Note the outcome of a plan: the bytes it took, or None when nothing was saved by it."""
+        rate = self._rate_of(piece)
+        rate.misses = 0 if nbytes is not None else rate.misses + 1
+        if rate.misses >= _MISSES:
+            rate.misses, rate.skip = _MISSES - 1, _LEFT_ALONE
 
-    def _of(self, piece: Fresh) -> HitRate:
-        return self._luck.setdefault((piece.dtype, piece.view.nbytes.bit_length()), HitRate())
+    def _rate_of(self, piece: Fresh) -> HitRate:
+        return self._rates.setdefault((piece.dtype, piece.view.nbytes.bit_length()), HitRate())
 
 
 def checked_compress(compress: Compress) -> Compress:
-    """The same. BadCompressError: it is none of these."""
+    """Return `compress` itself.
+
+    Raises:
+        BadCompressError: it is none of the values there are.
+    """
     if compress not in ("auto", "always", None):
         raise BadCompressError.at("CheckpointStore", f"compress={compress!r}")
     return compress
 
 
 def worth_waiting_for(codec: str) -> bool:
-    """Whether tensors that get this codec are encoded however much haste there is."""
+    """Return whether tensors with this codec are encoded even when a training waits."""
     return codec.startswith(_QUICK)
 
 
 class Backpressure:
-    """What one handle knows of its saves: were they waited for? One save at a time."""
+    """What one handle knows of whether its saves were waited for. One save at a time.
+
+    Called, it tells whether what is not encoded yet is to be stored as it is.
+    """
 
     def __init__(self) -> None:
         self._awaited: Callable[[], bool] | None = None
@@ -113,8 +106,9 @@ class Backpressure:
         self.from_the_start = False
 
     def begin(self, awaited: Callable[[], bool] | None) -> None:
-        """A save begins. `awaited`: does a training wait for its end by now? None: it is not in
-        the background, and encodes all that gets smaller.
+        """Begin a save. `awaited` tells whether a training waits for its end by now.
+
+        None means that the save is not in the background, and encodes everything that gets smaller.
         """
         self._awaited, self.from_the_start = awaited, False
         if awaited is None:
@@ -129,5 +123,5 @@ class Backpressure:
         self._tried = None if self.from_the_start else awaited
 
     def __call__(self) -> bool:
-        """Is what is not encoded yet to be stored as it is?"""
+        """Return whether what is not encoded yet is to be stored as it is."""
         return self.from_the_start or (self._awaited is not None and self._awaited())

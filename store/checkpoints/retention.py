@@ -1,4 +1,4 @@
-"""Which steps of a run may go. No I/O."""
+"""Retention: which steps of a run are deleted after a save. No I/O."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Metrics: TypeAlias = Mapping[int, Mapping[str, float]]
 
 
 class Rules(TypedDict, total=False):
-    """What is kept, as arguments of CheckpointStore and of whoever makes one."""
+    """What is kept, as arguments of CheckpointStore and of what makes one."""
 
     keep_last: int | None
     keep_every: int | None
@@ -22,7 +22,7 @@ class Rules(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept; a step goes when no rule keeps it. Without a rule all are kept."""
+    """The retention rules: a step is deleted when no rule keeps it. Without a rule all stay."""
 
     last: int | None = None
     every: int | None = None
@@ -43,30 +43,31 @@ class Retention:
         return self.last is not None or self.every is not None or self.best is not None
 
     def dropped(
-        self, metrics: Metrics, pinned: Collection[int], saved: int, order: Iterable[int]
+        self, metrics: Metrics, kept: Collection[int], saved: int, order: Iterable[int]
     ) -> list[int]:
-        """The steps that go, when `saved` has just been saved, which stays.
+        """Return the steps to delete when `saved` has just been saved.
 
-        `order` is that of saving: what `last` keeps are the last ones of it that have metrics.
+        That one stays, and so do the `kept` ones. `order` is that of saving: `last` keeps the last
+        ones of it that have metrics.
         """
         if not self.any:
             return []
         steps = sorted(metrics)
-        kept = {saved, *pinned}
+        staying = {saved, *kept}
         if self.last is not None:
-            kept.update([step for step in order if step in metrics][-self.last :])
+            staying.update([step for step in order if step in metrics][-self.last :])
         if self.every is not None:
-            kept.update(step for step in steps if step % self.every == 0)
+            staying.update(step for step in steps if step % self.every == 0)
         if self.best is not None:
             metric, count, mode = self.best
-            kept.update(ranked(metrics, metric, mode)[:count])
-        return [step for step in steps if step not in kept]
+            staying.update(ranked(metrics, metric, mode)[:count])
+        return [step for step in steps if step not in staying]
 
 
 def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
-    """The steps that have a metric, the best first; of equal ones the earlier first.
+    """Return the steps that have a metric, the best first, and the earlier first of equal ones.
 
-    What is no number (NaN) is never the best.
+    A NaN is never the best.
     """
     sign = 1 if mode == "min" else -1
     having = [
@@ -76,7 +77,11 @@ def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
 
 
 def best(metrics: Metrics, metric: str, mode: Mode, run: str) -> int:
-    """The best step. BadMetricError: no step has that metric."""
+    """Return the best step by a metric.
+
+    Raises:
+        BadMetricError: no step has that metric, or the mode is unknown.
+    """
     if mode not in ("min", "max"):
         raise BadMetricError.at(f"run {run!r}", f"the mode {mode!r}, not 'min' or 'max'")
     found = ranked(metrics, metric, mode)

@@ -33,33 +33,21 @@ from tensor_dedup.store.writing.encoder import Anchor
 from tensor_dedup.store.writing.hashing import Hasher
 
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
-"""A piece: fast hash, name, dtype, shape. Without the last three: a whole small file."""
-
-
+"""A piece: change hash, name, dtype, shape. Without the last three: a whole small file."""
 Places: TypeAlias = tuple[ContainerId, ...]
 """The containers a piece is read from: its own, and that of what it is a delta against."""
-
-
 # So many containers with about as much of small pieces are put together: the files of a step stay
 # few, and a piece is written again as often as its ensemble has grown by as much.
 _TIER = 32
-
-
 _TIER_BITS = 5
-
-
 _SMALLEST_BITS = 12
-
-
 _MOST = 64 << 20
-
-
 # What a child inherited: closing it would end what the parent is doing, so it stays as it is.
 _INHERITED: list["_Kept"] = []
 
 
 class StoredPiece(NamedTuple):
-    """Bytes that are in the store."""
+    """Bytes in the store: their digest, their size, and the containers they are read from."""
 
     digest: bytes
     nbytes: int
@@ -73,8 +61,9 @@ class StoredPiece(NamedTuple):
 
 @dataclass(slots=True)
 class PieceTable:
-    """The rows of pieces, in order, by column: of thousands in every step none is an object that
-    the garbage collector has to look at.
+    """The rows of pieces, in order, by column.
+
+    A step has thousands of them, and none is an object that the garbage collector has to look at.
     """
 
     hashes: list[bytes]
@@ -89,7 +78,7 @@ class PieceTable:
         return zip(self.hashes, self.names, self.dtypes, self.shapes, strict=True)
 
     def pages(self) -> "list[PieceTable]":
-        """As many at a time as a page has."""
+        """Split the rows as the pages of a manifest are split."""
         starts = range(0, len(self), PAGE_ENTRIES)
         return [self._part(slice(at, at + PAGE_ENTRIES)) for at in starts]
 
@@ -101,7 +90,7 @@ class PieceTable:
 class PageState:
     """A page that is in the store: its pieces, its name, the size of its file.
 
-    `held` are its pieces by fast hash, `weights` the bytes of the small ones in each place.
+    `held` has its pieces by change hash, `weights` the bytes of the small ones in each place.
     """
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
@@ -115,7 +104,7 @@ class PageState:
         self.take(held)
 
     def take(self, held: Mapping[bytes, StoredPiece]) -> None:
-        """Its pieces, wherever they are by now."""
+        """Note where its pieces are by now."""
         self.held = {key: held[key] for key in self.rows.hashes}
         self.weights: Counter[Places] = Counter()
         for known in self.held.values():
@@ -133,11 +122,11 @@ class LastStep:
     containers: dict[ContainerId, tuple[Path, int]] = field(default_factory=dict)
 
     def page(self, number: int) -> PageState | None:
-        """The page of this number; None: there was none."""
+        """Return the page of this number; None when there was none."""
         return self.pages[number] if number < len(self.pages) else None
 
     def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
-        """What can be read from these containers alone, by fast hash."""
+        """Return what can be read from these containers alone, by change hash."""
         found: dict[bytes, StoredPiece] = {}
         for page in self.pages:
             found |= page.held
@@ -146,14 +135,14 @@ class LastStep:
         return {key: known for key, known in found.items() if alive.issuperset(known.places)}
 
     def digests(self) -> dict[str, bytes]:
-        """The digest of each tensor, by name."""
+        """Return the digest of each tensor, by name."""
         return {
             row[1]: page.held[row[0]].digest for page in self.pages for row in page.rows if row[1]
         }
 
 
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
-    """The containers whose small pieces are to be put together, of those that hold these bytes."""
+    """Return the containers whose small pieces are to be written together again."""
     weights: Counter[ContainerId] = Counter()
     for places, nbytes in held:
         if places:
@@ -166,7 +155,10 @@ def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
 
 
 class AnchorMemory:
-    """What one handle keeps. Any thread."""
+    """The decoded leaves that one handle keeps. Any thread.
+
+    Their size is bounded; of a larger model, those of the first tensors are kept.
+    """
 
     def __init__(self, most_bytes: int = _MOST) -> None:
         self._most = most_bytes
@@ -176,14 +168,14 @@ class AnchorMemory:
         self._nbytes = 0
 
     def begin(self) -> None:
-        """A save begins: what the one before did not use goes."""
+        """Begin a save: what the one before did not use is dropped."""
         with self._lock:
             self._leaves = {key: self._leaves[key] for key in self._used if key in self._leaves}
             self._nbytes = sum(map(len, self._leaves.values()))
             self._used = set()
 
     def read(self, anchor: Anchor, start: int, stop: int) -> bytearray:
-        """A leaf of an anchor, verified when it was read. Not to be written to."""
+        """Return a leaf of an anchor, verified when it was read. It must not be written to."""
         key = (anchor.digest, start)
         with self._lock:
             self._used.add(key)
@@ -200,12 +192,12 @@ class AnchorMemory:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnchor(Anchor):
-    """An anchor of which leaves are kept. CorruptTensorError, MissingObjectError as Anchor."""
+    """An anchor whose leaves are kept. Raises as Anchor does."""
 
     memory: AnchorMemory
 
     def read(self, start: int, stop: int) -> bytearray:
-        """A leaf of it, verified."""
+        """Return a leaf of it, verified."""
         return self.memory.read(self, start, stop)
 
 
@@ -224,7 +216,7 @@ class _Kept:
 
 
 class RunCache:
-    """Sessions of one handle, one at a time; close() lets go of what is kept."""
+    """The sessions of one handle, one at a time. `close` drops what is kept between them."""
 
     def __init__(self, objects: Objects, workers: int) -> None:
         self._objects, self._workers = objects, workers
@@ -233,7 +225,7 @@ class RunCache:
 
     @contextmanager
     def session(self) -> Iterator[tuple[StoreIndex, Hasher]]:
-        """Nothing is swept meanwhile. What the disk says is a StoreError."""
+        """Open a session, in which nothing is swept. Errors of the disk become StoreErrors."""
         objects = self._objects
         with os_errors(objects.layout.root), session(objects.files, objects.layout):
             kept = self._usable()
@@ -248,7 +240,7 @@ class RunCache:
                 self.close()
 
     def close(self) -> None:
-        """Let go; the next session takes it up again."""
+        """Close the index and end the threads; the next session opens them again."""
         finalizer, self._finalizer, self._kept = self._finalizer, None, None
         if finalizer is not None:
             finalizer()

@@ -37,56 +37,60 @@ from tensor_dedup.store.format.names import check_name, file_of
 from tensor_dedup.store.objects import Objects
 
 _LOG = logging.getLogger("tensor_dedup")
-
-
 # Eighteen digits fit everywhere; nobody counts further.
 _NAME = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<pin>@pin)?", re.DOTALL)
-
-
 _PIN = "@pin"
-
-
 _LARGEST = 10**18 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """A reference that a run has made: of a step, or the one that keeps a pinned step."""
+    """The name of a reference that a run has made: of a step, or the one that keeps a step."""
 
     run: str
     step: int
-    pin: bool
+    kept: bool
 
     @property
     def name(self) -> str:
-        """As the store has it."""
-        return f"{self.run}@{self.step}{_PIN if self.pin else ''}"
+        """The name in the store."""
+        return f"{self.run}@{self.step}{_PIN if self.kept else ''}"
 
 
-def step_name(run: str, step: int, *, pin: bool = False) -> str:
-    """The name of a step. BadStepError; BadNameError: the run's name does not fit."""
+def step_name(run: str, step: int, *, kept: bool = False) -> str:
+    """Return the name of a step, or with `kept` of the reference that keeps it.
+
+    Raises:
+        BadStepError: the step is not a whole number from 0 to 10**18 - 1.
+        BadNameError: the run's name does not fit.
+    """
     if type(step) is not int or not 0 <= step <= _LARGEST:
         raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
-    return check_name(f"{run}@{step}{_PIN if pin else ''}")
+    return check_name(f"{run}@{step}{_PIN if kept else ''}")
 
 
 def check_run(run: str) -> str:
-    """`run` itself when a run can be called so. BadNameError."""
+    """Return `run` itself.
+
+    Raises:
+        BadNameError: no run can be called so.
+    """
     # With the longest step, so that a run that began can go on.
     check_name(f"{run}@{_LARGEST}{_PIN}")
     return run
 
 
 def parse_step_name(name: str) -> StepName | None:
-    """What a name says; None: no step is called so."""
+    """Parse a name; None when it is not that of a step."""
     found = _NAME.fullmatch(name)
     return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a run. `nbytes` are those of its tensors and small files, `saved_at` seconds since
-    1970.
+    """A step of a run.
+
+    `nbytes` counts its tensors and small files; `saved_at` is in seconds since 1970.
     """
 
     run: str
@@ -100,17 +104,17 @@ class Step:
     saved_at: int
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON holds it."""
         return asdict(self) | {"metrics": shown(self.metrics)}
 
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """Sizes of a run, or of all of them (`run_id` is then None).
+    """The sizes of a run, or of all runs together (`run_id` is then None).
 
-    `total_chunks` counts references to tensors in the manifests of its steps, `unique_chunks`
-    distinct digests among them; `dedup_ratio` is unique / total, lower is more reuse; `total_bytes`
-    what the distinct tensors take on disk, encoded as they are.
+    `total_chunks` counts references to tensors in the manifests of its steps, `unique_chunks` the
+    distinct digests among them; `dedup_ratio` is unique / total, where lower is more reuse;
+    `total_bytes` is what the distinct tensors take on disk, encoded as they are.
     """
 
     run_id: str | None
@@ -121,14 +125,16 @@ class RunStats:
     total_bytes: int
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON holds it."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a step added to its run: tensors that no earlier step had, their bytes, and what these
-    take on disk. `dedup_ratio` is that of the run up to here, as RunStats has it.
+    """What a step added to its run: tensors that no earlier step had, and their bytes.
+
+    `stored_bytes` is what these take on disk; `dedup_ratio` is that of the run up to here, as in
+    RunStats.
     """
 
     step: int
@@ -140,13 +146,13 @@ class Growth:
     dedup_ratio: float
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON holds it."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two steps differ: names of tensors, and the bytes of those that are not the same."""
+    """How two steps differ: names of tensors, and the bytes of those that differ."""
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
@@ -156,7 +162,7 @@ class Difference:
     metrics: dict[str, tuple[float | None, float | None]]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON holds it."""
         metrics = {
             name: [None if value is None else shown({"": value})[""] for value in both]
             for name, both in self.metrics.items()
@@ -165,42 +171,53 @@ class Difference:
 
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
-    """The numbers of what is called as the steps of a run are, in order; imports with them."""
+    """Return the numbers of all names that look like a run's steps, in order, imports included."""
     found = (parse_step_name(name) for name in objects.names())
-    return sorted(each.step for each in found if each and each.run == run and not each.pin)
+    return sorted(each.step for each in found if each and each.run == run and not each.kept)
 
 
-def pinned_steps(objects: Objects, run: str) -> set[int]:
-    """The steps of a run that are pinned."""
+def kept_steps(objects: Objects, run: str) -> set[int]:
+    """Return the steps of a run that are kept whatever the rules say."""
     found = (parse_step_name(name) for name in objects.names())
-    return {each.step for each in found if each and each.run == run and each.pin}
+    return {each.step for each in found if each and each.run == run and each.kept}
 
 
-def check_not_pinned(objects: Objects, run: str, step: int) -> None:
-    """PinnedStepError: this step is not to be replaced, nor deleted. Sure under `naming`."""
-    path = objects.layout.refs / file_of(step_name(run, step, pin=True))
+def check_not_kept(objects: Objects, run: str, step: int) -> None:
+    """Raise PinnedStepError when this step may be neither replaced nor deleted.
+
+    The answer holds only under `naming`.
+    """
+    path = objects.layout.refs / file_of(step_name(run, step, kept=True))
     if objects.files.status(path) is not None:
         what = f"the step {step} of {run!r} is pinned"
         raise PinnedStepError.at(objects.layout.root, what, run=run, step=step)
 
 
 def run_names(objects: Objects) -> list[str]:
-    """The runs in a store. What was imported under a name like a step's is none."""
+    """Return the runs in a store. An import under a name like a step's makes no run."""
     found = {
-        each.run for name in objects.names() if (each := parse_step_name(name)) and not each.pin
+        each.run for name in objects.names() if (each := parse_step_name(name)) and not each.kept
     }
-    return sorted(run for run in found if next(contents(objects, run), None) is not None)
+    return sorted(run for run in found if next(manifests_of_run(objects, run), None) is not None)
 
 
-def contents(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:
-    """The steps of a run and their manifests, in order; without what was imported or is gone."""
+def manifests_of_run(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:
+    """Yield the steps of a run and their manifests, in order.
+
+    Those that were imported, or are gone, are left out.
+    """
     for step in step_numbers(objects, run):
         with suppress(UnknownStepError, NotATrainingError):
             yield step, manifest_of(objects, run, step)[1]
 
 
 def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, Notes]:
-    """The manifest of a step, and what it notes. UnknownStepError, NotATrainingError."""
+    """Return the name of a step's manifest, the manifest, and its notes.
+
+    Raises:
+        UnknownStepError: the run has no such step.
+        NotATrainingError: the checkpoint of this name was imported.
+    """
     name = step_name(run, step)
     try:
         manifest = objects.ref(name)
@@ -218,37 +235,37 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
 
 
 def saved_ns(objects: Objects, run: str, step: int) -> int:
-    """When a step was saved, in ns since 1970; 0 when it is gone."""
+    """Return when a step was saved, in ns since 1970; 0 when it is gone."""
     status = objects.files.status(objects.layout.refs / file_of(step_name(run, step)))
     return status.mtime_ns if status is not None else 0
 
 
-def in_order(saved: Mapping[int, int]) -> list[int]:
-    """Steps in the order in which they were saved; ties by number."""
+def by_save_time(saved: Mapping[int, int]) -> list[int]:
+    """Return steps in the order in which they were saved, equal times by number."""
     return sorted(saved, key=lambda step: (saved[step], step))
 
 
-def describe(objects: Objects, run: str, step: int, pinned: Iterable[int]) -> Step:
-    """What there is to know of a step without reading its tensors. Errors of manifest_of."""
+def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
+    """Describe a step without reading its tensors. Raises as `manifest_of` does."""
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
     saved_at = saved_ns(objects, run, step) // 10**9
     metrics = dict(notes.metrics)
     return Step(
-        run, step, name, manifest, notes.adapter, metrics, content.nbytes, step in pinned, saved_at
+        run, step, name, manifest, notes.adapter, metrics, content.nbytes, step in kept, saved_at
     )
 
 
 def describe_all(objects: Objects, run: str) -> list[Step]:
-    """All steps of a run, in order, without what was imported, is gone, or cannot be read.
+    """Describe all steps of a run, in order, but none that was imported or is gone.
 
-    What cannot be read is logged: the other steps are of use without it.
+    One that cannot be read is left out and logged: the other steps are of use without it.
     """
-    pinned = pinned_steps(objects, run)
+    kept = kept_steps(objects, run)
     found = []
     for step in step_numbers(objects, run):
         try:
-            found.append(describe(objects, run, step, pinned))
+            found.append(describe(objects, run, step, kept))
         except (DamagedFileError, MissingObjectError) as error:
             _LOG.warning("left out step %d of run %r: %s", step, run, error)
         except (UnknownStepError, NotATrainingError):
@@ -257,7 +274,7 @@ def describe_all(objects: Objects, run: str) -> list[Step]:
 
 
 def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece]]) -> list[Piece]:
-    """The tensors of a manifest; pages that were `seen` are not read again."""
+    """Return the tensors of a manifest. Pages in `seen` are not read again."""
     pieces: list[Piece] = []
     for page in content.pages:
         if page not in seen:
@@ -267,22 +284,22 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
 
 
 def latest_digests(objects: Objects, run: str) -> dict[str, bytes]:
-    """The digests of a run's latest step by the tensors' names; none of what cannot be read."""
+    """Return the digests of a run's latest step, by tensor name; of what cannot be read, none."""
     times = {step: saved_ns(objects, run, step) for step in step_numbers(objects, run)}
-    for step in reversed(in_order(times)):
+    for step in reversed(by_save_time(times)):
         with suppress(StoreError):
             pieces = tensors_of(objects, manifest_of(objects, run, step)[1], {})
             return {piece.name: piece.digest for piece in pieces if piece.name is not None}
     return {}
 
 
-def stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
+def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
     """Measure the steps of some runs together, in a session. Reads no tensor data."""
     seen: dict[bytes, list[Piece]] = {}
     sizes: dict[bytes, int] = {}
     steps = total = 0
     for run in runs:
-        for _, content in contents(objects, run):
+        for _, content in manifests_of_run(objects, run):
             tensors = tensors_of(objects, content, seen)
             steps += 1
             total += len(tensors)
@@ -293,7 +310,7 @@ def stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats
 
 
 def stored_bytes(objects: Objects, wanted: Collection[bytes]) -> dict[bytes, int]:
-    """What each of these pieces takes on disk, where it takes least."""
+    """Return what each of these pieces takes on disk, where it takes least."""
     least: dict[bytes, int] = {}
     for container in objects.containers():
         with suppress(MissingObjectError):
@@ -305,12 +322,12 @@ def stored_bytes(objects: Objects, wanted: Collection[bytes]) -> dict[bytes, int
 
 
 def growth(objects: Objects, run: str) -> list[Growth]:
-    """What each step of a run added to it, in order, in a session. Reads no tensor data."""
+    """Measure what each step of a run added to it, in order, in a session. Reads no tensor data."""
     seen: dict[bytes, list[Piece]] = {}
     known: dict[bytes, int] = {}
     total = 0
     found: list[tuple[int, int, dict[bytes, int], int, float]] = []
-    for step, content in contents(objects, run):
+    for step, content in manifests_of_run(objects, run):
         tensors = tensors_of(objects, content, seen)
         new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
         known |= new
@@ -333,7 +350,7 @@ def growth(objects: Objects, run: str) -> list[Growth]:
 
 
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
-    """How the second step differs from the first, in a session. Errors of manifest_of."""
+    """Compare two steps, in a session. Raises as `manifest_of` does."""
     seen: dict[bytes, list[Piece]] = {}
     (_, first, old_notes), (_, second, new_notes) = (
         manifest_of(objects, *one),
@@ -361,7 +378,7 @@ def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> 
 class StepOrder:
     """What one handle knows of the steps of its run. Any thread, in a session.
 
-    What was imported may be called as a step is: only its manifest tells, and is read once.
+    An import may have a name like a step's. Only its manifest tells, and is read once.
     """
 
     def __init__(self, objects: Objects, run: str) -> None:
@@ -369,9 +386,9 @@ class StepOrder:
         self._known: dict[int, tuple[FileStatus, bool]] = {}
 
     def saved(self, *, readable: bool = False) -> dict[int, int]:
-        """Each step in order, and when it was saved, in ns since 1970.
+        """Return each step, in order, and when it was saved, in ns since 1970.
 
-        One whose manifest cannot be read is a step, unless only the `readable` ones are wanted.
+        A step whose manifest cannot be read is left out when only the `readable` ones are wanted.
         """
         found: dict[int, int] = {}
         for step in step_numbers(self._objects, self._run):

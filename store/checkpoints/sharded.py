@@ -18,9 +18,9 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import (
+    kept_steps,
     manifest_of,
     parse_step_name,
-    pinned_steps,
     step_name,
 )
 from tensor_dedup.store.errors import (
@@ -62,7 +62,7 @@ def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
     """
     objects, names = store.objects, [part_run(notes.run, rank) for rank in ranks]
     with store.locked():
-        if notes.step in pinned_steps(objects, notes.run):
+        if notes.step in kept_steps(objects, notes.run):
             what = f"the step {notes.step} of {notes.run!r} is pinned"
             raise PinnedStepError.at(store.path, what, run=notes.run, step=notes.step)
         parts = [objects.ref(step_name(name, notes.step)) for name in names]
@@ -103,7 +103,7 @@ def forget_parts(store: Store, run: str) -> None:
     with store.locked():
         for name in store.objects.names():
             step = parse_step_name(name)
-            if step is None or step.pin or called_so.fullmatch(step.run) is None:
+            if step is None or step.kept or called_so.fullmatch(step.run) is None:
                 continue
             if _is_part(store.objects, step.run, step.step):
                 with suppress(UnknownNameError):

@@ -15,17 +15,9 @@ from tensor_dedup.store.codecs.sparse import Sparse
 
 # What is encoded at all must save a tenth: else it is not worth being decoded.
 WORTH = 0.9
-
-
 SAMPLE_BYTES = 128 << 10
-
-
 _SAMPLES = 3
-
-
 _MATCHES_COST = 1.03
-
-
 _MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
     "planes": lambda name, width: Planes(name, width, "nothing"),
     "xor": lambda name, width: Planes(name, width, "xor"),
@@ -33,8 +25,6 @@ _MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
     "step": ByteDelta,
     "sparse": Sparse,
 }
-
-
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         f"{name}{width}": _MAKERS[name](f"{name}{width}", width)

@@ -12,8 +12,6 @@ from tensor_dedup.store.codecs.interface import Effort
 from tensor_dedup.store.codecs.streams import UNSIGNED, Bytes, Reader, join, pack, split, words
 
 Places = NDArray[np.int64]
-
-
 _WIDTH = 4
 
 

@@ -23,43 +23,25 @@ from tensor_dedup.store.codecs.interface import Effort
 from tensor_dedup.store.errors import CorruptFrameError
 
 Bytes: TypeAlias = NDArray[np.uint8]
-
-
 Words: TypeAlias = NDArray[Any]  # of one of UNSIGNED
-
-
 UNSIGNED: Mapping[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
     2: np.dtype("<u2"),
     4: np.dtype("<u4"),
     8: np.dtype("<u8"),
 }
-
-
 SIGNED: Mapping[int, np.dtype[Any]] = {
     1: np.dtype("<i1"),
     2: np.dtype("<i2"),
     4: np.dtype("<i4"),
     8: np.dtype("<i8"),
 }
-
-
 BLOCK = 128 << 10  # elements
-
-
 _HEAD = struct.Struct("<BII")
-
-
 _PLAIN, _ZSTD = 0, 1
-
-
 # Below this saving a stream is kept as it is: decoding it would cost more than it gives.
 _WORTH = 0.97
-
-
 _MAX_WINDOW = 8 << 20
-
-
 # The bytes of weights hardly repeat, but some occur more often than others: what pays is Huffman
 # coding. A search for matches this shallow finds runs and nothing else, so literals stay literals:
 # smaller *and* faster than level 1 (67.0 % at 1.1 GB/s instead of 68.4 % at 0.5, MiniLM in bf16).
@@ -73,8 +55,6 @@ _ENTROPY = zstandard.ZstdCompressionParameters(
     target_length=0,
     write_checksum=False,
 )
-
-
 _MATCHES = zstandard.ZstdCompressionParameters.from_level(3, write_checksum=False)
 
 

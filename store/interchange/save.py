@@ -42,17 +42,9 @@ from tensor_dedup.store.interchange.storages import HeldStorages, copy_into, hol
 from tensor_dedup.store.objects import make_folders
 
 DATA_NAME = "tensor.data_"
-
-
 _LEAST_BYTES = 1 << 20
-
-
 MAX_FILE_BYTES: Final = 10_000_000_000
-
-
 _VIEW_STEP = 8 << 20
-
-
 Sink = Callable[[memoryview], None]
 
 

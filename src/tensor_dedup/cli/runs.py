@@ -201,7 +201,7 @@ def _number(value: float | None) -> str:
 
 def _step(name: str) -> tuple[str, int]:
     found = parse_step_name(name)
-    if found is None or found.pin:
+    if found is None or found.kept:
         raise WrongUse(f"{name!r} is no step; write RUN@STEP, as `tensor-dedup list` does")
     return found.run, found.step
 

@@ -43,26 +43,12 @@ if TYPE_CHECKING:
 
 
 STRUCTURE: Final = "#structure"
-
-
 VALUES: Final = "#values"
-
-
 FORMAT: Final = 1
-
-
 _RESERVED: Final = "#"
-
-
 _ALONE: Final = "tensor"
-
-
 _OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups"})
-
-
 _KEPT_NAMES: Final = 64
-
-
 _names: Final[dict[str, list[str]]] = {}
 
 

@@ -26,21 +26,11 @@ from tensor_dedup.store.checkpoints.errors import DamagedStateError
 from tensor_dedup.store.checkpoints.state import is_array
 
 PREDICTOR: Final = "sklearn.ensemble._hist_gradient_boosting.predictor.TreePredictor"
-
-
 _CHUNK: Final = 256
-
-
 _TREE: Final = "tree_"
-
-
 _LEAF: Final = -1
-
-
 # Bytes of trees that are put together at a time.
 _ROOM: Final = 16 << 20
-
-
 # What ensembles keep a number of for each round.
 _SCORES: Final = frozenset(
     {
@@ -52,33 +42,17 @@ _SCORES: Final = frozenset(
         "estimator_errors_",
     }
 )
-
-
 # Numbers in a piece of such an array.
 _GROWING: Final = 1024
-
-
 _HOME: Final = "sklearn.tree._classes"
-
-
 _PREDICTOR_FIELDS: Final = ["nodes", "binned_left_cat_bitsets", "raw_left_cat_bitsets"]
-
-
 _BITSET: Final = (8, "<u4")
-
-
 _BOOSTING: Final = "sklearn.ensemble._hist_gradient_boosting.gradient_boosting"
-
-
 # They hand trees what they were asked about, and trees do not look at how many features it has.
 _TRUSTING: Final = frozenset(
     {"sklearn.ensemble._forest", "sklearn.ensemble._gb", "sklearn.ensemble._iforest"}
 )
-
-
 _TREES: Final = "sklearn.tree._classes"
-
-
 _SET_WORDS: Final = 8
 
 

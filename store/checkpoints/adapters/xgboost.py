@@ -31,52 +31,22 @@ from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedValueError
 
 _TREES: Final = "trees"
-
-
 _TREE: Final = "tree"
-
-
 # Lists with an item for each round or tree.
 _COLUMNS: Final = ("iteration_indptr", "tree_info", "weight_drop")
-
-
 _CHUNK: Final = 1 << 10
-
-
 _WHOLE: Final = "model"
-
-
 _PART: Final = 1 << 16
-
-
 _BOOSTER: Final = ("learner", "gradient_booster")
-
-
 _MODEL: Final = (*_BOOSTER, "model")
-
-
 _DART: Final = (*_BOOSTER, "gbtree", "model")
-
-
 _ARRAY: Final = b"[#L"
-
-
 _TEXT: Final = b"S"
-
-
 _COUNT: Final = struct.Struct(">q")
-
-
 # As XGBoost chooses: the least that has room, without its two ends.
 _NUMBERS: Final = ((7, ">Bb", b"i"), (15, ">Bh", b"I"), (31, ">Bi", b"l"), (63, ">Bq", b"L"))
-
-
 _Span = tuple[int, int]
-
-
 _LISTS: Final = ("iteration_indptr", "tree_info")
-
-
 _PATHS: Final = {
     "num_trees": ("gbtree_model_param", "num_trees"),
     "iteration_indptr": ("iteration_indptr",),

@@ -17,7 +17,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.capture import Context, HostPool, StepCapture
+from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
 from tensor_dedup.store.checkpoints.errors import (
     BadLimitError,
     BadStepError,
@@ -239,15 +239,15 @@ def test_what_was_collected_is_written_again(tmp_path: Path) -> None:
 def test_what_is_collected_between_looking_and_committing_is_an_error(tmp_path: Path) -> None:
     run, model = handle(tmp_path), network(1)
     run.save_async(model, 0).wait()
-    taken = run._taken(model, 1, None, None)
-    context = Context(run._saves._pool, [], set(), run._saver.large())
-    pinning = StepCapture(taken.values, context)
-    pinning.hold()
+    taken = run._extract(model, 1, None, None)
+    context = CaptureContext(run._saves._pool, [], set(), run._saver.large())
+    capture = StepCapture(taken.values, context)
+    capture.hold()
     other = handle(tmp_path)
     other.delete(0)
     other.gc(0)
     with pytest.raises(LostHitError, match="3 tensors"):
-        run.commit(pinning.snapshot(taken.notes, taken.files))
+        run.commit(capture.snapshot(taken.notes, taken.files))
     assert run.steps() == []
     run.save_async(model, 1).wait()
     assert_same(run.load(1), model)

@@ -12,7 +12,7 @@ from torch import nn
 from steps import shares
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.capture import (
-    Context,
+    CaptureContext,
     CudaDevice,
     HostPool,
     StepCapture,
@@ -90,8 +90,8 @@ def test_hooks_are_taken_off(tmp_path: Path) -> None:
     assert not run._saves._hooked  # an optimizer that is gone makes nothing wait
 
 
-def pinning_of(values: dict[str, torch.Tensor], pool: int = 1 << 20, **more: Any) -> StepCapture:
-    return StepCapture(values, Context(HostPool(pool), more.get("devices", []), set(), {}))
+def capture_of(values: dict[str, torch.Tensor], pool: int = 1 << 20, **more: Any) -> StepCapture:
+    return StepCapture(values, CaptureContext(HostPool(pool), more.get("devices", []), set(), {}))
 
 
 def held(snapshot: StepSnapshot) -> list[bytes]:
@@ -104,12 +104,12 @@ def data_of(*tensors: torch.Tensor) -> list[bytes]:
 
 def test_a_write_before_the_update_is_found() -> None:
     weight = nn.Parameter(torch.randn(200, 200))
-    pinning = pinning_of({"weight": weight.detach()})
+    capture = capture_of({"weight": weight.detach()})
     with torch.no_grad():
         weight.add_(1)
-    pinning.work()
+    capture.work()
     with pytest.raises(ChangedModelError, match="'weight'"):
-        pinning.snapshot(NOTES, {})
+        capture.snapshot(NOTES, {})
 
 
 def test_all_kinds_of_tensors_are_copied_in_order() -> None:
@@ -123,12 +123,12 @@ def test_all_kinds_of_tensors_are_copied_in_order() -> None:
         "inference": _inference(),
     }
     expected = data_of(*(each.resolve_conj() for each in values.values()))
-    pinning = pinning_of(values, 8 << 20)
-    pinning.hold()
+    capture = capture_of(values, 8 << 20)
+    capture.hold()
     for tensor in values.values():
         tensor.resolve_conj().numpy().fill(7) if tensor.dtype != torch.bfloat16 else tensor.fill_(7)
-    assert held(pinning.snapshot(NOTES, {})) == expected
-    pinning.release()
+    assert held(capture.snapshot(NOTES, {})) == expected
+    capture.release()
 
 
 def _inference() -> torch.Tensor:
@@ -170,83 +170,83 @@ class _SlowCopies:
 
 
 class Plain(HostPool):
-    """Without a device no memory can be pinned."""
+    """Without a device no memory can be page-locked."""
 
-    def take(self, nbytes: int, *, pinned: bool = False) -> memoryview | None:
+    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
         return super().take(nbytes)
 
-    def give(self, block: memoryview, *, pinned: bool = False) -> None:
+    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
         super().give(block)
 
 
 def staged(values: dict[str, torch.Tensor], room: int = 1 << 20) -> tuple[StepCapture, Slow]:
     device = Slow()
-    return StepCapture(values, Context(Plain(room), [device], set(), {})), device
+    return StepCapture(values, CaptureContext(Plain(room), [device], set(), {})), device
 
 
 def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
     values = {"a": torch.randn(200, 200), "b": torch.randn(9), "c": torch.randn(90, 3).bfloat16()}
     expected = data_of(*values.values())
-    pinning, device = staged(values)
+    capture, device = staged(values)
     assert [len(each.waiting) for each in device.begun] == [1]
     values["c"].fill_(1)  # what is small is copied at once: forward passes change statistics
     values["b"].fill_(1)
-    pinning.hold()
+    capture.hold()
     for tensor in values.values():
         tensor.fill_(0)
-    assert held(pinning.snapshot(NOTES, {})) == expected
+    assert held(capture.snapshot(NOTES, {})) == expected
 
 
 def test_views_are_resolved_by_the_copies_of_a_device() -> None:
     plain = torch.randn(300, 200, dtype=torch.complex64)
     values = {"plain": plain, "conj": plain.conj(), "neg": plain.conj().imag}
     expected = data_of(plain, plain.conj().resolve_conj(), values["neg"].resolve_neg())
-    pinning, device = staged(values, 4 << 20)
+    capture, device = staged(values, 4 << 20)
     given = [tensor for _, tensor in device.begun[0].waiting]
     assert [(each.is_conj(), each.is_neg()) for each in given] == [
         (False, False),
         (True, False),
         (False, True),
     ]
-    pinning.hold()
-    assert held(pinning.snapshot(NOTES, {})) == expected
+    capture.hold()
+    assert held(capture.snapshot(NOTES, {})) == expected
 
 
 def test_a_device_waits_at_once_for_what_could_change_unnoticed() -> None:
     with torch.inference_mode():
         values = {"a": torch.randn(200, 200)}
     expected = data_of(*values.values())
-    pinning, _ = staged(values)
+    capture, _ = staged(values)
     values["a"].numpy().fill(0)  # before anybody has called hold
-    assert held(pinning.snapshot(NOTES, {})) == expected
+    assert held(capture.snapshot(NOTES, {})) == expected
 
 
 def test_a_write_on_a_device_before_the_update_is_found() -> None:
     for held_back in (True, False):
         weight = torch.randn(200, 200)
-        pinning, _ = staged({"weight": weight})
+        capture, _ = staged({"weight": weight})
         weight.add_(1)
         if held_back:
-            pinning.hold()
+            capture.hold()
         with pytest.raises(ChangedModelError, match="'weight'"):
-            pinning.snapshot(NOTES, {})
+            capture.snapshot(NOTES, {})
 
 
 def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
     values = {"a": torch.randn(200, 200), "b": torch.randn(200, 100)}
     expected = data_of(*values.values())
-    pinning, device = staged(values, 40 * 4096)
+    capture, device = staged(values, 40 * 4096)
     assert [len(each.waiting) for each in device.begun] == [1]
-    pinning.hold()
-    assert pinning.crowded()  # whoever wants to change it waits until it is saved
-    assert held(pinning.snapshot(NOTES, {})) == expected
+    capture.hold()
+    assert capture.lacks_room()  # whoever wants to change it waits until it is saved
+    assert held(capture.snapshot(NOTES, {})) == expected
 
 
 def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:
     pool = Plain(1 << 20)
     values = {"a": torch.randn(200, 200), "b": torch.randn(9).to_sparse()}
     with pytest.raises(UnsupportedArrayError):
-        StepCapture(values, Context(pool, [Slow()], set(), {}))
+        StepCapture(values, CaptureContext(pool, [Slow()], set(), {}))
     assert pool.allocated == 40 * 4096
     pool.clear()
     assert pool.allocated == 0
@@ -294,9 +294,11 @@ def test_steps_from_a_gpu(tmp_path: Path, hooked: bool) -> None:
 def test_copies_from_a_gpu_do_not_hold_up_the_host() -> None:
     weight = torch.randn(8192, 8192, device="cuda")
     expected = weight.cpu()
-    pinning = StepCapture({"weight": weight}, Context(HostPool(1 << 30), [CudaDevice()], set(), {}))
-    stream = pinning._streams[weight.device]
+    capture = StepCapture(
+        {"weight": weight}, CaptureContext(HostPool(1 << 30), [CudaDevice()], set(), {})
+    )
+    stream = capture._streams[weight.device]
     assert isinstance(stream._event.query(), bool)  # type: ignore[attr-defined]
-    pinning.hold()
+    capture.hold()
     weight.fill_(0)  # the device waits, so this comes after the copy
-    assert held(pinning.snapshot(NOTES, {})) == data_of(expected)
+    assert held(capture.snapshot(NOTES, {})) == data_of(expected)

@@ -167,9 +167,9 @@ def test_a_handle_outlives_the_index(tmp_path: Path) -> None:
 def test_names_of_steps(run: str) -> None:
     for step in (0, 7, 10**18 - 1):
         for pin in (False, True):
-            found = parse_step_name(step_name(run, step, pin=pin))
+            found = parse_step_name(step_name(run, step, kept=pin))
             assert found is not None
-            assert (found.run, found.step, found.pin) == (run, step, pin)
+            assert (found.run, found.step, found.kept) == (run, step, pin)
 
 
 @pytest.mark.parametrize(
