@@ -22,7 +22,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
-from tensor_dedup.formats.pytorch.errors import PytorchError
+from tensor_dedup.formats.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents

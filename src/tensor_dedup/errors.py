@@ -5,7 +5,7 @@ TensorDedupError
   - CheckpointError             a checkpoint is not usable
       - CheckpointNotFoundError   no weights at that path
           - NoSuchPathError         there is nothing at all
-      - FormatError               the file lies about itself (one subclass for each way to lie)
+      - FormatError               the file lies about itself (one subclass a format)
       - ChangedFileError          the file changed while it was being read
       - UnreadableFileError       the system fails to read a file that is there
       - IncompleteCheckpointError weights that the model needs are not in it
@@ -56,7 +56,7 @@ class NoSuchPathError(CheckpointNotFoundError):
 
 
 class FormatError(CheckpointError):
-    """The file lies about itself; one subclass for each way to lie, in `tensor_dedup.formats`."""
+    """The file lies about itself; one subclass a format, in `tensor_dedup.formats.errors`."""
 
 
 class ChangedFileError(CheckpointError):

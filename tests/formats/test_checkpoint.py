@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from refusals import refused
 from tensor_dedup.errors import CheckpointNotFoundError, FormatError, UnsupportedError
 from tensor_dedup.formats import checkpoint
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.formats.errors import (
-    BadJsonError,
-    DuplicateKeyError,
-    IndexFileError,
-    IndexPathError,
-    IndexTensorError,
-    MissingShardError,
-    RepeatedTensorError,
+    CheckpointFault,
+    Fault,
+    JsonFault,
 )
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -181,7 +178,7 @@ def test_a_linked_component_is_followed(tmp_path: Path) -> None:
 def test_a_shard_the_index_names_is_missing(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / B).unlink()
-    with pytest.raises(MissingShardError, match=B) as caught:
+    with refused(CheckpointFault.MISSING_SHARD, match=B) as caught:
         open_checkpoint(tmp_path)
     assert caught.value.facts["shard"] == B
 
@@ -190,13 +187,13 @@ def test_a_shard_that_was_not_downloaded_is_missing(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / B).unlink()
     (tmp_path / B).symlink_to(tmp_path / "blobs" / "nowhere")
-    with pytest.raises(MissingShardError, match=B):
+    with refused(CheckpointFault.MISSING_SHARD, match=B):
         open_checkpoint(tmp_path)
 
 
 def test_a_shard_is_missing_where_there_is_no_index(tmp_path: Path) -> None:
     write(tmp_path / A, "a")
-    with pytest.raises(MissingShardError, match=B):
+    with refused(CheckpointFault.MISSING_SHARD, match=B):
         open_checkpoint(tmp_path)
 
 
@@ -204,7 +201,7 @@ def test_a_shard_is_missing_where_there_is_no_index(tmp_path: Path) -> None:
 def test_an_index_that_puts_a_tensor_where_it_is_not(tmp_path: Path, tensor: str) -> None:
     sharded(tmp_path)
     write_index(tmp_path / INDEX, {"a": A, "b": A, "c": B, tensor: A})
-    with pytest.raises(IndexTensorError, match=tensor):
+    with refused(CheckpointFault.INDEX_TENSOR, match=tensor):
         open_checkpoint(tmp_path)
 
 
@@ -222,7 +219,7 @@ def test_an_index_cannot_lead_outside(tmp_path: Path, shard: str) -> None:
     root = sharded(tmp_path / "root")
     write(tmp_path / "outside", "x")
     write_index(root / INDEX, {"x": shard})
-    with pytest.raises(IndexPathError) as caught:
+    with refused(CheckpointFault.INDEX_PATH) as caught:
         open_checkpoint(root)
     assert len(str(caught.value)) < 1000
 
@@ -230,21 +227,21 @@ def test_an_index_cannot_lead_outside(tmp_path: Path, shard: str) -> None:
 @pytest.mark.parametrize(
     ("text", "lie"),
     [
-        ("", BadJsonError),
-        ("{", BadJsonError),
-        ("[" * 100_000, FormatError),
-        ("{}", IndexFileError),
-        ('{"weight_map": {}}', IndexFileError),
-        ('{"weight_map": [1]}', IndexFileError),
-        ('{"weight_map": {"a": 1}}', IndexFileError),
-        ('{"weight_map": {"a": null}}', IndexFileError),
-        (f'{{"weight_map": {{"a": "{A}", "a": "{B}"}}}}', DuplicateKeyError),
+        ("", JsonFault.SYNTAX),
+        ("{", JsonFault.SYNTAX),
+        ("[" * 100_000, JsonFault.NESTING),
+        ("{}", CheckpointFault.INDEX),
+        ('{"weight_map": {}}', CheckpointFault.INDEX),
+        ('{"weight_map": [1]}', CheckpointFault.INDEX),
+        ('{"weight_map": {"a": 1}}', CheckpointFault.INDEX),
+        ('{"weight_map": {"a": null}}', CheckpointFault.INDEX),
+        (f'{{"weight_map": {{"a": "{A}", "a": "{B}"}}}}', JsonFault.DUPLICATE_KEY),
     ],
 )
-def test_an_index_that_is_none(tmp_path: Path, text: str, lie: type[FormatError]) -> None:
+def test_an_index_that_is_none(tmp_path: Path, text: str, lie: Fault) -> None:
     sharded(tmp_path)
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(lie, match=r"index\.json"):
+    with refused(lie, match=r"index\.json"):
         open_checkpoint(tmp_path)
 
 
@@ -253,14 +250,16 @@ def test_an_index_is_not_read_beyond_its_limit(
 ) -> None:
     sharded(tmp_path)
     monkeypatch.setattr(checkpoint, "MAX_HEADER_BYTES", 20)
-    with pytest.raises(IndexFileError, match="larger than 20 bytes"):
+    with refused(CheckpointFault.INDEX, match="larger than 20 bytes"):
         open_checkpoint(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "one.safetensors", "w", "x")
     write(tmp_path / "two.safetensors", "y", "w")
-    with pytest.raises(RepeatedTensorError, match=r"two\.safetensors: tensor 'w': .*one\.safe"):
+    with refused(
+        CheckpointFault.REPEATED_TENSOR, match=r"two\.safetensors: tensor 'w': .*one\.safe"
+    ):
         open_checkpoint(tmp_path)
 
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from pytorch_files import file_of, parse
-from tensor_dedup.formats.pytorch import errors as lies
+from refusals import refused
+from tensor_dedup.formats.errors import (
+    PytorchFault,
+)
 from tensor_dedup.formats.pytorch.reader import read_header
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -72,7 +75,7 @@ def test_nothing_that_is_pickled_runs(tmp_path: Path, protocol: int) -> None:
         for place, held in enumerate((attack, {"w": attack}, [torch.ones(1), (attack,)])):
             path = tmp_path / f"{number}-{place}.pt"
             torch.save(held, path, pickle_protocol=protocol)
-            with pytest.raises(lies.ForbiddenGlobalError, match="nothing was run") as caught:
+            with refused(PytorchFault.FORBIDDEN_GLOBAL, match="nothing was run") as caught:
                 read_header(path)
             assert caught.value.facts["name"], what
             assert not marker.exists(), what
@@ -90,7 +93,7 @@ def test_no_other_global_is_known(name: str) -> None:
     texts = [module.encode(), last.encode()]
     counted = b"".join(b"\x8c" + bytes([len(text)]) + text for text in texts)
     for body in (b"c" + b"\n".join(texts) + b"\n", counted + b"\x93"):
-        with pytest.raises(lies.ForbiddenGlobalError) as caught:
+        with refused(PytorchFault.FORBIDDEN_GLOBAL) as caught:
             parse(file_of(b"\x80\x04" + body + b"."))
         assert caught.value.facts["name"] == name
 

@@ -14,7 +14,11 @@ from safetensors import SafetensorError
 from liars import entry, file_of, library, parse, seen_by_library, seen_by_us
 from mutations import count_accepted
 from tensor_dedup.errors import FormatError
-from tensor_dedup.formats import errors as lies
+from tensor_dedup.formats.errors import (
+    JsonFault,
+    LocatedError,
+    SafetensorsFault,
+)
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 
 # Bits of text that have broken readers of JSON or of this format before.
@@ -42,11 +46,12 @@ def judge(file: bytes) -> bool:
 
 def refused_on_purpose(error: FormatError) -> bool:
     """The four strictnesses that formats/safetensors.py lists."""
-    if isinstance(error, lies.TensorEntryError):
+    kind = error.kind if isinstance(error, LocatedError) else None
+    if kind is SafetensorsFault.TENSOR_ENTRY:
         return "JSON list" in str(error)
-    if isinstance(error, lies.UnknownDtypeError):
+    if kind is SafetensorsFault.UNKNOWN_DTYPE:
         return str(error.facts["dtype"]).startswith("{")
-    return isinstance(error, lies.DuplicateKeyError | lies.HeaderStartError | lies.JsonBombError)
+    return kind in (JsonFault.DUPLICATE_KEY, SafetensorsFault.HEADER_START, JsonFault.BOMB)
 
 
 def honest(rng: random.Random) -> tuple[dict[str, Any], int]:

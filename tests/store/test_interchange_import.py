@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from refusals import refused
 from stores import content
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import CheckpointNotFoundError, FormatError
 from tensor_dedup.formats.checkpoint import open_checkpoint
-from tensor_dedup.formats.errors import MissingShardError
-from tensor_dedup.formats.tensor_index_errors import StorageBeyondDataError
+from tensor_dedup.formats.errors import (
+    CheckpointFault,
+    TensorIndexFault,
+)
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import CorruptTensorError
@@ -123,11 +126,11 @@ def test_liars_are_not_imported(store: Store, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     save_dict(tensors(), saved, max_file_bytes=300_000)
     (saved / "tensor.data_1").rename(tmp_path / "away")
-    with pytest.raises(MissingShardError, match=r"tensor\.data_1"):
+    with refused(CheckpointFault.MISSING_SHARD, match=r"tensor\.data_1"):
         store.import_(saved)
     (tmp_path / "away").rename(saved / "tensor.data_1")
     (saved / "tensor.data_2").write_bytes(b"")
-    with pytest.raises(StorageBeyondDataError):
+    with refused(TensorIndexFault.STORAGE_BEYOND_DATA):
         store.import_(saved)
     (saved / "tensor_index.json").write_text('{"a": [0]}')
     with pytest.raises(FormatError, match="a list of 1"):

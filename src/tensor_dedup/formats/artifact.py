@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import xxhash
 
+from tensor_dedup.formats.errors import TensorIndexError, TensorIndexFault
 from tensor_dedup.formats.strict_json import decode_object
-from tensor_dedup.formats.tensor_index_errors import DescriptorError, VerificationFileError
 
 HASH_LEAF_BYTES: Final = 4 << 20
 SCHEMA: Final = "v3"
@@ -111,15 +111,19 @@ def parse_descriptor(blob: bytes, path: str) -> ArtifactDescriptor:
     found = decode_object(blob, path)
     for key in ("artifact_id", "index_multihash", "data_multihash", "schema_version", "encoding"):
         if not isinstance(found.get(key), str):
-            raise DescriptorError.at(path, f"it has no text {key!r}")
+            raise TensorIndexError.at(TensorIndexFault.DESCRIPTOR, path, f"it has no text {key!r}")
     names = found["index_multihash"], found["data_multihash"]
     if not all(_MULTIHASH.fullmatch(name) for name in names):
-        raise DescriptorError.at(path, "its multihashes are not SHA-256 in base32")
+        raise TensorIndexError.at(
+            TensorIndexFault.DESCRIPTOR, path, "its multihashes are not SHA-256 in base32"
+        )
     if found["artifact_id"] != f"mi2:{names[0]}:{names[1]}":
-        raise DescriptorError.at(path, "its artifact_id does not consist of its multihashes")
+        raise TensorIndexError.at(
+            TensorIndexFault.DESCRIPTOR, path, "its artifact_id does not consist of its multihashes"
+        )
     total = found.get("total_size")
     if type(total) is not int or not 0 <= total < _U64:
-        raise DescriptorError.at(path, "its total_size is no size")
+        raise TensorIndexError.at(TensorIndexFault.DESCRIPTOR, path, "its total_size is no size")
     leaf = _leaf_bytes(found.get("hash_params"), path)
     return ArtifactDescriptor(
         found["artifact_id"], *names, found["schema_version"], found["encoding"], total, leaf
@@ -130,7 +134,11 @@ def _leaf_bytes(parameters: object, path: str) -> int:
     known = {"algorithm": "sha2-256", "chunk_size": HASH_LEAF_BYTES, "fanout": 2}
     given = known if parameters is None else parameters
     if not isinstance(given, dict) or {**known, **given} != known:
-        raise DescriptorError.at(path, "its data was hashed in another way than is known here")
+        raise TensorIndexError.at(
+            TensorIndexFault.DESCRIPTOR,
+            path,
+            "its data was hashed in another way than is known here",
+        )
     return HASH_LEAF_BYTES
 
 
@@ -169,7 +177,9 @@ def parse_verification(
     found = decode_object(blob, path)
     of = found.get("byte_space_id", CANONICAL)
     if of != byte_space_id:
-        raise VerificationFileError.at(path, f"it is about {of!r}, not {byte_space_id!r}")
+        raise TensorIndexError.at(
+            TensorIndexFault.VERIFICATION_FILE, path, f"it is about {of!r}, not {byte_space_id!r}"
+        )
     size, full = (_numbers([found.get(key)], 1, path)[0] for key in ("artifact_size", "full_hash"))
     lists = (("segment_hashes", _SEGMENTS), ("sample_values", _SAMPLES), ("key_values", 3))
     numbers = [_numbers(found.get(key), count, path) for key, count in lists]
@@ -182,7 +192,9 @@ def _numbers(value: object, count: int, path: str) -> tuple[int, ...]:
         or len(value) != count
         or not all(type(number) is int and 0 <= number < _U64 for number in value)
     ):
-        raise VerificationFileError.at(path, f"{count} whole numbers of 64 bits expected")
+        raise TensorIndexError.at(
+            TensorIndexFault.VERIFICATION_FILE, path, f"{count} whole numbers of 64 bits expected"
+        )
     return tuple(value)
 
 

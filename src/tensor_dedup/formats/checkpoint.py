@@ -19,14 +19,7 @@ from typing import NoReturn
 
 from tensor_dedup.errors import CheckpointNotFoundError, NoSuchPathError, UnsupportedError
 from tensor_dedup.formats.data_files import data_files
-from tensor_dedup.formats.errors import (
-    IndexFileError,
-    IndexPathError,
-    IndexTensorError,
-    MissingShardError,
-    RepeatedTensorError,
-    shorten,
-)
+from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError, shorten
 from tensor_dedup.formats.naming import (
     GGUF,
     PYTORCH,
@@ -140,8 +133,11 @@ def _open_folder(
 ) -> list[CheckpointFile]:
     choice = _choose(names, whatever)
     if choice.missing is not None:
-        raise MissingShardError.at(
-            str(folder), f"the shard {choice.missing} is not there", shard=choice.missing
+        raise CheckpointFilesError.at(
+            CheckpointFault.MISSING_SHARD,
+            str(folder),
+            f"the shard {choice.missing} is not there",
+            shard=choice.missing,
         )
     files = [file for index in choice.indexes for file in _open_index(folder / index, prefix)]
     files += [
@@ -219,16 +215,23 @@ def _open_index(index: Path, prefix: str) -> list[CheckpointFile]:
 def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> CheckpointFile:
     path = index.parent / shard
     if not path.is_file():
-        raise MissingShardError.at(
-            str(index), f"the shard {shorten(shard)} is not there", shard=shorten(shard)
+        raise CheckpointFilesError.at(
+            CheckpointFault.MISSING_SHARD,
+            str(index),
+            f"the shard {shorten(shard)} is not there",
+            shard=shorten(shard),
         )
     header = read_header(path)
     # A shard may hold more than the index says: every reader loads what the shard holds.
     held = names_in(header)
     for tensor in expected:
         if tensor not in held:
-            raise IndexTensorError.at(
-                str(index), f"not in {shard}, where the index puts it", tensor, shard=shard
+            raise CheckpointFilesError.at(
+                CheckpointFault.INDEX_TENSOR,
+                str(index),
+                f"not in {shard}, where the index puts it",
+                tensor,
+                shard=shard,
             )
     return CheckpointFile(path, prefix, header)
 
@@ -236,12 +239,15 @@ def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> Ch
 def _weight_map(index: Path) -> Mapping[str, str]:
     found = _read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise IndexFileError.at(str(index), "it has no weight_map")
+        raise CheckpointFilesError.at(CheckpointFault.INDEX, str(index), "it has no weight_map")
     for tensor, shard in found.items():
         if not isinstance(shard, str):
-            raise IndexFileError.at(str(index), "its file is not named by a text", tensor)
+            raise CheckpointFilesError.at(
+                CheckpointFault.INDEX, str(index), "its file is not named by a text", tensor
+            )
         if not _stays_inside(shard):
-            raise IndexPathError.at(
+            raise CheckpointFilesError.at(
+                CheckpointFault.INDEX_PATH,
                 str(index),
                 f"its file {shorten(shard)!r} lies outside the checkpoint",
                 tensor,
@@ -265,8 +271,11 @@ def _read_json(path: Path) -> dict[str, object]:
             f"{path}: {error.strerror}; check its permissions", path=str(path)
         ) from error
     if len(blob) > MAX_HEADER_BYTES:
-        raise IndexFileError.at(
-            str(path), f"larger than {MAX_HEADER_BYTES} bytes", limit=MAX_HEADER_BYTES
+        raise CheckpointFilesError.at(
+            CheckpointFault.INDEX,
+            str(path),
+            f"larger than {MAX_HEADER_BYTES} bytes",
+            limit=MAX_HEADER_BYTES,
         )
     return decode_object(blob, str(path))
 
@@ -277,8 +286,12 @@ def _refuse_repeated(files: list[CheckpointFile]) -> None:
         for spec in file.header.tensors:
             name = file.prefix + spec.name
             if (other := seen.setdefault(name, file.path)) != file.path:
-                raise RepeatedTensorError.at(
-                    str(file.path), f"{other} holds it too", name, other=str(other)
+                raise CheckpointFilesError.at(
+                    CheckpointFault.REPEATED_TENSOR,
+                    str(file.path),
+                    f"{other} holds it too",
+                    name,
+                    other=str(other),
                 )
 
 

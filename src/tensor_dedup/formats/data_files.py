@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tensor_dedup.formats.errors import TensorIndexError, TensorIndexFault
 from tensor_dedup.formats.files import OpenFile, opened
 from tensor_dedup.formats.naming import WeightFiles
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
@@ -24,7 +25,6 @@ from tensor_dedup.formats.tensor_index import (
     check_data,
     parse_index,
 )
-from tensor_dedup.formats.tensor_index_errors import DataFilesError, TensorIndexError
 from tensor_dedup.types import TensorSpec
 
 INDEX_NAME: Final = "tensor_index.json"
@@ -61,7 +61,11 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataF
     where = Path(path)
     match = DATA_FILE.fullmatch(where.name)
     if match is None:
-        raise DataFilesError.at(str(path), "it is not called tensor.data_0, tensor.data_1, ...")
+        raise TensorIndexError.at(
+            TensorIndexFault.DATA_FILES,
+            str(path),
+            "it is not called tensor.data_0, tensor.data_1, ...",
+        )
     with opened(where.parent / INDEX_NAME) as file:
         index = parse_index(_whole(file), file.path)
     with opened(path, fd) as data:
@@ -81,7 +85,8 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataF
 
 def _whole(file: OpenFile) -> bytes:
     if file.size > MAX_HEADER_BYTES:
-        raise TensorIndexError.at(file.path, f"larger than {MAX_HEADER_BYTES} bytes")
+        what = f"larger than {MAX_HEADER_BYTES} bytes"
+        raise TensorIndexError.at(TensorIndexFault.TOO_LARGE, file.path, what)
     return file.read(0, file.size)
 
 

@@ -1,191 +1,308 @@
-"""The ways in which a checkpoint file can lie, one class each.
+"""The ways in which the files of a checkpoint can be wrong: an error a format, a `kind` each.
 
-FormatError
-  - NotAFileError         a directory, a pipe or a device, not a regular file
-  - JsonTextError         the JSON of a header or an index: JsonEncodingError, BadJsonError,
-                          JsonConstantError, JsonNumberError, JsonNestingError, JsonBombError,
-                          NotAnObjectError, DuplicateKeyError
+LocatedError                the file that is wrong, and perhaps the tensor in it
+  - CheckpointFilesError      the files of a checkpoint do not fit together
+  - JsonTextError             the JSON of a header or an index
   - SafetensorsError
-      - of the file:      EmptyFileError, FileTooShortError
-      - of the header:    HeaderTooLargeError, HeaderTruncatedError, HeaderStartError, MetadataError
-      - of one tensor:    TensorEntryError, UnknownDtypeError, BadShapeError, ShapeOverflowError,
-                          BadOffsetsError, OffsetsReversedError, OffsetsBeyondFileError,
-                          SubByteError, SizeMismatchError
-      - of the layout:    OverlapError, HoleError, TrailingBytesError
-  - IndexFileError        a *.index.json is not a mapping from tensors to shards
-      - IndexPathError, MissingShardError, IndexTensorError
-  - RepeatedTensorError   two files of one checkpoint hold a tensor of the same name
-  - GgufError             gguf_errors.py
-  - PytorchError          pytorch/errors.py
+  - GgufError
+  - PytorchError              a file of torch.save
+  - TensorIndexError          a folder of `tensor.data_N` files
 
 Each carries the path, the tensor's name where there is one, and the numbers, in its message and in
 `facts`. Names are cut to MAX_NAME characters there: a hostile name can be 100 MB long.
 """
 
-from typing import ClassVar, Self
+from enum import Enum, unique
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
-from tensor_dedup.errors import FormatError
+from tensor_dedup.errors import FormatError, TensorDedupError
 
-MAX_NAME = 200
+MAX_NAME: Final = 200
 
 
-class LocatedError(FormatError):
-    """An error of one file, and perhaps of one tensor in it."""
+class Fault(Enum):
+    """One way in which a file can be wrong. Its value is the sentence that says which."""
+
+    advice: str  # the next step, where it is not that of the format
+
+    def __new__(cls, sentence: str, advice: str = "") -> Self:
+        member = object.__new__(cls)
+        member._value_ = sentence
+        member.advice = advice
+        return member
+
+
+_Kind = TypeVar("_Kind", bound=Fault)
+
+
+class LocatedError(FormatError, Generic[_Kind]):
+    """A file is wrong, perhaps in one tensor; `kind` says in which way."""
 
     advice: ClassVar[str] = "download or save this file again"
 
+    # By position only: `facts` may have a `kind` of its own.
+    def __init__(self, message: str, kind: _Kind, /, **facts: object) -> None:
+        super().__init__(message, **facts)
+        self.kind = kind
+
     @classmethod
-    def at(cls, path: str, what: str, tensor: str | None = None, **facts: object) -> Self:
-        """The error for `path` (and `tensor`), its message ending in the next step."""
+    def at(
+        cls, kind: _Kind, path: str, what: str, tensor: str | None = None, /, **facts: object
+    ) -> Self:
+        """Return the error for `path` (and `tensor`), its message ending in the next step."""
         where = path
         if tensor is not None:
             facts["tensor"] = shown = shorten(tensor)
             where = f"{path}: tensor {shown!r}"
-        return cls(f"{where}: {what}; {cls.advice}", path=path, **facts)
+        advice = kind.advice or cls.advice
+        return cls(f"{where}: {what}; {advice}", kind, path=path, **facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.kind, self.facts)
+
+
+def _rebuild(
+    cls: "type[LocatedError[_Kind]]", message: str, kind: _Kind, facts: dict[str, Any]
+) -> TensorDedupError:
+    return cls(message, kind, **facts)
 
 
 def shorten(text: str) -> str:
-    """`text`, or its beginning when it is too long for a message."""
+    """Return `text`, or its beginning when it is too long for a message."""
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 
-class NotAFileError(LocatedError):
-    """It is a directory, a pipe or a device, not a regular file."""
+@unique
+class CheckpointFault(Fault):
+    """How the files of a checkpoint do not fit together."""
 
-    advice = "name a regular file"
-
-
-class JsonTextError(LocatedError):
-    """The JSON of a header or an index is broken, or a trap."""
-
-
-class JsonEncodingError(JsonTextError):
-    """The text is not UTF-8, or holds an escaped half of a surrogate pair."""
-
-
-class BadJsonError(JsonTextError):
-    """The text is not JSON."""
-
-
-class JsonConstantError(JsonTextError):
-    """The text holds NaN or Infinity, which JSON does not have."""
+    NOT_A_FILE = (
+        "It is a directory, a pipe or a device, not a regular file.",
+        "name a regular file",
+    )
+    INDEX = "An index of shards that is not JSON, or not a mapping from tensors to files."
+    INDEX_PATH = "An index names a file outside its own directory."
+    MISSING_SHARD = "An index names a shard that is not there."
+    INDEX_TENSOR = "An index and its shards disagree about where a tensor is."
+    REPEATED_TENSOR = (
+        "Two files of one checkpoint hold a tensor of the same name.",
+        "keep one of the files, or name it alone",
+    )
 
 
-class JsonNumberError(JsonTextError):
-    """The text holds a number no 64-bit integer or float can hold."""
-
-
-class JsonNestingError(JsonTextError):
-    """The text nests deeper than any reader of the format follows."""
-
-
-class JsonBombError(JsonTextError):
-    """The text would take far more memory than its size suggests."""
-
-
-class NotAnObjectError(JsonTextError):
-    """The text is JSON, but not an object."""
-
-
-class DuplicateKeyError(JsonTextError):
-    """An object of the text has a key twice, so readers disagree about its value."""
-
-
-class SafetensorsError(LocatedError):
-    """A safetensors file lies about itself."""
-
-
-class EmptyFileError(SafetensorsError):
-    """The file has no bytes."""
-
-
-class FileTooShortError(SafetensorsError):
-    """The file is shorter than the 8 bytes that hold the header's length."""
-
-
-class HeaderTooLargeError(SafetensorsError):
-    """The announced header is larger than the format allows."""
-
-
-class HeaderTruncatedError(SafetensorsError):
-    """The announced header is longer than the file."""
-
-
-class HeaderStartError(SafetensorsError):
-    """The header does not begin with `{`, as the format demands."""
-
-
-class MetadataError(SafetensorsError):
-    """`__metadata__` is not a mapping from text to text."""
-
-
-class TensorEntryError(SafetensorsError):
-    """A tensor's entry is not an object with dtype, shape and data_offsets."""
-
-
-class UnknownDtypeError(SafetensorsError):
-    """A dtype the format does not have."""
-
-
-class BadShapeError(SafetensorsError):
-    """A shape that is not a list of whole numbers from 0 to 2^64 - 1."""
-
-
-class ShapeOverflowError(SafetensorsError):
-    """A shape whose size in bits does not fit 64 bits."""
-
-
-class BadOffsetsError(SafetensorsError):
-    """data_offsets that are not two whole numbers from 0 to 2^64 - 1."""
-
-
-class OffsetsReversedError(SafetensorsError):
-    """data_offsets that end before they begin."""
-
-
-class OffsetsBeyondFileError(SafetensorsError):
-    """data_offsets that end after the end of the file."""
-
-
-class SubByteError(SafetensorsError):
-    """A tensor of a dtype under 8 bits that does not end at a whole byte."""
-
-
-class SizeMismatchError(SafetensorsError):
-    """dtype and shape make another size than data_offsets."""
-
-
-class OverlapError(SafetensorsError):
-    """Two tensors claim the same bytes."""
-
-
-class HoleError(SafetensorsError):
-    """Bytes between two tensors, or before the first, that belong to none."""
-
-
-class TrailingBytesError(SafetensorsError):
-    """Bytes after the last tensor that belong to none."""
-
-
-class IndexFileError(LocatedError):
-    """An index of shards that is not JSON, or not a mapping from tensors to files."""
+class CheckpointFilesError(LocatedError[CheckpointFault]):
+    """The files of a checkpoint are not there, or do not fit together."""
 
     advice = "download or save this checkpoint again"
 
 
-class IndexPathError(IndexFileError):
-    """An index names a file outside its own directory."""
+@unique
+class JsonFault(Fault):
+    """How JSON can be wrong that is a header or an index."""
+
+    ENCODING = "The text is not UTF-8, or holds an escaped half of a surrogate pair."
+    SYNTAX = "The text is not JSON."
+    CONSTANT = "The text holds NaN or Infinity, which JSON does not have."
+    NUMBER = "The text holds a number no 64-bit integer or float can hold."
+    NESTING = "The text nests deeper than any reader of the format follows."
+    BOMB = "The text would take far more memory than its size suggests."
+    NOT_AN_OBJECT = "The text is JSON, but not an object."
+    DUPLICATE_KEY = "An object of the text has a key twice, so readers disagree about its value."
 
 
-class MissingShardError(IndexFileError):
-    """An index names a shard that is not there."""
+class JsonTextError(LocatedError[JsonFault]):
+    """The JSON of a header or an index is broken, or a trap."""
 
 
-class IndexTensorError(IndexFileError):
-    """An index and its shards disagree about where a tensor is."""
+@unique
+class SafetensorsFault(Fault):
+    """How a safetensors file can be wrong."""
+
+    # Of the file.
+    EMPTY_FILE = "The file has no bytes."
+    FILE_TOO_SHORT = "The file is shorter than the 8 bytes that hold the header's length."
+    # Of the header.
+    HEADER_TOO_LARGE = "The announced header is larger than the format allows."
+    HEADER_TRUNCATED = "The announced header is longer than the file."
+    HEADER_START = "The header does not begin with `{`, as the format demands."
+    METADATA = "`__metadata__` is not a mapping from text to text."
+    # Of one tensor.
+    TENSOR_ENTRY = "A tensor's entry is not an object with dtype, shape and data_offsets."
+    UNKNOWN_DTYPE = "A dtype the format does not have."
+    BAD_SHAPE = "A shape that is not a list of whole numbers from 0 to 2^64 - 1."
+    SHAPE_OVERFLOW = "A shape whose size in bits does not fit 64 bits."
+    BAD_OFFSETS = "data_offsets that are not two whole numbers from 0 to 2^64 - 1."
+    OFFSETS_REVERSED = "data_offsets that end before they begin."
+    OFFSETS_BEYOND_FILE = "data_offsets that end after the end of the file."
+    SUB_BYTE = "A tensor of a dtype under 8 bits that does not end at a whole byte."
+    SIZE_MISMATCH = "dtype and shape make another size than data_offsets."
+    # Of the layout.
+    OVERLAP = "Two tensors claim the same bytes."
+    HOLE = "Bytes between two tensors, or before the first, that belong to none."
+    TRAILING_BYTES = "Bytes after the last tensor that belong to none."
 
 
-class RepeatedTensorError(LocatedError):
-    """Two files of one checkpoint hold a tensor of the same name."""
+class SafetensorsError(LocatedError[SafetensorsFault]):
+    """A safetensors file lies about itself."""
 
-    advice = "keep one of the files, or name it alone"
+
+@unique
+class GgufFault(Fault):
+    """How a GGUF file can be wrong."""
+
+    # Of the file.
+    MAGIC = "The file does not begin with `GGUF` and a version."
+    BIG_ENDIAN = (
+        "The file is big-endian: its tensors are other bytes than those of all other checkpoints.",
+        "convert it to little-endian (gguf-convert-endian)",
+    )
+    VERSION = (
+        "A version of the format that is not 2 or 3.",
+        "convert it with a current llama.cpp",
+    )
+    # Of the header.
+    TRUNCATED = "The header goes on where the file has ended."
+    HEADER_TOO_LARGE = "The header is larger than any honest one."
+    COUNT = "More entries are announced than the rest of the file could hold."
+    LENGTH = "A text or a list is announced longer than the rest of the file."
+    # Of the metadata.
+    TEXT = "A key, or a tensor's name, that is not UTF-8."
+    DUPLICATE_KEY = "A key of the metadata appears twice, so readers disagree about its value."
+    VALUE_TYPE = "A type of value the format does not have."
+    NESTING = "Lists in lists, deeper than any writer makes them."
+    BOOL = "A truth value that is neither 0 nor 1."
+    ALIGNMENT = "`general.alignment` is no power of two, or no 32-bit number."
+    # Of one tensor.
+    NAME = "A tensor's name is longer than any model's."
+    DUPLICATE_TENSOR = "Two tensors have one name."
+    DIMENSIONS = "More dimensions than the format has."
+    TENSOR_TYPE = (
+        "A type of tensor that does not exist, exists no longer, or is newer than this version.",
+        "convert it with a current llama.cpp, or install a newer tensor-dedup",
+    )
+    BLOCK = "The first dimension is no whole number of the type's blocks."
+    OVERFLOW = "A size that does not fit 63 bits."
+    MISALIGNED = "A tensor's offset is no multiple of the alignment."
+    BEYOND_FILE = "A tensor ends after the end of the file."
+    # Of the layout.
+    OVERLAP = "Two tensors claim the same bytes."
+    HOLE = "Bytes between two tensors, or before the first, that are not padding."
+    TRAILING_BYTES = "Bytes after the last tensor that are not padding."
+
+
+class GgufError(LocatedError[GgufFault]):
+    """A GGUF file lies about itself, or is of a kind that is not read."""
+
+
+@unique
+class PytorchFault(Fault):
+    """How a file of torch.save can be wrong."""
+
+    # Of the file.
+    NOT_PYTORCH = "The file is no zip archive, as torch.save writes them, and nothing older either."
+    LEGACY_PYTORCH = (
+        "A file of PyTorch before 1.6: one pickle behind the other, or a tar archive.",
+        "where you trust it, load it with torch.load(FILE, weights_only=True) and torch.save it",
+    )
+    TORCH_SCRIPT = (
+        "A TorchScript archive: it holds a program.",
+        "save the state dict of the module instead",
+    )
+    BYTE_ORDER = (
+        "The storages are big-endian, or in an order that nobody knows.",
+        "save it again on a little-endian machine",
+    )
+    # Of the archive.
+    ARCHIVE_END = "The file does not end as a zip archive, or something follows its end."
+    ARCHIVE_DIRECTORY = "The archive's directory is not where, or what, its end says."
+    TOO_MANY_ENTRIES = "More entries than the largest checkpoint has tensors."
+    ENTRY_NAME = "An entry's name is not UTF-8, or leads out of the archive."
+    DUPLICATE_ENTRY = "Two entries have names that differ in case at most: PyTorch takes either."
+    ENCRYPTED_ENTRY = "An entry is encrypted, or uses a feature that torch.save does not."
+    COMPRESSED_ENTRY = (
+        "An entry is compressed, so no tensor in it can be read in place.",
+        "load it with torch.load(FILE, weights_only=True) and torch.save it",
+    )
+    ENTRY_SIZE = "An entry that is not compressed has two sizes, or a size it does not say."
+    ENTRY_BEYOND = "An entry ends after the data of the archive."
+    LOCAL_HEADER = "An entry's own header is not what the directory says of it."
+    ENTRY_OVERLAP = "Two entries claim the same bytes."
+    ENTRY_HOLE = "Bytes between two entries, or before the first, that belong to none."
+    STRAY_ENTRY = "An entry outside the one folder that an archive of torch.save has."
+    FOLDER_ENTRY = (
+        "An entry with data is said to be a folder: PyTorch returns memory nobody has written to."
+    )
+    MISSING_ENTRY = "The archive has no data.pkl, or several."
+    # Of the pickle.
+    PICKLE_TOO_LARGE = "The pickle is larger than any honest one."
+    PICKLE_TRUNCATED = "The pickle ends within an instruction, or without saying so."
+    PICKLE_OPCODE = (
+        "An instruction that torch.save does not write.",
+        "save the tensors in a plain dict with torch.save",
+    )
+    PICKLE_STACK = "An instruction finds nothing, or something unsuitable, to work on."
+    PICKLE_MEMO = "The pickle recalls something it has not remembered."
+    PICKLE_TEXT = "A text that is not UTF-8."
+    PICKLE_NUMBER = "A number longer than any honest one."
+    PICKLE_TRAILING = "Bytes after the end of the pickle."
+    PICKLE_BOMB = "Evaluating the pickle would take far more memory or time than its size suggests."
+    FORBIDDEN_GLOBAL = (
+        "The pickle names a class or function that is not needed for tensors. It was not imported.",
+        "nothing was run; where you trust it, save its tensors in a plain dict with torch.save",
+    )
+    FORBIDDEN_CALL = (
+        "The pickle uses one of the known names in a way that torch.save does not.",
+        "nothing was run; where you trust it, save its tensors in a plain dict with torch.save",
+    )
+    # Of its content.
+    DEEP_NESTING = "Containers in containers, deeper than any checkpoint, or without end."
+    TENSOR_NAME = "A tensor's name, its keys joined by dots, is longer than any model's."
+    UNUSABLE_KEY = "A key that is no text and no number."
+    REPEATED_KEY = "A dict has a key twice."
+    REPEATED_NAME = (
+        "Two tensors have one name when their keys are joined by dots.",
+        "rename one of them",
+    )
+    # Of one tensor.
+    STORAGE_ID = "A storage is not named as torch.save names them."
+    STORAGE_MISSING = "A storage has no entry in the archive."
+    STORAGE_TYPE = "A storage is said to be of two types or sizes, or of one that is not read."
+    STORAGE_SIZE = "A storage's entry has another size than the pickle says."
+    GEOMETRY = "A tensor's shape does not fit 63 bits."
+    BEYOND_STORAGE = "A tensor ends after the end of its storage."
+
+
+class PytorchError(LocatedError[PytorchFault]):
+    """A file of torch.save lies about itself, or is of a kind that is not read."""
+
+
+@unique
+class TensorIndexFault(Fault):
+    """How a folder of `tensor.data_N` files can be wrong."""
+
+    # Of the index.
+    TOO_LARGE = "The index is larger than any honest one."
+    FIELDS = "A tensor's entry is not a list of 5 or 6 fields, or not all entries have as many."
+    NUMBER = "An offset or a size that is not a whole number from 0 to 2^63 - 1."
+    DTYPE = "A dtype that torch does not have, or that has no bytes of its own."
+    SHAPE = "A shape that is not a list of whole numbers, or too large."
+    STRIDE = "A stride that is not a list of whole numbers as long as the shape."
+    CBOR = "The CBOR index is not CBOR, or uses what an index has no need of."
+    INDEXES_DIFFER = "The index in CBOR says something else than the one in JSON."
+    # Of the layout.
+    MISALIGNED = "A storage that does not begin at a multiple of 8 bytes."
+    VIEW_BEYOND_STORAGE = "A tensor that reaches beyond the end of its storage."
+    STORAGE_OVERLAP = "Two storages claim the same bytes."
+    STORAGE_HOLE = "More bytes between two storages than alignment asks for."
+    STORAGE_BEYOND_DATA = "A storage that ends after the end of the data files."
+    TRAILING_DATA = "More bytes after the last storage than alignment asks for."
+    DATA_FILES = "The data files are not numbered from 0 without a gap."
+    # Of the other files.
+    DESCRIPTOR = "`artifact_descriptor.json` is not what it has to be, or contradicts the index."
+    VERIFICATION_FILE = "A verification file is not what it has to be, or is about other bytes."
+
+
+class TensorIndexError(LocatedError[TensorIndexFault]):
+    """A folder of data files with a `tensor_index` lies about itself."""
+
+    advice = "save or copy this folder again"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
-from tensor_dedup.formats.errors import NotAFileError
+from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[Open
     try:
         status = os.fstat(number)
         if not stat.S_ISREG(status.st_mode):
-            raise NotAFileError.at(name, "not a regular file", mode=status.st_mode)
+            raise CheckpointFilesError.at(
+                CheckpointFault.NOT_A_FILE, name, "not a regular file", mode=status.st_mode
+            )
         yield OpenFile(name, number, status.st_size)
     finally:
         if fd is None:

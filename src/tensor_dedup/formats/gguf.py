@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tensor_dedup.formats import gguf_errors as lies
-from tensor_dedup.formats.errors import shorten
+from tensor_dedup.formats.errors import GgufError, GgufFault, shorten
 from tensor_dedup.formats.files import opened
 from tensor_dedup.formats.gguf_cursor import Cursor, Fetch
 from tensor_dedup.formats.gguf_types import DTYPES, REMOVED, BlockLayout
@@ -105,14 +104,15 @@ def _parse(fetch: Fetch, file_size: int, path: str) -> GgufHeader:
 
 def _version(cursor: Cursor) -> int:
     if cursor.size < 8 or (head := cursor.take(8))[:4] != MAGIC:
-        raise lies.GgufMagicError.at(
-            cursor.path, "it does not begin as a GGUF file", file_size=cursor.size
+        raise GgufError.at(
+            GgufFault.MAGIC, cursor.path, "it does not begin as a GGUF file", file_size=cursor.size
         )
     version = int.from_bytes(head[4:], "little")
     if version not in VERSIONS:
         if version and version & 0xFFFF == 0:
-            raise lies.GgufBigEndianError.at(cursor.path, "the file is big-endian")
-        raise lies.GgufVersionError.at(
+            raise GgufError.at(GgufFault.BIG_ENDIAN, cursor.path, "the file is big-endian")
+        raise GgufError.at(
+            GgufFault.VERSION,
             cursor.path,
             f"version {version} of the format, this version reads 2 and 3",
             version=version,
@@ -126,8 +126,11 @@ def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
     for _ in range(count):
         key = cursor.text("a key")
         if key in seen:
-            raise lies.GgufDuplicateKeyError.at(
-                cursor.path, f"the key {shorten(key)!r} appears twice", key=shorten(key)
+            raise GgufError.at(
+                GgufFault.DUPLICATE_KEY,
+                cursor.path,
+                f"the key {shorten(key)!r} appears twice",
+                key=shorten(key),
             )
         seen.add(key)
         kind = cursor.number("I")
@@ -140,13 +143,19 @@ def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
 
 def _alignment(cursor: Cursor, kind: int) -> int:
     if kind != _UINT32:
-        raise lies.GgufAlignmentError.at(
-            cursor.path, f"{_ALIGNMENT} has the type {kind}, not {_UINT32} (uint32)", kind=kind
+        raise GgufError.at(
+            GgufFault.ALIGNMENT,
+            cursor.path,
+            f"{_ALIGNMENT} has the type {kind}, not {_UINT32} (uint32)",
+            kind=kind,
         )
     alignment = cursor.number("I")
     if alignment.bit_count() != 1:
-        raise lies.GgufAlignmentError.at(
-            cursor.path, f"{_ALIGNMENT} is {alignment}, no power of two", alignment=alignment
+        raise GgufError.at(
+            GgufFault.ALIGNMENT,
+            cursor.path,
+            f"{_ALIGNMENT} is {alignment}, no power of two",
+            alignment=alignment,
         )
     return alignment
 
@@ -168,7 +177,8 @@ def _value(cursor: Cursor, key: str, kind: int) -> Value | None:
 
 def _scalar(cursor: Cursor, key: str, kind: int) -> str:
     if kind not in _SCALARS:
-        raise lies.GgufValueTypeError.at(
+        raise GgufError.at(
+            GgufFault.VALUE_TYPE,
             cursor.path,
             f"the key {shorten(key)!r} has the unknown type {kind}",
             key=shorten(key),
@@ -179,7 +189,8 @@ def _scalar(cursor: Cursor, key: str, kind: int) -> str:
 
 def _skip_list(cursor: Cursor, key: str, depth: int) -> None:
     if depth > MAX_NESTING:
-        raise lies.GgufNestingError.at(
+        raise GgufError.at(
+            GgufFault.NESTING,
             cursor.path,
             f"the key {shorten(key)!r} nests lists deeper than {MAX_NESTING}",
             key=shorten(key),
@@ -202,7 +213,8 @@ def _skip_list(cursor: Cursor, key: str, depth: int) -> None:
 
 def _check_list(cursor: Cursor, key: str, count: int, least: int) -> None:
     if count * least > cursor.size - cursor.at:
-        raise lies.GgufLengthError.at(
+        raise GgufError.at(
+            GgufFault.LENGTH,
             cursor.path,
             f"the key {shorten(key)!r} lists {count} values at {cursor.at}, the file ends at "
             f"{cursor.size}",
@@ -215,7 +227,8 @@ def _check_list(cursor: Cursor, key: str, count: int, least: int) -> None:
 def _check_bools(cursor: Cursor, key: str, start: int) -> None:
     cursor.at, end = start, cursor.at
     if cursor.take(end - start).strip(b"\0\1"):
-        raise lies.GgufBoolError.at(
+        raise GgufError.at(
+            GgufFault.BOOL,
             cursor.path,
             f"the key {shorten(key)!r} has a truth value that is neither 0 nor 1",
             key=shorten(key),
@@ -238,8 +251,8 @@ def _tensors(cursor: Cursor, count: int) -> list[_Entry]:
     for _ in range(count):
         entry = _tensor(cursor)
         if entry.name in entries:
-            raise lies.GgufDuplicateTensorError.at(
-                cursor.path, "two tensors have this name", entry.name
+            raise GgufError.at(
+                GgufFault.DUPLICATE_TENSOR, cursor.path, "two tensors have this name", entry.name
             )
         entries[entry.name] = entry
     return list(entries.values())
@@ -248,12 +261,17 @@ def _tensors(cursor: Cursor, count: int) -> list[_Entry]:
 def _tensor(cursor: Cursor) -> _Entry:
     name = cursor.text("a tensor's name")
     if len(name.encode()) > MAX_NAME_BYTES:
-        raise lies.GgufNameError.at(
-            cursor.path, f"a name of more than {MAX_NAME_BYTES} bytes", name, limit=MAX_NAME_BYTES
+        raise GgufError.at(
+            GgufFault.NAME,
+            cursor.path,
+            f"a name of more than {MAX_NAME_BYTES} bytes",
+            name,
+            limit=MAX_NAME_BYTES,
         )
     dimensions = cursor.number("I")
     if dimensions > MAX_DIMENSIONS:
-        raise lies.GgufDimensionsError.at(
+        raise GgufError.at(
+            GgufFault.DIMENSIONS,
             cursor.path,
             f"{dimensions} dimensions, the format has at most {MAX_DIMENSIONS}",
             name,
@@ -274,7 +292,7 @@ def _layout(cursor: Cursor, name: str, kind: int) -> BlockLayout:
         if kind in REMOVED
         else f"its type {kind} is unknown"
     )
-    raise lies.GgufTensorTypeError.at(cursor.path, what, name, type=kind)
+    raise GgufError.at(GgufFault.TENSOR_TYPE, cursor.path, what, name, type=kind)
 
 
 def _nbytes(name: str, layout: BlockLayout, sizes: tuple[int, ...], path: str) -> int:
@@ -283,12 +301,17 @@ def _nbytes(name: str, layout: BlockLayout, sizes: tuple[int, ...], path: str) -
         elements *= size
         # Each one, so that a late 0 does not undo an overflow.
         if elements >= _LIMIT or size >= _LIMIT:
-            raise lies.GgufOverflowError.at(
-                path, f"the dimensions {sizes} do not fit 63 bits", name, sizes=sizes
+            raise GgufError.at(
+                GgufFault.OVERFLOW,
+                path,
+                f"the dimensions {sizes} do not fit 63 bits",
+                name,
+                sizes=sizes,
             )
     row = sizes[0] if sizes else 1
     if row % layout.block_elements:
-        raise lies.GgufBlockError.at(
+        raise GgufError.at(
+            GgufFault.BLOCK,
             path,
             f"rows of {row}, but {layout.dtype} has blocks of {layout.block_elements}",
             name,
@@ -297,7 +320,7 @@ def _nbytes(name: str, layout: BlockLayout, sizes: tuple[int, ...], path: str) -
         )
     nbytes = elements // layout.block_elements * layout.block_bytes
     if nbytes >= _LIMIT:
-        raise lies.GgufOverflowError.at(path, f"{nbytes} bytes do not fit 63 bits", name)
+        raise GgufError.at(GgufFault.OVERFLOW, path, f"{nbytes} bytes do not fit 63 bits", name)
     return nbytes
 
 
@@ -308,7 +331,8 @@ def _padded(offset: int, alignment: int) -> int:
 def _placed(entries: list[_Entry], start: int, alignment: int, path: str) -> tuple[TensorSpec, ...]:
     for entry in entries:
         if entry.offset % alignment:
-            raise lies.GgufMisalignedError.at(
+            raise GgufError.at(
+                GgufFault.MISALIGNED,
                 path,
                 f"its offset {entry.offset} is no multiple of {alignment}",
                 entry.name,
@@ -328,9 +352,10 @@ def _check_cover(
     expected, before = start, "the header"
     for spec in specs:
         if spec.start != expected:
-            lie = lies.GgufOverlapError if spec.start < expected else lies.GgufHoleError
+            fault = GgufFault.OVERLAP if spec.start < expected else GgufFault.HOLE
             word = "goes" if spec.start < expected else "ends"
-            raise lie.at(
+            raise GgufError.at(
+                fault,
                 path,
                 f"begins at {spec.start - start}, but {before} {word} with its padding "
                 f"to {expected - start}",
@@ -340,7 +365,8 @@ def _check_cover(
             )
         end = spec.start + spec.nbytes
         if end > file_size:
-            raise lies.GgufBeyondFileError.at(
+            raise GgufError.at(
+                GgufFault.BEYOND_FILE,
                 path,
                 f"ends at {end}, the file at {file_size}",
                 spec.name,
@@ -350,7 +376,8 @@ def _check_cover(
         expected, before = _padded(end, alignment), repr(shorten(spec.name))
     # The padding behind the last one, or behind a header without tensors, may be missing.
     if file_size > expected:
-        raise lies.GgufTrailingBytesError.at(
+        raise GgufError.at(
+            GgufFault.TRAILING_BYTES,
             path,
             f"{file_size - expected} bytes after the last tensor belong to none",
             trailing=file_size - expected,

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable
 
-from tensor_dedup.formats import gguf_errors as lies
+from tensor_dedup.formats.errors import GgufError, GgufFault
 
 # Vocabularies make headers of some 10 MB; the largest known is far below this.
 MAX_HEADER_BYTES = 100_000_000
@@ -39,14 +39,16 @@ class Cursor:
 
     def _load(self, end: int) -> None:
         if end > self.size:
-            raise lies.GgufTruncatedError.at(
+            raise GgufError.at(
+                GgufFault.TRUNCATED,
                 self.path,
                 f"the header goes on to {end}, the file ends at {self.size}",
                 offset=end,
                 file_size=self.size,
             )
         if end > MAX_HEADER_BYTES:
-            raise lies.GgufHeaderTooLargeError.at(
+            raise GgufError.at(
+                GgufFault.HEADER_TOO_LARGE,
                 self.path,
                 f"a header beyond {MAX_HEADER_BYTES} bytes",
                 limit=MAX_HEADER_BYTES,
@@ -59,7 +61,8 @@ class Cursor:
     def check_count(self, count: int, least: int, what: str) -> None:
         """Whether the rest of the file can hold so many entries."""
         if count * least > self.size - self.at:
-            raise lies.GgufCountError.at(
+            raise GgufError.at(
+                GgufFault.COUNT,
                 self.path,
                 f"{count} {what} in the {self.size - self.at} bytes from {self.at}",
                 count=count,
@@ -78,8 +81,9 @@ class Cursor:
             raise self._too_long(what, found)
         return found
 
-    def _too_long(self, what: str, length: int) -> lies.GgufLengthError:
-        return lies.GgufLengthError.at(
+    def _too_long(self, what: str, length: int) -> GgufError:
+        return GgufError.at(
+            GgufFault.LENGTH,
             self.path,
             f"{what} of {length} bytes at {self.at}, the file ends at {self.size}",
             length=length,
@@ -93,8 +97,8 @@ class Cursor:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise lies.GgufTextError.at(
-                self.path, f"{what} at {start} is not UTF-8", offset=start
+            raise GgufError.at(
+                GgufFault.TEXT, self.path, f"{what} at {start} is not UTF-8", offset=start
             ) from error
 
     def skip_texts(self, count: int) -> None:

@@ -23,25 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensor_dedup.formats.errors import (
-    BadOffsetsError,
-    BadShapeError,
-    EmptyFileError,
-    FileTooShortError,
-    HeaderStartError,
-    HeaderTooLargeError,
-    HeaderTruncatedError,
-    HoleError,
-    JsonNestingError,
-    MetadataError,
-    OffsetsBeyondFileError,
-    OffsetsReversedError,
-    OverlapError,
-    ShapeOverflowError,
-    SizeMismatchError,
-    SubByteError,
-    TensorEntryError,
-    TrailingBytesError,
-    UnknownDtypeError,
+    JsonFault,
+    JsonTextError,
+    SafetensorsError,
+    SafetensorsFault,
     shorten,
 )
 from tensor_dedup.formats.files import opened
@@ -116,12 +101,20 @@ def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> Safetenso
     length = _header_length(prefix_and_json[:_LENGTH_BYTES], file_size, path)
     blob = prefix_and_json[_LENGTH_BYTES : _LENGTH_BYTES + length]
     if len(blob) < length:
-        raise HeaderTruncatedError.at(
-            path, f"the header has {len(blob)} of its {length} bytes", length=length, got=len(blob)
+        raise SafetensorsError.at(
+            SafetensorsFault.HEADER_TRUNCATED,
+            path,
+            f"the header has {len(blob)} of its {length} bytes",
+            length=length,
+            got=len(blob),
         )
     entries = decode_object(blob, path)
     if blob[:1] != b"{":
-        raise HeaderStartError.at(path, f"the header begins with {blob[:1]!r}, not with '{{'")
+        raise SafetensorsError.at(
+            SafetensorsFault.HEADER_START,
+            path,
+            f"the header begins with {blob[:1]!r}, not with '{{'",
+        )
     metadata = _metadata(entries.pop("__metadata__", None), path)
     start = _LENGTH_BYTES + length
     specs = [_spec(name, entry, start, file_size, path) for name, entry in entries.items()]
@@ -132,14 +125,20 @@ def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> Safetenso
 
 def _header_length(prefix: bytes, file_size: int, path: str) -> int:
     if file_size == 0:
-        raise EmptyFileError.at(path, "the file is empty", file_size=0)
+        raise SafetensorsError.at(
+            SafetensorsFault.EMPTY_FILE, path, "the file is empty", file_size=0
+        )
     if file_size < _LENGTH_BYTES or len(prefix) < _LENGTH_BYTES:
-        raise FileTooShortError.at(
-            path, f"{file_size} bytes cannot hold a header", file_size=file_size
+        raise SafetensorsError.at(
+            SafetensorsFault.FILE_TOO_SHORT,
+            path,
+            f"{file_size} bytes cannot hold a header",
+            file_size=file_size,
         )
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        raise HeaderTooLargeError.at(
+        raise SafetensorsError.at(
+            SafetensorsFault.HEADER_TOO_LARGE,
             path,
             f"a header of {length} bytes, the limit is {MAX_HEADER_BYTES}: damaged, or no "
             "safetensors file",
@@ -147,7 +146,8 @@ def _header_length(prefix: bytes, file_size: int, path: str) -> int:
             limit=MAX_HEADER_BYTES,
         )
     if length > file_size - _LENGTH_BYTES:
-        raise HeaderTruncatedError.at(
+        raise SafetensorsError.at(
+            SafetensorsFault.HEADER_TRUNCATED,
             path,
             f"a header of {length} bytes in a file of {file_size}",
             length=length,
@@ -160,10 +160,13 @@ def _metadata(value: object, path: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise MetadataError.at(path, f"__metadata__ is a JSON {type(value).__name__}")
+        raise SafetensorsError.at(
+            SafetensorsFault.METADATA, path, f"__metadata__ is a JSON {type(value).__name__}"
+        )
     for key, text in value.items():
         if not isinstance(text, str):
-            raise MetadataError.at(
+            raise SafetensorsError.at(
+                SafetensorsFault.METADATA,
                 path,
                 f"__metadata__[{shorten(key)!r}] is a JSON {type(text).__name__}, not text",
                 key=shorten(key),
@@ -176,12 +179,15 @@ def _spec(name: str, entry: object, start: int, file_size: int, path: str) -> Te
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         shown = reprlib.repr(dtype)
-        raise UnknownDtypeError.at(path, f"unknown dtype {shown}", name, dtype=shown)
+        raise SafetensorsError.at(
+            SafetensorsFault.UNKNOWN_DTYPE, path, f"unknown dtype {shown}", name, dtype=shown
+        )
     shape = _shape(name, fields["shape"], path)
     begin, end = _offsets(name, fields["data_offsets"], file_size - start, path)
     nbytes = _size(name, dtype, shape, path)
     if end - begin != nbytes:
-        raise SizeMismatchError.at(
+        raise SafetensorsError.at(
+            SafetensorsFault.SIZE_MISMATCH,
             path,
             f"{_kind(dtype, shape)} is {nbytes} bytes, data_offsets hold {end - begin}",
             name,
@@ -193,14 +199,22 @@ def _spec(name: str, entry: object, start: int, file_size: int, path: str) -> Te
 
 def _fields(name: str, entry: object, path: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise TensorEntryError.at(path, f"its entry is a JSON {type(entry).__name__}", name)
+        raise SafetensorsError.at(
+            SafetensorsFault.TENSOR_ENTRY, path, f"its entry is a JSON {type(entry).__name__}", name
+        )
     missing = [field for field in ("dtype", "shape", "data_offsets") if field not in entry]
     if missing:
-        raise TensorEntryError.at(
-            path, f"its entry has no {' and no '.join(missing)}", name, missing=missing
+        raise SafetensorsError.at(
+            SafetensorsFault.TENSOR_ENTRY,
+            path,
+            f"its entry has no {' and no '.join(missing)}",
+            name,
+            missing=missing,
         )
     if len(entry) > 3 and depth_of(entry.values()) + _ENTRY_DEPTH > MAX_DEPTH:
-        raise JsonNestingError.at(path, f"nests deeper than {MAX_DEPTH} levels", name)
+        raise JsonTextError.at(
+            JsonFault.NESTING, path, f"nests deeper than {MAX_DEPTH} levels", name
+        )
     return entry
 
 
@@ -212,21 +226,34 @@ def _is_u64(value: object) -> bool:
 def _shape(name: str, value: object, path: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(map(_is_u64, value)):
         shown = reprlib.repr(value)
-        raise BadShapeError.at(path, f"bad shape {shown}", name, shape=shown)
+        raise SafetensorsError.at(
+            SafetensorsFault.BAD_SHAPE, path, f"bad shape {shown}", name, shape=shown
+        )
     return tuple(value)
 
 
 def _offsets(name: str, value: object, data_bytes: int, path: str) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(map(_is_u64, value)):
         shown = reprlib.repr(value)
-        raise BadOffsetsError.at(path, f"bad data_offsets {shown}", name, data_offsets=shown)
+        raise SafetensorsError.at(
+            SafetensorsFault.BAD_OFFSETS,
+            path,
+            f"bad data_offsets {shown}",
+            name,
+            data_offsets=shown,
+        )
     begin, end = value
     if end < begin:
-        raise OffsetsReversedError.at(
-            path, f"data_offsets {begin} to {end} end before they begin", name, data_offsets=value
+        raise SafetensorsError.at(
+            SafetensorsFault.OFFSETS_REVERSED,
+            path,
+            f"data_offsets {begin} to {end} end before they begin",
+            name,
+            data_offsets=value,
         )
     if end > data_bytes:
-        raise OffsetsBeyondFileError.at(
+        raise SafetensorsError.at(
+            SafetensorsFault.OFFSETS_BEYOND_FILE,
             path,
             f"data_offsets {begin} to {end} in {data_bytes} bytes of data",
             name,
@@ -242,11 +269,16 @@ def _size(name: str, dtype: str, shape: tuple[int, ...], path: str) -> int:
     for factor in (*shape, DTYPE_BITS[dtype]):
         bits *= factor
         if bits >= _U64_LIMIT:
-            raise ShapeOverflowError.at(
-                path, f"{_kind(dtype, shape)} does not fit 64 bits", name, dtype=dtype
+            raise SafetensorsError.at(
+                SafetensorsFault.SHAPE_OVERFLOW,
+                path,
+                f"{_kind(dtype, shape)} does not fit 64 bits",
+                name,
+                dtype=dtype,
             )
     if bits % 8:
-        raise SubByteError.at(
+        raise SafetensorsError.at(
+            SafetensorsFault.SUB_BYTE,
             path,
             f"{dtype} of shape {reprlib.repr(list(shape))} is {bits} bits: no whole bytes",
             name,
@@ -264,8 +296,11 @@ def _check_cover(specs: list[TensorSpec], start: int, file_size: int, path: str)
     expected, before = start, "the header"
     for spec in specs:
         if spec.start != expected:
-            lie, word = (OverlapError, "overlaps") if spec.start < expected else (HoleError, "ends")
-            raise lie.at(
+            overlaps = spec.start < expected
+            fault = SafetensorsFault.OVERLAP if overlaps else SafetensorsFault.HOLE
+            word = "overlaps" if overlaps else "ends"
+            raise SafetensorsError.at(
+                fault,
                 path,
                 f"begins at {spec.start - start}, but {before} {word} at {expected - start}",
                 spec.name,
@@ -274,7 +309,8 @@ def _check_cover(specs: list[TensorSpec], start: int, file_size: int, path: str)
             )
         expected, before = spec.start + spec.nbytes, repr(shorten(spec.name))
     if expected != file_size:
-        raise TrailingBytesError.at(
+        raise SafetensorsError.at(
+            SafetensorsFault.TRAILING_BYTES,
             path,
             f"{file_size - expected} bytes after the last tensor belong to none",
             trailing=file_size - expected,

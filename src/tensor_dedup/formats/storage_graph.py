@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tensor_dedup.formats.errors import TensorIndexError, TensorIndexFault
 from tensor_dedup.formats.tensor_index import (
     ALIGNMENT,
     Fields,
@@ -16,7 +17,6 @@ from tensor_dedup.formats.tensor_index import (
     encode_index,
     parse_index,
 )
-from tensor_dedup.formats.tensor_index_errors import DescriptorError
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +153,22 @@ def parse_graph(storage_entries: object, tensor_aliases: object, path: str) -> S
     aliases = [_make(TensorAlias, row, path) for row in _list(tensor_aliases, path)]
     ids = {entry.storage_id for entry in entries}
     if len(ids) != len(entries) or len({alias.name for alias in aliases}) != len(aliases):
-        raise DescriptorError.at(path, "a storage or a tensor is listed twice")
+        raise TensorIndexError.at(
+            TensorIndexFault.DESCRIPTOR, path, "a storage or a tensor is listed twice"
+        )
     for alias in aliases:
         if alias.storage_id not in ids:
-            raise DescriptorError.at(path, "its storage is not listed", alias.name)
+            raise TensorIndexError.at(
+                TensorIndexFault.DESCRIPTOR, path, "its storage is not listed", alias.name
+            )
     graph = StorageGraph(tuple(entries), tuple(aliases))
     # An index of these is checked as one that was read: dtypes, views, sizes.
     checked = {entry.name: entry for entry in parse_index(_encoded(graph), path).entries}
     for alias in aliases:
         if alias.logical_length != checked[alias.name].nbytes:
-            raise DescriptorError.at(path, "its logical_length is wrong", alias.name)
+            raise TensorIndexError.at(
+                TensorIndexFault.DESCRIPTOR, path, "its logical_length is wrong", alias.name
+            )
     return graph
 
 
@@ -172,7 +178,9 @@ def _encoded(graph: StorageGraph) -> bytes:
 
 def _list(value: object, path: str) -> list[object]:
     if not isinstance(value, list | tuple):
-        raise DescriptorError.at(path, "it has no lists storage_entries and tensor_aliases")
+        raise TensorIndexError.at(
+            TensorIndexFault.DESCRIPTOR, path, "it has no lists storage_entries and tensor_aliases"
+        )
     return list(value)
 
 
@@ -192,14 +200,18 @@ _KINDS: dict[str, type] = {
 def _make(kind: Any, row: object, path: str) -> Any:
     names = list(kind.__dataclass_fields__)
     if not isinstance(row, dict) or set(row) != set(names):
-        raise DescriptorError.at(path, f"an entry is no object with {', '.join(names)}")
+        raise TensorIndexError.at(
+            TensorIndexFault.DESCRIPTOR, path, f"an entry is no object with {', '.join(names)}"
+        )
     values = {name: list(v) if isinstance(v, tuple) else v for name, v in row.items()}
     for name, value in values.items():
         sizes = value if _KINDS[name] is list and isinstance(value, list) else [value]
         numeric = _KINDS[name] is not str
         wrong = numeric and not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes)
         if type(value) is not _KINDS[name] or wrong:
-            raise DescriptorError.at(path, f"an entry's {name} is not what it has to be")
+            raise TensorIndexError.at(
+                TensorIndexFault.DESCRIPTOR, path, f"an entry's {name} is not what it has to be"
+            )
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 

@@ -9,17 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from tensor_dedup.formats.errors import (
-    BadJsonError,
-    DuplicateKeyError,
-    JsonBombError,
-    JsonConstantError,
-    JsonEncodingError,
-    JsonNestingError,
-    JsonNumberError,
-    NotAnObjectError,
-    shorten,
-)
+from tensor_dedup.formats.errors import JsonFault, JsonTextError, shorten
 
 # As deep as the safetensors library's reader follows.
 MAX_DEPTH = 127
@@ -43,13 +33,20 @@ def decode_object(blob: bytes, path: str) -> dict[str, Any]:
     try:
         text = blob.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise JsonEncodingError.at(
-            path, f"the text is not UTF-8 at byte {error.start}", offset=error.start
+        raise JsonTextError.at(
+            JsonFault.ENCODING,
+            path,
+            f"the text is not UTF-8 at byte {error.start}",
+            offset=error.start,
         ) from error
     _check_structure(text, path)
     value = _load(text, path)
     if not isinstance(value, dict):
-        raise NotAnObjectError.at(path, f"the text is a JSON {type(value).__name__}, not an object")
+        raise JsonTextError.at(
+            JsonFault.NOT_AN_OBJECT,
+            path,
+            f"the text is a JSON {type(value).__name__}, not an object",
+        )
     _check_surrogates(text, path)
     return value
 
@@ -58,15 +55,18 @@ def _check_structure(text: str, path: str) -> None:
     # Counted before decoding: "[[],[],..." takes 30 times its size as Python objects.
     for mark, limit in _LIMITS:
         if (found := text.count(mark)) > limit:
-            raise JsonBombError.at(
-                path, f"the text has {found} {mark!r}, the limit is {limit}", found=found
+            raise JsonTextError.at(
+                JsonFault.BOMB,
+                path,
+                f"the text has {found} {mark!r}, the limit is {limit}",
+                found=found,
             )
 
 
 def _check_surrogates(text: str, path: str) -> None:
     # Python decodes half a surrogate pair to a string that is not Unicode; no other reader does.
     if r"\u" in text and any(match[1] for match in _ESCAPE.finditer(text)):
-        raise JsonEncodingError.at(path, "the text escapes half a surrogate pair")
+        raise JsonTextError.at(JsonFault.ENCODING, path, "the text escapes half a surrogate pair")
 
 
 def _load(text: str, path: str) -> object:
@@ -79,11 +79,16 @@ def _load(text: str, path: str) -> object:
     try:
         return decoder.decode(text)
     except json.JSONDecodeError as error:
-        raise BadJsonError.at(
-            path, f"the text is not JSON: {error.msg} at {error.pos}", offset=error.pos
+        raise JsonTextError.at(
+            JsonFault.SYNTAX,
+            path,
+            f"the text is not JSON: {error.msg} at {error.pos}",
+            offset=error.pos,
         ) from error
     except RecursionError as error:
-        raise JsonNestingError.at(path, f"the text nests deeper than {MAX_DEPTH} levels") from error
+        raise JsonTextError.at(
+            JsonFault.NESTING, path, f"the text nests deeper than {MAX_DEPTH} levels"
+        ) from error
 
 
 def _object(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -91,7 +96,9 @@ def _object(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         count = Counter(key for key, _ in pairs)
         key = shorten(next(key for key in count if count[key] > 1))
-        raise DuplicateKeyError.at(path, f"the key {key!r} appears twice", key=key)
+        raise JsonTextError.at(
+            JsonFault.DUPLICATE_KEY, path, f"the key {key!r} appears twice", key=key
+        )
     return found
 
 
@@ -107,12 +114,14 @@ def _integer(path: str, text: str) -> int | float:
 def _float(path: str, text: str) -> float:
     value = float(text)
     if math.isinf(value) or abs(value) == sys.float_info.max:
-        raise JsonNumberError.at(path, f"the number {shorten(text)} is out of range")
+        raise JsonTextError.at(
+            JsonFault.NUMBER, path, f"the number {shorten(text)} is out of range"
+        )
     return value
 
 
 def _constant(path: str, text: str) -> float:
-    raise JsonConstantError.at(path, f"{text} is not JSON", constant=text)
+    raise JsonTextError.at(JsonFault.CONSTANT, path, f"{text} is not JSON", constant=text)
 
 
 def depth_of(values: Iterable[object]) -> int:

@@ -15,23 +15,8 @@ from typing import Any, Final, Literal
 
 import cbor2
 
-from tensor_dedup.formats.errors import NotAnObjectError
+from tensor_dedup.formats.errors import JsonFault, JsonTextError, TensorIndexError, TensorIndexFault
 from tensor_dedup.formats.strict_json import decode_object
-from tensor_dedup.formats.tensor_index_errors import (
-    IndexCborError,
-    IndexDtypeError,
-    IndexesDifferError,
-    IndexFieldsError,
-    IndexNumberError,
-    IndexShapeError,
-    IndexStrideError,
-    MisalignedError,
-    StorageBeyondDataError,
-    StorageHoleError,
-    StorageOverlapError,
-    TrailingDataError,
-    ViewBeyondStorageError,
-)
 
 ALIGNMENT: Final = 8
 # O_DIRECT writers fill up to a page at the end of a file.
@@ -166,11 +151,17 @@ def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
         # One encoding for one index: no tag, no second way to write a number, nothing behind it.
         canonical = cbor2.dumps(value) == blob
     except (cbor2.CBORError, RecursionError, MemoryError, OverflowError) as error:
-        raise IndexCborError.at(path, f"not the CBOR of an index: {error}") from error
+        raise TensorIndexError.at(
+            TensorIndexFault.CBOR, path, f"not the CBOR of an index: {error}"
+        ) from error
     if not isinstance(value, dict):
-        raise NotAnObjectError.at(path, f"it is a CBOR {type(value).__name__}, not a map")
+        raise JsonTextError.at(
+            JsonFault.NOT_AN_OBJECT, path, f"it is a CBOR {type(value).__name__}, not a map"
+        )
     if not canonical:
-        raise IndexCborError.at(path, "it is not in the shortest form, or not an index's only")
+        raise TensorIndexError.at(
+            TensorIndexFault.CBOR, path, "it is not in the shortest form, or not an index's only"
+        )
     return _index(value, path)
 
 
@@ -178,21 +169,25 @@ def check_same(index: TensorIndex, other: TensorIndex) -> None:
     """IndexesDifferError unless both say the same."""
     if index.entries != other.entries:
         names = {entry.name for entry in set(index.entries) ^ set(other.entries)}
-        raise IndexesDifferError.at(other.path, f"it differs from {index.path}", min(names))
+        raise TensorIndexError.at(
+            TensorIndexFault.INDEXES_DIFFER, other.path, f"it differs from {index.path}", min(names)
+        )
 
 
 def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
     """Compare with the size of the data files. StorageBeyondDataError, TrailingDataError."""
     total = index.total_size
     if total > data_bytes:
-        raise StorageBeyondDataError.at(
+        raise TensorIndexError.at(
+            TensorIndexFault.STORAGE_BEYOND_DATA,
             path,
             f"its storages end at {total}, the data files at {data_bytes}",
             expected=total,
             got=data_bytes,
         )
     if data_bytes - total > MAX_PADDING:
-        raise TrailingDataError.at(
+        raise TensorIndexError.at(
+            TensorIndexFault.TRAILING_DATA,
             path,
             f"{data_bytes - total} bytes after the last storage belong to none",
             trailing=data_bytes - total,
@@ -230,23 +225,31 @@ def _index(rows: Mapping[str, object], path: str) -> TensorIndex:
 
 def _entry(name: object, row: object, fields: Fields, path: str) -> IndexEntry:
     if not isinstance(name, str):
-        raise IndexFieldsError.at(path, f"a name is a {type(name).__name__}, not text")
+        raise TensorIndexError.at(
+            TensorIndexFault.FIELDS, path, f"a name is a {type(name).__name__}, not text"
+        )
     if not isinstance(row, list) or len(row) != fields:
         what = f"a list of {len(row)}" if isinstance(row, list) else f"a {type(row).__name__}"
-        raise IndexFieldsError.at(path, f"its entry is {what}, not a list of {fields}", name)
+        raise TensorIndexError.at(
+            TensorIndexFault.FIELDS, path, f"its entry is {what}, not a list of {fields}", name
+        )
     offset, size, shape, stride, dtype = row[:5]
     for what, number in zip(
         ("offset", "size", "storage offset"), (*row[:2], *row[5:]), strict=False
     ):
         if not _is_number(number):
-            raise IndexNumberError.at(path, f"bad {what} {reprlib.repr(number)}", name)
+            raise TensorIndexError.at(
+                TensorIndexFault.NUMBER, path, f"bad {what} {reprlib.repr(number)}", name
+            )
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise IndexDtypeError.at(path, f"unknown dtype {reprlib.repr(dtype)}", name)
-    _check_numbers(name, shape, IndexShapeError, path)
-    _check_numbers(name, stride, IndexStrideError, path)
+        raise TensorIndexError.at(
+            TensorIndexFault.DTYPE, path, f"unknown dtype {reprlib.repr(dtype)}", name
+        )
+    _check_numbers(name, shape, TensorIndexFault.SHAPE, path)
+    _check_numbers(name, stride, TensorIndexFault.STRIDE, path)
     if len(stride) != len(shape):
         what = f"{len(stride)} strides for {len(shape)} dimensions"
-        raise IndexStrideError.at(path, what, name)
+        raise TensorIndexError.at(TensorIndexFault.STRIDE, path, what, name)
     entry = IndexEntry(name, offset, size, tuple(shape), tuple(stride), dtype, *row[5:])
     _check_view(entry, path)
     return entry
@@ -257,30 +260,36 @@ def _is_number(value: object) -> bool:
     return type(value) is int and 0 <= value < _LIMIT
 
 
-def _check_numbers(
-    name: str, value: Any, error: type[IndexShapeError | IndexStrideError], path: str
-) -> None:
+def _check_numbers(name: str, value: Any, fault: TensorIndexFault, path: str) -> None:
     if (
         not isinstance(value, list)
         or len(value) > _MAX_DIMENSIONS
         or not all(map(_is_number, value))
     ):
-        raise error.at(path, f"not a list of numbers: {reprlib.repr(value)}", name)
+        what = f"not a list of numbers: {reprlib.repr(value)}"
+        raise TensorIndexError.at(fault, path, what, name)
 
 
 def _check_view(entry: IndexEntry, path: str) -> None:
     if entry.offset % ALIGNMENT:
-        raise MisalignedError.at(
-            path, f"its storage begins at {entry.offset}", entry.name, offset=entry.offset
+        raise TensorIndexError.at(
+            TensorIndexFault.MISALIGNED,
+            path,
+            f"its storage begins at {entry.offset}",
+            entry.name,
+            offset=entry.offset,
         )
     if entry.elements >= _LIMIT:
-        raise IndexShapeError.at(path, f"too large: {reprlib.repr(entry.shape)}", entry.name)
+        raise TensorIndexError.at(
+            TensorIndexFault.SHAPE, path, f"too large: {reprlib.repr(entry.shape)}", entry.name
+        )
     if entry.elements == 0:  # it reaches nowhere
         return
     steps = zip(entry.shape, entry.stride, strict=True)
     reach = entry.storage_offset + sum((n - 1) * step for n, step in steps) + 1
     if reach * entry.itemsize > entry.size:
-        raise ViewBeyondStorageError.at(
+        raise TensorIndexError.at(
+            TensorIndexFault.VIEW_BEYOND_STORAGE,
             path,
             f"it needs {reach * entry.itemsize} bytes of a storage of {entry.size}",
             entry.name,
@@ -298,9 +307,9 @@ def _storages(entries: Sequence[IndexEntry], path: str) -> tuple[StorageExtent, 
     found = tuple(StorageExtent(*item) for item in sorted(sizes.items()))
     end = 0
     for storage in found:
-        lie = _lie(end, storage)
-        if lie is not None:
-            raise lie.at(
+        if (fault := _fault(end, storage)) is not None:
+            raise TensorIndexError.at(
+                fault,
                 path,
                 f"its storage begins at {storage.offset}, the one before it ends at {end}",
                 owners[storage.offset],
@@ -311,8 +320,8 @@ def _storages(entries: Sequence[IndexEntry], path: str) -> tuple[StorageExtent, 
     return found
 
 
-def _lie(end: int, storage: StorageExtent) -> type[StorageOverlapError | StorageHoleError] | None:
+def _fault(end: int, storage: StorageExtent) -> TensorIndexFault | None:
     # One without bytes may stand anywhere: it claims none.
     if storage.nbytes and storage.offset < end:
-        return StorageOverlapError
-    return StorageHoleError if storage.offset - end > MAX_PADDING else None
+        return TensorIndexFault.STORAGE_OVERLAP
+    return TensorIndexFault.STORAGE_HOLE if storage.offset - end > MAX_PADDING else None

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tensor_dedup.formats.errors import shorten
+from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
 from tensor_dedup.formats.files import OpenFile
-from tensor_dedup.formats.pytorch import errors as lies
 
 # As many as the largest header of safetensors may have tensors, and what else torch.save writes.
 MAX_ENTRIES = 1_000_100
@@ -70,21 +69,29 @@ def _directory_place(file: OpenFile) -> tuple[int, int, int]:
     """Where the directory begins, its bytes and its entries; it must end where the end begins."""
     end = file.size - _END.size
     if end < 0 or not (tail := file.read(end, _END.size)).startswith(_END_MARK):
-        raise lies.ArchiveEndError.at(
-            file.path, "the file does not end as a zip archive", file_size=file.size
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_END,
+            file.path,
+            "the file does not end as a zip archive",
+            file_size=file.size,
         )
     _, disk, start_disk, here, count, nbytes, start, comment = _END.unpack(tail)
     if comment or disk or start_disk or here != count:
-        raise lies.ArchiveEndError.at(file.path, "its end has a comment, or parts elsewhere")
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_END, file.path, "its end has a comment, or parts elsewhere"
+        )
     large = _directory_place_64(file, end)
     if large is not None:
         end, found = large
         said = (start, nbytes, count)
         if any(a not in (b, c) for a, b, c in zip(said, found, (_U32, _U32, _U16), strict=True)):
-            raise lies.ArchiveEndError.at(file.path, f"its two ends say {said} and {found}")
+            raise PytorchError.at(
+                PytorchFault.ARCHIVE_END, file.path, f"its two ends say {said} and {found}"
+            )
         start, nbytes, count = found
     if start + nbytes != end:
-        raise lies.ArchiveDirectoryError.at(
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_DIRECTORY,
             file.path,
             f"{nbytes} bytes of directory at {start} do not end at {end}",
             start=start,
@@ -103,24 +110,37 @@ def _directory_place_64(file: OpenFile, end: int) -> tuple[int, tuple[int, int, 
     if mark != _LOCATOR_MARK:
         return None
     if disk or disks > 1 or place != locator - _END64.size or place < 0:
-        raise lies.ArchiveEndError.at(
-            file.path, f"the larger end is said to be at {place}, before {locator}", place=place
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_END,
+            file.path,
+            f"the larger end is said to be at {place}, before {locator}",
+            place=place,
         )
     fields = _END64.unpack(file.read(place, _END64.size))
     mark, size, _, _, disk, start_disk, here, count, nbytes, start = fields
     if mark != _END64_MARK or size != _END64.size - 12 or disk or start_disk or here != count:
-        raise lies.ArchiveEndError.at(file.path, f"no larger end at {place}", place=place)
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_END, file.path, f"no larger end at {place}", place=place
+        )
     return place, (start, nbytes, count)
 
 
 def _directory(file: OpenFile, start: int, nbytes: int, count: int) -> list[_Listed]:
     if count > MAX_ENTRIES or nbytes > MAX_DIRECTORY_BYTES:
-        raise lies.TooManyEntriesError.at(
-            file.path, f"{count} entries, {nbytes} bytes of directory", count=count, nbytes=nbytes
+        raise PytorchError.at(
+            PytorchFault.TOO_MANY_ENTRIES,
+            file.path,
+            f"{count} entries, {nbytes} bytes of directory",
+            count=count,
+            nbytes=nbytes,
         )
     if count * _CENTRAL.size > nbytes:
-        raise lies.ArchiveDirectoryError.at(
-            file.path, f"{count} entries in {nbytes} bytes of directory", count=count, nbytes=nbytes
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_DIRECTORY,
+            file.path,
+            f"{count} entries in {nbytes} bytes of directory",
+            count=count,
+            nbytes=nbytes,
         )
     blob, at = file.read(start, nbytes), 0
     found: dict[str, _Listed] = {}
@@ -128,12 +148,19 @@ def _directory(file: OpenFile, start: int, nbytes: int, count: int) -> list[_Lis
         entry, at = _listed(blob, at, file.path)
         # PyTorch looks names up without regard to case.
         if found.setdefault(_checked_name(entry, file.path).casefold(), entry) is not entry:
-            raise lies.DuplicateEntryError.at(
-                file.path, f"the entry {entry.shown!r} is there twice", entry=entry.shown
+            raise PytorchError.at(
+                PytorchFault.DUPLICATE_ENTRY,
+                file.path,
+                f"the entry {entry.shown!r} is there twice",
+                entry=entry.shown,
             )
     if at != nbytes:
-        raise lies.ArchiveDirectoryError.at(
-            file.path, f"its {count} entries end at {at} of {nbytes}", ends=at, nbytes=nbytes
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_DIRECTORY,
+            file.path,
+            f"its {count} entries end at {at} of {nbytes}",
+            ends=at,
+            nbytes=nbytes,
         )
     return list(found.values())
 
@@ -141,14 +168,20 @@ def _directory(file: OpenFile, start: int, nbytes: int, count: int) -> list[_Lis
 def _listed(blob: bytes, at: int, path: str) -> tuple[_Listed, int]:
     body = at + _CENTRAL.size
     if body > len(blob) or not blob.startswith(_CENTRAL_MARK, at):
-        raise lies.ArchiveDirectoryError.at(path, f"no entry at {at} of the directory", offset=at)
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_DIRECTORY, path, f"no entry at {at} of the directory", offset=at
+        )
     fields = _CENTRAL.unpack_from(blob, at)
     _, _, _, flags, method, _, _, crc, packed, nbytes = fields[:10]
     name_bytes, extra_bytes, comment_bytes, disk, _, attributes, offset = fields[10:]
     end = body + name_bytes + extra_bytes + comment_bytes
     if end > len(blob) or disk not in (0, _U16):
-        raise lies.ArchiveDirectoryError.at(
-            path, f"the entry at {at} of the directory ends at {end}", offset=at, ends=end
+        raise PytorchError.at(
+            PytorchFault.ARCHIVE_DIRECTORY,
+            path,
+            f"the entry at {at} of the directory ends at {end}",
+            offset=at,
+            ends=end,
         )
     name = blob[body : body + name_bytes]
     extra = blob[body + name_bytes : body + name_bytes + extra_bytes]
@@ -156,8 +189,11 @@ def _listed(blob: bytes, at: int, path: str) -> tuple[_Listed, int]:
     entry = _Listed(name, flags, method, crc, nbytes, offset)
     _check_stored(entry, packed, path)
     if nbytes and (attributes & _FOLDER or name.endswith(b"/")):
-        raise lies.FolderEntryError.at(
-            path, f"the entry {entry.shown!r} of {nbytes} bytes is a folder", entry=entry.shown
+        raise PytorchError.at(
+            PytorchFault.FOLDER_ENTRY,
+            path,
+            f"the entry {entry.shown!r} of {nbytes} bytes is a folder",
+            entry=entry.shown,
         )
     return entry, end
 
@@ -176,29 +212,35 @@ def _large(extra: bytes, sizes: tuple[int, ...], name: bytes, path: str) -> tupl
             return tuple(found.get(number, size) for number, size in enumerate(sizes))
         at += 4 + length
     shown = shorten(name.decode("utf-8", "replace"))
-    raise lies.EntrySizeError.at(
-        path, f"the entry {shown!r} does not say how large it is", entry=shown
+    raise PytorchError.at(
+        PytorchFault.ENTRY_SIZE,
+        path,
+        f"the entry {shown!r} does not say how large it is",
+        entry=shown,
     )
 
 
 def _check_stored(entry: _Listed, packed: int, path: str) -> None:
     shown = entry.shown
     if entry.flags & ~(_FOOTER | _UTF8):
-        raise lies.EncryptedEntryError.at(
+        raise PytorchError.at(
+            PytorchFault.ENCRYPTED_ENTRY,
             path,
             f"the entry {shown!r} has the flags {entry.flags:#x}",
             entry=shown,
             flags=entry.flags,
         )
     if entry.method:
-        raise lies.CompressedEntryError.at(
+        raise PytorchError.at(
+            PytorchFault.COMPRESSED_ENTRY,
             path,
             f"the entry {shown!r} is compressed (method {entry.method})",
             entry=shown,
             method=entry.method,
         )
     if packed != entry.nbytes:
-        raise lies.EntrySizeError.at(
+        raise PytorchError.at(
+            PytorchFault.ENTRY_SIZE,
             path,
             f"the entry {shown!r} is {packed} bytes packed and {entry.nbytes} unpacked",
             entry=shown,
@@ -214,7 +256,9 @@ def _checked_name(entry: _Listed, path: str) -> str:
         name = ""
     parts = name.removesuffix("/").split("/")
     if len(entry.name) > MAX_NAME_BYTES or {"", ".", ".."} & {*parts} or set("\0\\") & {*name}:
-        raise lies.EntryNameError.at(path, f"an entry is called {entry.shown!r}", entry=entry.shown)
+        raise PytorchError.at(
+            PytorchFault.ENTRY_NAME, path, f"an entry is called {entry.shown!r}", entry=entry.shown
+        )
     return name
 
 
@@ -224,8 +268,10 @@ def _locate(file: OpenFile, listed: list[_Listed], limit: int) -> list[Entry]:
     expected, before = 0, "the beginning"
     for entry in listed:
         if entry.offset != expected:
-            lie = lies.EntryOverlapError if entry.offset < expected else lies.EntryHoleError
-            raise lie.at(
+            overlaps = entry.offset < expected
+            fault = PytorchFault.ENTRY_OVERLAP if overlaps else PytorchFault.ENTRY_HOLE
+            raise PytorchError.at(
+                fault,
                 file.path,
                 f"the entry {entry.shown!r} begins at {entry.offset}, {before} ends at {expected}",
                 entry=entry.shown,
@@ -237,7 +283,8 @@ def _locate(file: OpenFile, listed: list[_Listed], limit: int) -> list[Entry]:
         expected = _after_footer(file, entry, start + entry.nbytes, limit)
         before = repr(entry.shown)
     if expected != limit:
-        raise lies.EntryHoleError.at(
+        raise PytorchError.at(
+            PytorchFault.ENTRY_HOLE,
             file.path,
             f"{limit - expected} bytes before the directory belong to no entry",
             begins=limit,
@@ -285,8 +332,9 @@ def _after_footer(file: OpenFile, entry: _Listed, end: int, limit: int) -> int:
     raise _disagree(file.path, entry, "footer")
 
 
-def _beyond(path: str, entry: _Listed, ends: int, limit: int) -> lies.EntryBeyondError:
-    return lies.EntryBeyondError.at(
+def _beyond(path: str, entry: _Listed, ends: int, limit: int) -> PytorchError:
+    return PytorchError.at(
+        PytorchFault.ENTRY_BEYOND,
         path,
         f"the entry {entry.shown!r} ends at {ends}, the data at {limit}",
         entry=entry.shown,
@@ -295,8 +343,9 @@ def _beyond(path: str, entry: _Listed, ends: int, limit: int) -> lies.EntryBeyon
     )
 
 
-def _disagree(path: str, entry: _Listed, what: str) -> lies.LocalHeaderError:
-    return lies.LocalHeaderError.at(
+def _disagree(path: str, entry: _Listed, what: str) -> PytorchError:
+    return PytorchError.at(
+        PytorchFault.LOCAL_HEADER,
         path,
         f"the entry {entry.shown!r} at {entry.offset} has another {what} than the directory says",
         entry=entry.shown,

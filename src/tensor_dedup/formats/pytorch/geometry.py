@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tensor_dedup.formats.pytorch import errors as lies
+from tensor_dedup.formats.errors import PytorchError, PytorchFault
 from tensor_dedup.formats.pytorch.archive import Entry
 from tensor_dedup.formats.pytorch.values import PickledTensorView, Storage
 from tensor_dedup.formats.safetensors import DTYPE_BITS
@@ -69,12 +69,16 @@ def _entry(
 ) -> Entry:
     entry = entries.get(f"{root}/data/{storage.key}")
     if entry is None:
-        raise lies.StorageMissingError.at(
-            path, f"its storage {storage.key[:80]!r} is not in the archive", name
+        raise PytorchError.at(
+            PytorchFault.STORAGE_MISSING,
+            path,
+            f"its storage {storage.key[:80]!r} is not in the archive",
+            name,
         )
     bits = 8 if storage.type.dtype is None else storage.type.dtype.bits
     if storage.count * bits != entry.nbytes * 8:
-        raise lies.StorageSizeError.at(
+        raise PytorchError.at(
+            PytorchFault.STORAGE_SIZE,
             path,
             f"its storage {storage.key!r} has {storage.count * bits // 8} bytes, its entry "
             f"{entry.nbytes}",
@@ -88,7 +92,8 @@ def _entry(
 def _check_same(name: str, storage: Storage, known: dict[str, Storage], path: str) -> None:
     other = known.setdefault(storage.key, storage)
     if other != storage:
-        raise lies.StorageTypeError.at(
+        raise PytorchError.at(
+            PytorchFault.STORAGE_TYPE,
             path,
             f"its storage {storage.key!r} is {storage.count} of {_called(storage)} here and "
             f"{other.count} of {_called(other)} elsewhere",
@@ -106,15 +111,20 @@ def _check_inside(name: str, tensor: PickledTensorView, entry: Entry, path: str)
         # Each one that is not 0, so that a 0 does not hide an overflow.
         elements *= size or 1
         if elements >= _LIMIT:
-            raise lies.GeometryError.at(
-                path, f"the shape {tensor.shape} does not fit 63 bits", name, shape=tensor.shape
+            raise PytorchError.at(
+                PytorchFault.GEOMETRY,
+                path,
+                f"the shape {tensor.shape} does not fit 63 bits",
+                name,
+                shape=tensor.shape,
             )
     last = tensor.offset + sum(
         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True) if size
     )
     ends = (last + (0 not in tensor.shape)) * tensor.dtype.bits // 8
     if 0 not in tensor.shape and ends > entry.nbytes:
-        raise lies.BeyondStorageError.at(
+        raise PytorchError.at(
+            PytorchFault.BEYOND_STORAGE,
             path,
             f"ends at {ends} of its storage of {entry.nbytes} bytes",
             name,

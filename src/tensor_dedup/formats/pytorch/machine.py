@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from tensor_dedup.formats.errors import shorten
-from tensor_dedup.formats.pytorch import errors as lies
+from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
 from tensor_dedup.formats.pytorch.allowed import find
 from tensor_dedup.formats.pytorch.calls import Misuse, call
 from tensor_dedup.formats.pytorch.opcodes import instructions
@@ -35,8 +34,10 @@ def evaluate(blob: bytes, path: str) -> object:
     machine = _Machine(path)
     for count, (name, argument, at) in enumerate(instructions(blob, path)):
         if count >= MAX_INSTRUCTIONS:
-            raise lies.PickleBombError.at(
-                path, f"its pickle has more than {MAX_INSTRUCTIONS} instructions"
+            raise PytorchError.at(
+                PytorchFault.PICKLE_BOMB,
+                path,
+                f"its pickle has more than {MAX_INSTRUCTIONS} instructions",
             )
         machine.at = at
         if name in _CONSTANTS:
@@ -59,8 +60,11 @@ class _Machine:
         self.memo: dict[int, object] = {}
 
     def fail(self, what: str) -> NoReturn:
-        raise lies.PickleStackError.at(
-            self.path, f"{what} at {self.at} of its pickle", offset=self.at
+        raise PytorchError.at(
+            PytorchFault.PICKLE_STACK,
+            self.path,
+            f"{what} at {self.at} of its pickle",
+            offset=self.at,
         )
 
     def pop(self) -> Any:
@@ -166,7 +170,8 @@ class _Machine:
 
     def get_memo(self, number: int) -> None:
         if number not in self.memo:
-            raise lies.PickleMemoError.at(
+            raise PytorchError.at(
+                PytorchFault.PICKLE_MEMO,
                 self.path,
                 f"number {number} is recalled at {self.at} of its pickle and was never remembered",
                 number=number,
@@ -180,8 +185,12 @@ class _Machine:
         found = find(*names)
         if found is None:
             shown = shorten(".".join(names))
-            raise lies.ForbiddenGlobalError.at(
-                self.path, f"its pickle names {shown!r} at {self.at}", name=shown, offset=self.at
+            raise PytorchError.at(
+                PytorchFault.FORBIDDEN_GLOBAL,
+                self.path,
+                f"its pickle names {shown!r} at {self.at}",
+                name=shown,
+                offset=self.at,
             )
         self.stack.append(found)
 
@@ -211,8 +220,11 @@ class _Machine:
             self.refuse(f"attributes for {_kind(target)}")
 
     def refuse(self, what: str) -> NoReturn:
-        raise lies.ForbiddenCallError.at(
-            self.path, f"{what} at {self.at} of its pickle", offset=self.at
+        raise PytorchError.at(
+            PytorchFault.FORBIDDEN_CALL,
+            self.path,
+            f"{what} at {self.at} of its pickle",
+            offset=self.at,
         )
 
     def storage(self, _: Any) -> None:
@@ -221,7 +233,8 @@ class _Machine:
             case ("storage", StorageType() as type_, str(key), str(), int(count)) if count >= 0:
                 self.stack.append(Storage(key, type_, int(count)))
             case _:
-                raise lies.StorageIdError.at(
+                raise PytorchError.at(
+                    PytorchFault.STORAGE_ID,
                     self.path,
                     f"no storage is named at {self.at} of its pickle",
                     offset=self.at,
@@ -231,8 +244,11 @@ class _Machine:
 
     def protocol(self, version: int) -> None:
         if not 2 <= version <= _HIGHEST_PROTOCOL:
-            raise lies.PickleOpcodeError.at(
-                self.path, f"its pickle has the protocol {version}", protocol=version
+            raise PytorchError.at(
+                PytorchFault.PICKLE_OPCODE,
+                self.path,
+                f"its pickle has the protocol {version}",
+                protocol=version,
             )
 
 

@@ -7,8 +7,7 @@ a value's attributes hold has no name and is not found.
 
 from collections.abc import Iterable
 
-from tensor_dedup.formats.errors import shorten
-from tensor_dedup.formats.pytorch import errors as lies
+from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
 from tensor_dedup.formats.pytorch.values import PickledTensorView, PlainDict
 
 # Deeper than any state dict, and shallow enough that a value that holds itself is found out.
@@ -42,13 +41,19 @@ def named_tensors(value: object, path: str) -> list[tuple[str, PickledTensorView
         holders += 1
         inner = [(_joined(prefix, key), held, depth + 1) for key, held in items if _holds(held)]
         if inner and depth >= MAX_DEPTH:
-            raise lies.DeepNestingError.at(
-                path, f"{shorten(prefix)!r} nests deeper than {MAX_DEPTH} containers", depth=depth
+            raise PytorchError.at(
+                PytorchFault.DEEP_NESTING,
+                path,
+                f"{shorten(prefix)!r} nests deeper than {MAX_DEPTH} containers",
+                depth=depth,
             )
         large = names > _MAX_NAMES_BYTES or len(found) > MAX_TENSORS
         if large or values > MAX_VALUES or holders > MAX_HOLDERS:
-            raise lies.PickleBombError.at(
-                path, f"it holds {len(found)} tensors and {values} values so far", values=values
+            raise PytorchError.at(
+                PytorchFault.PICKLE_BOMB,
+                path,
+                f"it holds {len(found)} tensors and {values} values so far",
+                values=values,
             )
         _check_names(inner, path)
         waiting += reversed(inner)
@@ -70,8 +75,11 @@ def _items(holder: object, prefix: str, path: str) -> list[Item]:
 def _named_items(holder: PlainDict, prefix: str, path: str) -> list[Item]:
     items = [(_key(key, prefix, path), held) for key, held in holder.pairs]
     if len({key for key, _ in items}) != len(items):
-        raise lies.RepeatedKeyError.at(
-            path, f"a dict at {shorten(prefix)!r} has a key twice", place=shorten(prefix)
+        raise PytorchError.at(
+            PytorchFault.REPEATED_KEY,
+            path,
+            f"a dict at {shorten(prefix)!r} has a key twice",
+            place=shorten(prefix),
         )
     return items
 
@@ -86,7 +94,8 @@ def _key(key: object, prefix: str, path: str) -> str:
         return str(int(key)) if key.is_integer() and abs(key) < _KEY_LIMIT else repr(key)
     if key is None:
         return "None"
-    raise lies.UnusableKeyError.at(
+    raise PytorchError.at(
+        PytorchFault.UNUSABLE_KEY,
         path,
         f"a dict at {shorten(prefix)!r} has a {type(key).__name__} as a key",
         place=shorten(prefix),
@@ -100,8 +109,12 @@ def _joined(prefix: str, key: str) -> str:
 def _check_names(items: Iterable[tuple[str, object, int]], path: str) -> None:
     for name, _, _ in items:
         if len(name) > MAX_NAME:
-            raise lies.TensorNameError.at(
-                path, f"a name of {len(name)} characters", name, length=len(name)
+            raise PytorchError.at(
+                PytorchFault.TENSOR_NAME,
+                path,
+                f"a name of {len(name)} characters",
+                name,
+                length=len(name),
             )
 
 
@@ -109,5 +122,5 @@ def _keep(
     found: dict[str, PickledTensorView], name: str, tensor: PickledTensorView, path: str
 ) -> None:
     if name in found:
-        raise lies.RepeatedNameError.at(path, "two tensors have this name", name)
+        raise PytorchError.at(PytorchFault.REPEATED_NAME, path, "two tensors have this name", name)
     found[name] = tensor

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
-from tensor_dedup.formats.errors import shorten
-from tensor_dedup.formats.pytorch import errors as lies
+from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
 
 # Numbers of random generators have some hundred bits.
 MAX_NUMBER_BYTES = 256
@@ -91,7 +90,8 @@ def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
     while at < len(blob):
         known = _CODES.get(blob[at])
         if known is None:
-            raise lies.PickleOpcodeError.at(
+            raise PytorchError.at(
+                PytorchFault.PICKLE_OPCODE,
                 path,
                 f"the instruction {blob[at : at + 1]!r} at {at} of its pickle is not known",
                 offset=at,
@@ -102,8 +102,12 @@ def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
         at = end
         if name == "STOP":
             if at != len(blob):
-                raise lies.PickleTrailingError.at(
-                    path, f"its pickle ends at {at} of {len(blob)}", ends=at, nbytes=len(blob)
+                raise PytorchError.at(
+                    PytorchFault.PICKLE_TRAILING,
+                    path,
+                    f"its pickle ends at {at} of {len(blob)}",
+                    ends=at,
+                    nbytes=len(blob),
                 )
             return
     _truncated(at, at, len(blob), path)
@@ -127,7 +131,8 @@ def _argument(blob: bytes, at: int, code: str, path: str) -> tuple[object, int]:
 
 
 def _truncated(at: int, end: int, nbytes: int, path: str) -> NoReturn:
-    raise lies.PickleTruncatedError.at(
+    raise PytorchError.at(
+        PytorchFault.PICKLE_TRUNCATED,
         path,
         f"the instruction at {at} of its pickle goes on to {end}, the pickle ends at {nbytes}",
         offset=at,
@@ -151,15 +156,22 @@ def _text(raw: bytes, at: int, path: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         shown = shorten(repr(raw[:80]))
-        raise lies.PickleTextError.at(
-            path, f"the text {shown} at {at} of its pickle is not UTF-8", offset=at
+        raise PytorchError.at(
+            PytorchFault.PICKLE_TEXT,
+            path,
+            f"the text {shown} at {at} of its pickle is not UTF-8",
+            offset=at,
         ) from error
 
 
 def _long(raw: bytes, at: int, path: str) -> int:
     if len(raw) > MAX_NUMBER_BYTES:
-        raise lies.PickleNumberError.at(
-            path, f"a number of {len(raw)} bytes at {at} of its pickle", offset=at, nbytes=len(raw)
+        raise PytorchError.at(
+            PytorchFault.PICKLE_NUMBER,
+            path,
+            f"a number of {len(raw)} bytes at {at} of its pickle",
+            offset=at,
+            nbytes=len(raw),
         )
     return int.from_bytes(raw, "little", signed=True)
 

@@ -4,9 +4,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tensor_dedup.formats.errors import shorten
+from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
 from tensor_dedup.formats.files import OpenFile, opened
-from tensor_dedup.formats.pytorch import errors as lies
 from tensor_dedup.formats.pytorch.archive import Entry, read_archive
 from tensor_dedup.formats.pytorch.geometry import PickledTensor, place
 from tensor_dedup.formats.pytorch.machine import evaluate
@@ -75,9 +74,13 @@ def _check_kind(file: OpenFile) -> None:
     if head.startswith(ZIP_MAGIC):
         return
     if head.startswith(_LEGACY) or head[_TAR_AT:] == _TAR:
-        raise lies.LegacyPytorchError.at(file.path, "written by PyTorch before 1.6, or as if")
-    raise lies.NotPytorchError.at(
-        file.path, f"it begins with {head[:4]!r}, which no file of torch.save does"
+        raise PytorchError.at(
+            PytorchFault.LEGACY_PYTORCH, file.path, "written by PyTorch before 1.6, or as if"
+        )
+    raise PytorchError.at(
+        PytorchFault.NOT_PYTORCH,
+        file.path,
+        f"it begins with {head[:4]!r}, which no file of torch.save does",
     )
 
 
@@ -85,18 +88,27 @@ def _root(entries: Mapping[str, Entry], path: str) -> str:
     """The one folder of the archive."""
     roots = [name.removesuffix(f"/{_PICKLE}") for name in entries if name.endswith(f"/{_PICKLE}")]
     if len(roots) != 1 or "/" in roots[0]:
-        raise lies.MissingEntryError.at(
-            path, f"{len(roots)} entries are called FOLDER/{_PICKLE}, not one", found=len(roots)
+        raise PytorchError.at(
+            PytorchFault.MISSING_ENTRY,
+            path,
+            f"{len(roots)} entries are called FOLDER/{_PICKLE}, not one",
+            found=len(roots),
         )
     root = roots[0]
     for name in entries:
         if not name.startswith(f"{root}/"):
-            raise lies.StrayEntryError.at(
-                path, f"the entry {shorten(name)!r} is not in {root!r}", entry=shorten(name)
+            raise PytorchError.at(
+                PytorchFault.STRAY_ENTRY,
+                path,
+                f"the entry {shorten(name)!r} is not in {root!r}",
+                entry=shorten(name),
             )
         if name.removeprefix(f"{root}/").split("/")[0] in _PROGRAM:
-            raise lies.TorchScriptError.at(
-                path, f"the entry {shorten(name)!r} is part of a program", entry=shorten(name)
+            raise PytorchError.at(
+                PytorchFault.TORCH_SCRIPT,
+                path,
+                f"the entry {shorten(name)!r} is part of a program",
+                entry=shorten(name),
             )
     return root
 
@@ -107,12 +119,15 @@ def _check_byte_order(file: OpenFile, entry: Entry | None) -> None:
         return
     order = file.read(entry.start, min(entry.nbytes, len(b"little") + 1))
     if order != b"little":
-        raise lies.ByteOrderError.at(file.path, f"its byte order is {order!r}", order=order)
+        raise PytorchError.at(
+            PytorchFault.BYTE_ORDER, file.path, f"its byte order is {order!r}", order=order
+        )
 
 
 def _pickle(file: OpenFile, entry: Entry) -> bytes:
     if entry.nbytes > MAX_PICKLE_BYTES:
-        raise lies.PickleTooLargeError.at(
+        raise PytorchError.at(
+            PytorchFault.PICKLE_TOO_LARGE,
             file.path,
             f"a pickle of {entry.nbytes} bytes, the limit is {MAX_PICKLE_BYTES}",
             nbytes=entry.nbytes,
