@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from tensor_dedup.formats.pytorch.allowed import DTYPES
+from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
 
 if TYPE_CHECKING:

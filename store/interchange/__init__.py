@@ -7,12 +7,12 @@
 
 A folder holds `tensor.data_0`, `tensor.data_1`, ..., the index (`tensor_index.json` and `.cbor`),
 `artifact_descriptor.json` and `verification.json`. Each storage is there once, however many tensors
-are views of it. `tensor_dedup.formats.tensor_index` says what is checked when one is read.
+are views of it. `tensor_dedup.formats.serverless` says what is checked when one is read.
 
 Importing this package loads torch; `tensor_dedup` and `tensor_dedup.store` do not.
 """
 
-from tensor_dedup.formats.storage_graph import (
+from tensor_dedup.formats.serverless.storage_graph import (
     StorageEntry,
     StorageGraph,
     TensorAlias,

@@ -21,7 +21,14 @@ from tensor_dedup.errors import (
     ConfigError,
     IntegrityError,
 )
-from tensor_dedup.formats.artifact import (
+from tensor_dedup.formats.errors import (
+    CheckpointFault,
+    CheckpointFilesError,
+    TensorIndexError,
+    TensorIndexFault,
+)
+from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
+from tensor_dedup.formats.serverless.artifact import (
     CANONICAL,
     HASH_LEAF_BYTES,
     ArtifactDescriptor,
@@ -33,11 +40,9 @@ from tensor_dedup.formats.artifact import (
     tree_root,
     verification_name,
 )
-from tensor_dedup.formats.data_files import INDEX_NAME, data_files
-from tensor_dedup.formats.errors import NotAFileError
-from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
-from tensor_dedup.formats.storage_graph import StorageGraph, graph_of
-from tensor_dedup.formats.tensor_index import (
+from tensor_dedup.formats.serverless.data_files import INDEX_NAME, data_files
+from tensor_dedup.formats.serverless.storage_graph import StorageGraph, graph_of
+from tensor_dedup.formats.serverless.tensor_index import (
     IndexEntry,
     StorageExtent,
     TensorIndex,
@@ -46,7 +51,6 @@ from tensor_dedup.formats.tensor_index import (
     parse_index,
     parse_index_cbor,
 )
-from tensor_dedup.formats.tensor_index_errors import DataFilesError, DescriptorError
 from tensor_dedup.store.buffers import allocate_all
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files, Handle, RealFiles
@@ -105,17 +109,19 @@ class ArtifactFolder:
         if descriptor is None:
             return
         if descriptor.index_multihash != index_multihash(blob):
-            raise DescriptorError.at(str(path), "it is about another index")
+            raise TensorIndexError.at(
+                TensorIndexFault.DESCRIPTOR, str(path), "it is about another index"
+            )
         if descriptor.total_size != self.index.total_size:
             what = f"{descriptor.total_size} bytes, the index has {self.index.total_size}"
-            raise DescriptorError.at(str(path), what)
+            raise TensorIndexError.at(TensorIndexFault.DESCRIPTOR, str(path), what)
 
     def _open_data(self) -> None:
         found = (_DATA.fullmatch(name) for name in self._files.listdir(self.path))
         numbers = sorted(int(match[1]) for match in found if match)
         if numbers != list(range(len(numbers))) or not numbers:
             what = f"there are data files {numbers[:8]}, which is not 0, 1, 2, ..."
-            raise DataFilesError.at(str(self.path), what)
+            raise TensorIndexError.at(TensorIndexFault.DATA_FILES, str(self.path), what)
         for number in numbers:
             handle = self._open(self.path / f"{DATA_NAME}{number}")
             self._starts.append((self.data_bytes, handle))
@@ -125,7 +131,9 @@ class ArtifactFolder:
         handle = self._files.open(path, "read")
         self._undo.callback(self._files.close, handle)
         if self._files.status_of(handle).kind != "file":
-            raise NotAFileError.at(str(path), "not a regular file")
+            raise CheckpointFilesError.at(
+                CheckpointFault.NOT_A_FILE, str(path), "not a regular file"
+            )
         return handle
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
@@ -138,7 +146,11 @@ class ArtifactFolder:
         try:
             status = self._files.status_of(handle)
             if status.kind != "file" or status.size > MAX_HEADER_BYTES:
-                raise NotAFileError.at(str(path), f"not a file of {MAX_HEADER_BYTES} bytes at most")
+                raise CheckpointFilesError.at(
+                    CheckpointFault.NOT_A_FILE,
+                    str(path),
+                    f"not a file of {MAX_HEADER_BYTES} bytes at most",
+                )
             blob = bytearray(status.size)
             return path, bytes(blob[: self._files.pread(handle, memoryview(blob), 0)])
         finally:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
-from tensor_dedup.formats.artifact import (
+from tensor_dedup.formats.serverless.artifact import (
     CANONICAL,
     TreeHash,
     Verifier,
@@ -27,8 +27,8 @@ from tensor_dedup.formats.artifact import (
     index_multihash,
     verification_name,
 )
-from tensor_dedup.formats.storage_graph import StorageGraph
-from tensor_dedup.formats.tensor_index import (
+from tensor_dedup.formats.serverless.storage_graph import StorageGraph
+from tensor_dedup.formats.serverless.tensor_index import (
     ALIGNMENT,
     Fields,
     IndexEntry,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.formats.storage_graph import StorageEntry, StorageGraph, TensorAlias
-from tensor_dedup.formats.tensor_index import DTYPES
+from tensor_dedup.formats.serverless.storage_graph import StorageEntry, StorageGraph, TensorAlias
+from tensor_dedup.formats.serverless.tensor_index import DTYPES
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     name: dtype

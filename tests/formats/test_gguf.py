@@ -19,9 +19,7 @@ from tensor_dedup.formats.errors import (
     Fault,
     GgufFault,
 )
-from tensor_dedup.formats.gguf import GgufHeader, read_header
-from tensor_dedup.formats.gguf_cursor import MAX_HEADER_BYTES
-from tensor_dedup.formats.gguf_types import DTYPES, REMOVED
+from tensor_dedup.formats.gguf import DTYPES, MAX_HEADER_BYTES, REMOVED, GgufHeader, read_header
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 
 Q = GGMLQuantizationType

@@ -25,7 +25,7 @@ from gguf_liars import (
 )
 from mutations import count_accepted, mutated, peak_of
 from tensor_dedup.errors import FormatError
-from tensor_dedup.formats.gguf_types import DTYPES
+from tensor_dedup.formats.gguf import DTYPES
 
 SEEDS = [
     HONEST_FILE,

@@ -28,7 +28,6 @@ from liars import (
 from refusals import refused
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError, FormatError
-from tensor_dedup.formats import strict_json
 from tensor_dedup.formats.errors import (
     CheckpointFault,
     Fault,
@@ -198,7 +197,7 @@ def test_a_bomb_is_refused_before_it_unfolds() -> None:
 
 
 def test_as_many_tensors_as_the_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strict_json, "_LIMITS", (("{", 102), ("[", 200), (",", 800)))
+    monkeypatch.setattr("tensor_dedup.formats.json._LIMITS", (("{", 102), ("[", 200), (",", 800)))
     empty = entry(shape="[0]", offsets="[0,0]")
     most = "{" + ",".join(f'"{i}":{empty}' for i in range(100)) + "}"
     assert len(parse(file_of(most, b"")).tensors) == 100

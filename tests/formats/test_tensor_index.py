@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from refusals import refused
 from tensor_dedup.errors import FormatError
-from tensor_dedup.formats.artifact import parse_descriptor, parse_verification
 from tensor_dedup.formats.errors import JsonFault, TensorIndexError
 from tensor_dedup.formats.errors import TensorIndexFault as Fault
-from tensor_dedup.formats.storage_graph import graph_of, parse_graph, rebuild_index
-from tensor_dedup.formats.tensor_index import (
+from tensor_dedup.formats.serverless.artifact import parse_descriptor, parse_verification
+from tensor_dedup.formats.serverless.storage_graph import graph_of, parse_graph, rebuild_index
+from tensor_dedup.formats.serverless.tensor_index import (
     DTYPES,
     check_data,
     check_same,

@@ -24,7 +24,7 @@ from tensor_dedup.errors import (
     StoreError,
     UnsupportedError,
 )
-from tensor_dedup.formats.tensor_index import DTYPES
+from tensor_dedup.formats.serverless.tensor_index import DTYPES
 from tensor_dedup.store import buffers
 from tensor_dedup.store.errors import ExportTargetError
 from tensor_dedup.store.interchange import load_dict, rebuild_index, save, save_dict
@@ -445,7 +445,7 @@ def test_unknown_names_are_refused(saved: Path) -> None:
 
 
 def test_the_store_does_without_torch() -> None:
-    modules = "tensor_dedup.store, tensor_dedup.formats.storage_graph"
+    modules = "tensor_dedup.store, tensor_dedup.formats.serverless.storage_graph"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from tensor_dedup.formats.pytorch.allowed import DTYPES
+from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
 
 TORCH: dict[str, torch.dtype] = {dtype.name: getattr(torch, name) for name, dtype in DTYPES.items()}

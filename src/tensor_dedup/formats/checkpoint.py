@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from tensor_dedup.errors import CheckpointNotFoundError, NoSuchPathError, UnsupportedError
-from tensor_dedup.formats.data_files import data_files
 from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError, shorten
+from tensor_dedup.formats.json import decode_object
 from tensor_dedup.formats.naming import (
     GGUF,
     PYTORCH,
@@ -31,7 +31,7 @@ from tensor_dedup.formats.naming import (
     perhaps_weights,
 )
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
-from tensor_dedup.formats.strict_json import decode_object
+from tensor_dedup.formats.serverless.data_files import data_files
 from tensor_dedup.formats.weights import (
     GGUF_SUFFIX,
     PYTORCH_SUFFIXES,
@@ -72,11 +72,11 @@ class Checkpoint:
 
     @property
     def tensor_count(self) -> int:
-        """How many tensors its files hold."""
+        """The number of tensors in its files."""
         return sum(len(file.header.tensors) for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, CheckpointFile, TensorSpec]]:
-        """Every tensor with its full name, file by file, as they lie in the file."""
+        """Yield every tensor with its full name, file by file, in the order of the file."""
         for file in self.files:
             for spec in file.header.tensors:
                 yield file.prefix + spec.name, file, spec
@@ -85,8 +85,12 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers of a checkpoint: a file, an index, or a folder.
 
-    Reads no tensor data. CheckpointNotFoundError: nothing there. UnsupportedError: weights, but in
-    formats that this version does not read. FormatError: a file, or an index, lies.
+    Reads no tensor data.
+
+    Raises:
+        CheckpointNotFoundError: There are no weights at that path.
+        UnsupportedError: There are weights, in formats that this version does not read.
+        FormatError: A file, or an index, lies about itself.
     """
     root = Path(path)
     files = _open_tree(root) if root.is_dir() else _open_file(root)
@@ -112,15 +116,15 @@ def _open_tree(root: Path) -> list[CheckpointFile]:
     return found or _walk(root, components, True) or _nothing(root, components)
 
 
-def _walk(root: Path, components: frozenset[str], whatever: bool) -> list[CheckpointFile]:
-    """The files of a tree; with `whatever`, also those that are not called as weights are."""
+def _walk(root: Path, components: frozenset[str], any_name: bool) -> list[CheckpointFile]:
+    """Return the files of a tree; with `any_name`, also those not called as weights are."""
     files: list[CheckpointFile] = []
     for prefix, folder in _folders(root):
         top = prefix.partition("/")[0]
         if (components and top not in components) or (top == _SECOND_COPY and files):
             continue
         names = _names(folder)
-        found = _open_folder(folder, prefix, names, whatever)
+        found = _open_folder(folder, prefix, names, any_name)
         others = [prefix + name for name in names if name.endswith(_FOREIGN)]
         if components and others and not found:
             raise _unsupported(root, others)
@@ -129,9 +133,9 @@ def _walk(root: Path, components: frozenset[str], whatever: bool) -> list[Checkp
 
 
 def _open_folder(
-    folder: Path, prefix: str, names: list[str], whatever: bool
+    folder: Path, prefix: str, names: list[str], any_name: bool
 ) -> list[CheckpointFile]:
-    choice = _choose(names, whatever)
+    choice = _choose(names, any_name)
     if choice.missing is not None:
         raise CheckpointFilesError.at(
             CheckpointFault.MISSING_SHARD,
@@ -146,15 +150,15 @@ def _open_folder(
     return files
 
 
-def _choose(names: list[str], whatever: bool) -> WeightFiles:
+def _choose(names: list[str], any_name: bool) -> WeightFiles:
     found = choose(names, SAFETENSORS)
     if found == WeightFiles():
         found = choose(called_weights(names), PYTORCH)
     if found == WeightFiles():
         found = data_files(names)
-    if found == WeightFiles() and whatever:
+    if found == WeightFiles() and any_name:
         found = choose(perhaps_weights(names), PYTORCH)
-    if found == WeightFiles() and whatever:
+    if found == WeightFiles() and any_name:
         found = choose(names, GGUF)
     return found
 
@@ -164,7 +168,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _folders(root: Path) -> Iterator[tuple[str, Path]]:
-    """The folder and all below it, links followed but no folder twice: links may make circles."""
+    """Yield the folder and all below it. Links count, no folder twice: they may form circles."""
     seen: set[tuple[int, int]] = set()
     waiting = [("", root)]
     while waiting:
@@ -191,7 +195,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _components(root: Path) -> frozenset[str]:
-    """The sub-folders a Diffusers pipeline consists of; none when it is no pipeline."""
+    """Return the sub-folders that a Diffusers pipeline consists of; none when it is no pipeline."""
     index = root / _PIPELINE
     if not index.is_file():
         return frozenset()

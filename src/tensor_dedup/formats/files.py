@@ -1,4 +1,4 @@
-"""Reading ranges of a file that may be hostile, or shrink while it is read."""
+"""Open files whose ranges are read: they may be hostile, or shrink meanwhile."""
 
 import os
 import stat
@@ -19,9 +19,12 @@ class OpenFile:
     size: int
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Exactly these bytes; ChangedFileError when the file has become shorter.
+        """Return exactly these bytes.
 
         The caller has compared the range with `size`: nothing larger is ever allocated.
+
+        Raises:
+            ChangedFileError: The file has become shorter.
         """
         data = os.pread(self.fd, nbytes, start)
         while 0 < len(data) < nbytes:
@@ -44,7 +47,9 @@ class OpenFile:
 def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[OpenFile]:
     """Open a regular file for a moment, or use `fd`, its position left alone and left open.
 
-    CheckpointNotFoundError: it cannot be opened. NotAFileError: a folder, a pipe, a device.
+    Raises:
+        CheckpointNotFoundError: The file cannot be opened.
+        CheckpointFilesError: It is a folder, a pipe or a device.
     """
     name = os.fspath(path)
     number = _open(name) if fd is None else fd

@@ -16,14 +16,12 @@ allocated from a number that has not been compared with the file's size first.
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from tensor_dedup.formats.errors import GgufError, GgufFault, shorten
 from tensor_dedup.formats.files import opened
-from tensor_dedup.formats.gguf_cursor import Cursor, Fetch
-from tensor_dedup.formats.gguf_types import DTYPES, REMOVED, BlockLayout
 from tensor_dedup.types import TensorSpec
 
 MAGIC = b"GGUF"
@@ -32,9 +30,12 @@ MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 1024
 MAX_NESTING = 4
 DEFAULT_ALIGNMENT = 32
-
+# Vocabularies make headers of some 10 MB; the largest known is far below this.
+MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = "general.alignment"
 _LIMIT = 1 << 63
+_CHUNK = 1 << 20
+_LENGTH = struct.Struct("<Q")
 # The least a metadata entry and a tensor take: empty names, a value of one byte, no dimensions.
 _LEAST_ENTRY = 8 + 4 + 1
 _LEAST_TENSOR = 8 + 4 + 4 + 8
@@ -42,8 +43,73 @@ _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 _SCALARS: Mapping[int, str] = MappingProxyType(
     {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 )
-
 Value = int | float | str
+Fetch = Callable[[int, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """The layout of a type of tensors: `block_elements` neighbours take `block_bytes` together."""
+
+    dtype: str
+    block_elements: int
+    block_bytes: int
+
+
+# Numbers, names and sizes are those of the `gguf` package (GGMLQuantizationType, GGML_QUANT_SIZES),
+# which a test compares with these tables; at run time the package, and the numpy it needs, is not.
+
+# Plain little-endian numbers, the same bytes as in safetensors, and so called the same.
+_PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+_PLAIN_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
+_BLOCKS = {
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+
+DTYPES: Mapping[int, BlockLayout] = MappingProxyType(
+    {
+        **{kind: BlockLayout(name, 1, _PLAIN_BYTES[name]) for kind, name in _PLAIN.items()},
+        **{kind: BlockLayout(f"gguf:{name}", *sizes) for kind, (name, *sizes) in _BLOCKS.items()},
+    }
+)
+# Numbers that were given once: nobody can say any more how large such a tensor is.
+REMOVED: Mapping[int, str] = MappingProxyType(
+    {
+        4: "Q4_2",
+        5: "Q4_3",
+        31: "Q4_0_4_4",
+        32: "Q4_0_4_8",
+        33: "Q4_0_8_8",
+        36: "IQ4_NL_4_4",
+        37: "IQ4_NL_4_8",
+        38: "IQ4_NL_8_8",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +133,12 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufH
     """Read and check the header of a file, and nothing behind it but the end of its last chunk.
 
     With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
-    named in errors. CheckpointNotFoundError: it cannot be opened. FormatError: it lies.
-    ChangedFileError: it shrank meanwhile.
+    named in errors.
+
+    Raises:
+        CheckpointNotFoundError: The file cannot be opened.
+        FormatError: It lies about itself.
+        ChangedFileError: It shrank meanwhile.
     """
     with opened(path, fd) as file:
         return _parse(file.read, file.size, file.path)
@@ -77,10 +147,111 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufH
 def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
     """Check a header that has been read; `blob` is the beginning of the file, or all of it. No I/O.
 
-    `file_size` in bytes is that of the whole file, `path` is only named in errors: FormatError, and
-    nothing else when `blob` holds the header whole.
+    `file_size` in bytes is that of the whole file; `path` is only named in errors.
+
+    Raises:
+        FormatError: The file lies about itself. Nothing else, when `blob` holds the header whole.
     """
     return _parse(lambda start, nbytes: blob[start : start + nbytes], file_size, path)
+
+
+class Cursor:
+    """Walks through the header, fetching a chunk at a time, never beyond the file or the limit."""
+
+    def __init__(self, fetch: Fetch, file_size: int, path: str) -> None:
+        self._fetch = fetch
+        self._blob = b""
+        self.size = file_size
+        self.path = path
+        self.at = 0
+
+    def take(self, nbytes: int) -> bytes:
+        """Return the next bytes."""
+        start = self.skip(nbytes)
+        return self._blob[start : self.at]
+
+    def skip(self, nbytes: int) -> int:
+        """Go over the next bytes, which are then in memory, and return where they began."""
+        start, end = self.at, self.at + nbytes
+        if end > len(self._blob):
+            self._load(end)
+        self.at = end
+        return start
+
+    def _load(self, end: int) -> None:
+        if end > self.size:
+            raise GgufError.at(
+                GgufFault.TRUNCATED,
+                self.path,
+                f"the header goes on to {end}, the file ends at {self.size}",
+                offset=end,
+                file_size=self.size,
+            )
+        if end > MAX_HEADER_BYTES:
+            raise GgufError.at(
+                GgufFault.HEADER_TOO_LARGE,
+                self.path,
+                f"a header beyond {MAX_HEADER_BYTES} bytes",
+                limit=MAX_HEADER_BYTES,
+            )
+        # Doubling, or a header of many chunks would be copied once for each.
+        wanted = min(max(end, 2 * len(self._blob), _CHUNK), self.size, MAX_HEADER_BYTES)
+        have = len(self._blob)
+        self._blob += self._fetch(have, wanted - have)
+
+    def check_count(self, count: int, least: int, what: str) -> None:
+        """Check that the rest of the file can hold so many entries."""
+        if count * least > self.size - self.at:
+            raise GgufError.at(
+                GgufFault.COUNT,
+                self.path,
+                f"{count} {what} in the {self.size - self.at} bytes from {self.at}",
+                count=count,
+                left=self.size - self.at,
+            )
+
+    def number(self, code: str) -> int:
+        """Return the next number; `code` is struct's letter for its type."""
+        found: int = struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0]
+        return found
+
+    def length(self, what: str) -> int:
+        """Return the next u64, checked as the length of a text that fits the file."""
+        found = self.number("Q")
+        if found > self.size - self.at:
+            raise self._too_long(what, found)
+        return found
+
+    def _too_long(self, what: str, length: int) -> GgufError:
+        return GgufError.at(
+            GgufFault.LENGTH,
+            self.path,
+            f"{what} of {length} bytes at {self.at}, the file ends at {self.size}",
+            length=length,
+            offset=self.at,
+        )
+
+    def text(self, what: str) -> str:
+        """Return the next text: a length and UTF-8."""
+        start = self.at
+        raw = self.take(self.length(what))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise GgufError.at(
+                GgufFault.TEXT, self.path, f"{what} at {start} is not UTF-8", offset=start
+            ) from error
+
+    def skip_texts(self, count: int) -> None:
+        """Go over texts: vocabularies have hundreds of thousands, which are bytes, not UTF-8."""
+        for _ in range(count):
+            if self.at + 8 > len(self._blob):
+                self._load(self.at + 8)
+            (length,) = _LENGTH.unpack_from(self._blob, self.at)
+            self.at += 8
+            if length > self.size - self.at:
+                raise self._too_long("a text in a list", length)
+            self.at += length
 
 
 def _parse(fetch: Fetch, file_size: int, path: str) -> GgufHeader:
@@ -161,7 +332,7 @@ def _alignment(cursor: Cursor, kind: int) -> int:
 
 
 def _value(cursor: Cursor, key: str, kind: int) -> Value | None:
-    """The value of a metadata entry, None for a list."""
+    """Return the value of a metadata entry, or None for a list."""
     if kind == _STRING:
         raw = cursor.take(cursor.length(f"the value of {shorten(key)!r}"))
         return raw.decode("utf-8", "replace")

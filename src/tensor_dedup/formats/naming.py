@@ -79,12 +79,12 @@ class _Copy:
 
 
 def is_index(name: str) -> bool:
-    """Whether a file of this name is an index of shards."""
+    """Return whether a file of this name is an index of shards."""
     return _INDEX.fullmatch(name) is not None
 
 
 def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> WeightFiles:
-    """One copy of the weights of one format among the files of a folder; others are ignored."""
+    """Return one copy of the weights of one format among the files of a folder."""
     stems: dict[str, dict[str, _Copy]] = {}
     for name in sorted(names):
         _sort_in(name, suffix, stems)
@@ -104,12 +104,12 @@ def _is_second(stem: str) -> bool:
 
 
 def called_weights(names: Iterable[str]) -> list[str]:
-    """Those files of torch.save, and their indexes, that libraries load as a model's weights."""
+    """Return the files of torch.save, and their indexes, that libraries load as weights."""
     return [name for name in names if _WEIGHTS.fullmatch(name)]
 
 
 def perhaps_weights(names: Iterable[str]) -> list[str]:
-    """All names but those that a training run gives to what is not a model's weights."""
+    """Return all names but those that a training run gives to what is not a model's weights."""
     return [name for name in names if not _NO_WEIGHTS.fullmatch(name)]
 
 

@@ -10,7 +10,7 @@ none at all:
 
 - a key that appears twice in any object (the library takes the last one);
 - anything before the `{` (the format forbids it, the library skips white space);
-- a tensor's entry written as a list, a dtype written as {"F32": null} (a freak of its JSON reader);
+- a tensor's entry written as a list, a dtype written as {"F32": null} (a quirk of its JSON reader);
 - a header with more braces, brackets or commas than a million tensors need.
 
 Nothing is allocated from a number that has not been compared with the file's size first.
@@ -30,7 +30,7 @@ from tensor_dedup.formats.errors import (
     shorten,
 )
 from tensor_dedup.formats.files import opened
-from tensor_dedup.formats.strict_json import MAX_DEPTH, decode_object, depth_of
+from tensor_dedup.formats.json import MAX_DEPTH, decode_object, depth_of
 from tensor_dedup.types import TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
@@ -83,8 +83,12 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Safet
     """Read and check the header of a file: two reads, at most MAX_HEADER_BYTES + 8 bytes.
 
     With `fd`, an open descriptor of that file is used, its position left alone; `path` is then
-    only named in errors. CheckpointNotFoundError: it cannot be opened. FormatError: it lies.
-    ChangedFileError: it shrank meanwhile.
+    only named in errors.
+
+    Raises:
+        CheckpointNotFoundError: The file cannot be opened.
+        FormatError: It lies about itself.
+        ChangedFileError: It shrank meanwhile.
     """
     with opened(path, fd) as file:
         prefix = file.read(0, _LENGTH_BYTES) if file.size >= _LENGTH_BYTES else b""
@@ -95,8 +99,10 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Safet
 def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> SafetensorsHeader:
     """Check a header that has been read: the 8 bytes of its length and the JSON. No I/O.
 
-    `file_size` in bytes is that of the whole file, `path` is only named in errors (FormatError,
-    nothing else).
+    `file_size` in bytes is that of the whole file; `path` is only named in errors.
+
+    Raises:
+        FormatError: The file lies about itself. Nothing else.
     """
     length = _header_length(prefix_and_json[:_LENGTH_BYTES], file_size, path)
     blob = prefix_and_json[_LENGTH_BYTES : _LENGTH_BYTES + length]

@@ -6,10 +6,11 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Protocol
 
-from tensor_dedup.formats import data_files, gguf, safetensors
+from tensor_dedup.formats import gguf, safetensors
 from tensor_dedup.formats.files import OpenFile, opened
 from tensor_dedup.formats.pytorch import reader as pytorch
 from tensor_dedup.formats.pytorch.geometry import PickledTensor
+from tensor_dedup.formats.serverless import data_files
 from tensor_dedup.types import TensorSpec
 
 PYTORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -21,7 +22,7 @@ _HEAD = 9
 
 
 class Header(Protocol):
-    """What the headers of all formats have: sizes in bytes, tensors ordered by their start.
+    """The header of a file of weights, whatever its format: sizes in bytes, tensors by their start.
 
     `header_bytes` counts what is no tensor's. Tensors do not overlap and lie inside the file;
     between them may be bytes that are nobody's.
@@ -56,7 +57,11 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
     The format is that of the suffix; of a file without a known one (a blob of a hub cache), and of
     `.bin`, which several programs use, that of its first bytes. With `fd`, an open descriptor of
     that file is used, its position left alone; `path` is then only named in errors.
-    CheckpointNotFoundError: it cannot be opened. FormatError: it lies. ChangedFileError: it shrank.
+
+    Raises:
+        CheckpointNotFoundError: The file cannot be opened.
+        FormatError: It lies about itself.
+        ChangedFileError: It shrank meanwhile.
     """
     if data_files.DATA_FILE.fullmatch(PurePath(path).name):
         return data_files.read_header(path, fd=fd)
@@ -69,7 +74,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
 
 
 def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
-    """Second names of tensors, and which tensors' they are: tied weights of a torch.save file."""
+    """Return second names of tensors, each with the first: tied weights of a torch.save file."""
     if not isinstance(header, pytorch.PytorchHeader):
         return ()
     specs = {spec.name: spec for spec in header.tensors}
@@ -83,12 +88,12 @@ def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
 
 
 def names_in(header: Header) -> set[str]:
-    """Every name a tensor of the file has; a file of torch.save may give one several."""
+    """Return every name that a tensor of the file has; torch.save may give one tensor several."""
     return {spec.name for spec in header.tensors} | members_in(header).keys()
 
 
 def members_in(header: Header) -> Mapping[str, PickledTensor]:
-    """The tensors of a file of torch.save by name, and which of the header's they lie in."""
+    """Return the tensors of a file of torch.save by name, and which of the header's they lie in."""
     members = header.members if isinstance(header, pytorch.PytorchHeader) else ()
     return {member.name: member for member in members}
 

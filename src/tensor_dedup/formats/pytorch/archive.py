@@ -58,7 +58,12 @@ class _Listed:
 
 
 def read_archive(file: OpenFile) -> Mapping[str, Entry]:
-    """All entries by name, in the order of their data. PytorchError; ChangedFileError."""
+    """Return all entries by name, in the order of their data.
+
+    Raises:
+        PytorchError: It is no archive of torch.save, or lies about itself.
+        ChangedFileError: It shrank meanwhile.
+    """
     start, nbytes, count = _directory_place(file)
     listed = _directory(file, start, nbytes, count)
     entries = _locate(file, sorted(listed, key=lambda entry: entry.offset), start)
@@ -66,7 +71,7 @@ def read_archive(file: OpenFile) -> Mapping[str, Entry]:
 
 
 def _directory_place(file: OpenFile) -> tuple[int, int, int]:
-    """Where the directory begins, its bytes and its entries; it must end where the end begins."""
+    """Return the place, size and number of entries of the directory; it must end at the end."""
     end = file.size - _END.size
     if end < 0 or not (tail := file.read(end, _END.size)).startswith(_END_MARK):
         raise PytorchError.at(
@@ -102,7 +107,7 @@ def _directory_place(file: OpenFile) -> tuple[int, int, int]:
 
 
 def _directory_place_64(file: OpenFile, end: int) -> tuple[int, tuple[int, int, int]] | None:
-    """Where the larger end begins, and what it says, when there is one."""
+    """Return where the larger end begins, and what it says, when there is one."""
     locator = end - _LOCATOR.size
     if locator < 0:
         return None
@@ -199,7 +204,10 @@ def _listed(blob: bytes, at: int, path: str) -> tuple[_Listed, int]:
 
 
 def _large(extra: bytes, sizes: tuple[int, ...], name: bytes, path: str) -> tuple[int, ...]:
-    """Sizes with those replaced that did not fit 32 bits; extra fields are (id, length, data)."""
+    """Return the sizes, with those that did not fit 32 bits from the extra fields.
+
+    An extra field is (id, length, data).
+    """
     waiting = [number for number, size in enumerate(sizes) if size == _U32]
     if not waiting:
         return sizes
@@ -319,7 +327,7 @@ def _data_start(file: OpenFile, entry: _Listed, limit: int) -> int:
 
 
 def _after_footer(file: OpenFile, entry: _Listed, end: int, limit: int) -> int:
-    """Where the next entry begins: behind the footer, which has a mark or not, 32 bits or 64."""
+    """Return where the next entry begins: after the footer, with a mark or not, 32 bits or 64."""
     if not entry.flags & _FOOTER:
         return end
     blob = file.read(end, min(_LONGEST_FOOTER, limit - end))

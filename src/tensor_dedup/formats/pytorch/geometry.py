@@ -46,7 +46,11 @@ def place(
     root: str,
     path: str,
 ) -> tuple[list[TensorSpec], list[PickledTensor]]:
-    """The ranges of bytes that tensors are made of, in order, and all tensors. PytorchError."""
+    """Return the ranges of bytes that tensors are made of, in order, and all tensors.
+
+    Raises:
+        PytorchError: A tensor does not fit its storage, or a storage the archive.
+    """
     known: dict[str, Storage] = {}
     members: dict[str, list[tuple[str, PickledTensorView, Entry]]] = {}
     for name, tensor in tensors:
@@ -157,7 +161,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _ranges(tensors: Sequence[PickledTensor]) -> dict[object, TensorSpec] | None:
-    """Each range once, under its first name; None when they are no ranges, or lie across."""
+    """Return each range once, under its first name; None when some are no ranges or overlap."""
     if not all(tensor.plain for tensor in tensors):
         return None
     found: dict[object, TensorSpec] = {}
@@ -170,7 +174,7 @@ def _ranges(tensors: Sequence[PickledTensor]) -> dict[object, TensorSpec] | None
 
 
 def _range(tensor: PickledTensor) -> object:
-    """What two names of one range have in common; tensors without bytes have nothing."""
+    """Return what two names of one range have in common; tensors without bytes have nothing."""
     return (tensor.start, tensor.nbytes) if tensor.nbytes else tensor.name
 
 
@@ -179,7 +183,7 @@ def _spec(tensor: PickledTensor) -> TensorSpec:
 
 
 def _whole(tensors: Sequence[PickledTensor], entry: Entry) -> dict[object, TensorSpec]:
-    """The storage under the name of the first tensor that has bytes, and those that have none."""
+    """Return the storage under the name of its first tensor with bytes, and those without."""
     first = next(tensor for tensor in tensors if tensor.nbytes)
     bits = DTYPE_BITS.get(first.dtype, 0) or 8 * first.nbytes // math.prod(first.shape)
     dtype, count = first.dtype, entry.nbytes * 8 // bits

@@ -2,6 +2,11 @@
 
 A stack of values, marks on it, and a memo, as in Python's pickle; containers are lists, tuples and
 `PlainDict`s, tensors `PickledTensorView`s, and everything else that is allowed becomes `Inert`.
+
+`ALLOWED` lists the globals that a pickle may name: what torch.save writes for tensors and plain
+containers, which is what torch.load(weights_only=True) takes, less quantised, nested and wrapped
+tensors. Each stands for an inert value; the functions at the end of this module say what a call of
+one of them would make of its arguments.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,10 +14,9 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
-from tensor_dedup.formats.pytorch.allowed import find
-from tensor_dedup.formats.pytorch.calls import Misuse, call
 from tensor_dedup.formats.pytorch.opcodes import instructions
 from tensor_dedup.formats.pytorch.values import (
+    Dtype,
     Function,
     Inert,
     PickledTensorView,
@@ -23,13 +27,101 @@ from tensor_dedup.formats.pytorch.values import (
 
 # A tensor takes some 45 instructions; the largest checkpoints have 100,000 tensors in a file.
 MAX_INSTRUCTIONS = 10_000_000
+# PyTorch's own limit is 64 in most operations.
+MAX_DIMENSIONS = 64
+
 _HIGHEST_PROTOCOL = 5
+_LIMIT = 1 << 63
+
+# torch's name -> ours: safetensors' where it has one.
+DTYPES: Mapping[str, Dtype] = MappingProxyType(
+    {
+        "float64": Dtype("F64", 64),
+        "float32": Dtype("F32", 32),
+        "float16": Dtype("F16", 16),
+        "bfloat16": Dtype("BF16", 16),
+        "float8_e4m3fn": Dtype("F8_E4M3", 8),
+        "float8_e5m2": Dtype("F8_E5M2", 8),
+        "float8_e4m3fnuz": Dtype("F8_E4M3FNUZ", 8),
+        "float8_e5m2fnuz": Dtype("F8_E5M2FNUZ", 8),
+        "float8_e8m0fnu": Dtype("F8_E8M0", 8),
+        # Two numbers are one element to torch: `geometry` doubles the last dimension.
+        "float4_e2m1fn_x2": Dtype("F4", 8),
+        "int64": Dtype("I64", 64),
+        "int32": Dtype("I32", 32),
+        "int16": Dtype("I16", 16),
+        "int8": Dtype("I8", 8),
+        "uint64": Dtype("U64", 64),
+        "uint32": Dtype("U32", 32),
+        "uint16": Dtype("U16", 16),
+        "uint8": Dtype("U8", 8),
+        "bool": Dtype("BOOL", 8),
+        "complex128": Dtype("C128", 128),
+        "complex64": Dtype("C64", 64),
+        "complex32": Dtype("C32", 32),
+    }
+)
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+}
+_FUNCTIONS = (
+    "collections.OrderedDict",
+    "collections.Counter",
+    "torch.Size",
+    "torch.device",
+    "torch._utils._rebuild_tensor",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+    "torch._utils._rebuild_sparse_tensor",
+    "torch._tensor._rebuild_from_type_v2",
+    "torch.serialization._get_layout",
+    "_codecs.encode",
+    "builtins.bytearray",
+    "builtins.set",
+    "builtins.complex",
+)
+_INERT = ("torch.Tensor", "torch.nn.parameter.Parameter")
+# How Python 2, and protocol 2, call the builtins.
+_OLD = {"__builtin__": "builtins"}
+
+ALLOWED: Mapping[str, object] = MappingProxyType(
+    {
+        **{f"torch.{kind}": dtype for kind, dtype in DTYPES.items()},
+        **{f"torch.{kind}": StorageType(DTYPES[dtype]) for kind, dtype in _STORAGES.items()},
+        "torch.storage.UntypedStorage": StorageType(None),
+        "torch.UntypedStorage": StorageType(None),
+        **{function: Function(function) for function in _FUNCTIONS},
+        **{inert: Inert(inert) for inert in _INERT},
+    }
+)
+
+
+def find(module: str, name: str) -> object | None:
+    """Return what a global stands for, or None when it may not be named. Nothing is imported."""
+    # A dot in the name would reach through an object: `find("torch", "storage.UntypedStorage")`.
+    return None if "." in name else ALLOWED.get(f"{_OLD.get(module, module)}.{name}")
 
 
 def evaluate(blob: bytes, path: str) -> object:
-    """The value a pickle describes. PytorchError, and nothing else; runs no code of the pickle.
+    """Return the value that a pickle describes, without running any code of it.
 
-    Memory: some 100 bytes for an instruction, of which there are MAX_INSTRUCTIONS at most.
+    Takes some 100 bytes of memory for an instruction, of which there are MAX_INSTRUCTIONS at most.
+
+    Raises:
+        PytorchError: The pickle is broken, a trap, or names what is not allowed. Nothing else.
     """
     machine = _Machine(path)
     for count, (name, argument, at) in enumerate(instructions(blob, path)):
@@ -68,26 +160,26 @@ class _Machine:
         )
 
     def pop(self) -> Any:
-        """The value on top, which goes."""
+        """Return the value on top and take it off."""
         if not self.stack:
             self.fail("nothing is left to work on")
         return self.stack.pop()
 
     def top(self) -> Any:
-        """The value on top, which stays."""
+        """Return the value on top and leave it there."""
         if not self.stack:
             self.fail("nothing is left to work on")
         return self.stack[-1]
 
     def since_mark(self) -> list[object]:
-        """All values since the last mark, which go."""
+        """Return all values since the last mark and take them off."""
         if not self.marks:
             self.fail("no mark was set")
         found, self.stack = self.stack, self.marks.pop()
         return found
 
     def result(self) -> object:
-        """The one value that is left."""
+        """Return the one value that is left."""
         value = self.pop()
         if self.stack or self.marks:
             self.fail("more than one value is left")
@@ -304,3 +396,129 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
         "BINPERSID": _Machine.storage,
     }
 )
+
+
+# Calls
+
+Arguments = tuple[Any, ...]
+
+
+class Misuse(Exception):
+    """Arguments that torch.save never writes; the machine adds the place, as a FORBIDDEN_CALL."""
+
+
+def call(name: str, arguments: Arguments) -> object:
+    """Return the value of a call of the allowed function `name`.
+
+    Raises:
+        Misuse: The function does not take these arguments.
+    """
+    made = _CALLS[name](arguments) if name in _CALLS else _inert(name, arguments)
+    if made is None:
+        shown = ", ".join(type(argument).__name__ for argument in arguments[:9])
+        raise Misuse(f"{name} is called with ({shown})")
+    return made
+
+
+def _inert(name: str, arguments: Arguments) -> Inert | None:
+    return Inert(name) if len(arguments) <= 2 else None
+
+
+def _ordered_dict(arguments: Arguments) -> PlainDict | None:
+    match arguments:
+        case ():
+            return PlainDict(ordered=True)
+        case (list(items),) if all(
+            isinstance(item, list | tuple) and len(item) == 2 for item in items
+        ):
+            return PlainDict([(key, value) for key, value in items], ordered=True)
+    return None
+
+
+def _size(arguments: Arguments) -> tuple[object, ...] | None:
+    return tuple(arguments[0]) if len(arguments) == 1 and _sizes(arguments[0]) else None
+
+
+def _sizes(value: object) -> bool:
+    return (
+        isinstance(value, tuple | list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size < _LIMIT for size in value)
+    )
+
+
+def _tensor(arguments: Arguments) -> PickledTensorView | None:
+    """(storage, offset, size, stride)"""
+    if len(arguments) != 4 or not isinstance(arguments[0], Storage):
+        return None
+    storage = arguments[0]
+    return _view(arguments, storage.type.dtype, lazy=False)
+
+
+def _tensor_v2(arguments: Arguments) -> PickledTensorView | None:
+    """(storage, offset, size, stride, requires_grad, hooks[, metadata])"""
+    if len(arguments) not in (6, 7) or not isinstance(arguments[0], Storage):
+        return None
+    return _view(arguments[:4], arguments[0].type.dtype, lazy=_is_lazy(arguments[6:]))
+
+
+def _tensor_v3(arguments: Arguments) -> PickledTensorView | None:
+    """(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])"""
+    if len(arguments) not in (7, 8) or not isinstance(arguments[6], Dtype):
+        return None
+    return _view(arguments[:4], arguments[6], lazy=_is_lazy(arguments[7:]))
+
+
+def _view(arguments: Arguments, dtype: Dtype | None, *, lazy: bool) -> PickledTensorView | None:
+    storage, offset, shape, stride = arguments
+    if not isinstance(storage, Storage) or dtype is None or not _sizes((offset,)):
+        return None
+    if not _sizes(shape) or not _sizes(stride) or len(shape) != len(stride):
+        return None
+    return PickledTensorView(storage, dtype, offset, tuple(shape), tuple(stride), lazy)
+
+
+def _is_lazy(metadata: Arguments) -> bool:
+    """Whether the metadata says that elements are conjugated or negated only when read."""
+    return any(
+        value is not False
+        for found in metadata
+        if isinstance(found, PlainDict)
+        for _, value in found.pairs
+    )
+
+
+def _parameter(arguments: Arguments) -> PickledTensorView | None:
+    """(data, requires_grad, hooks[, state])"""
+    fits = len(arguments) in (3, 4) and isinstance(arguments[0], PickledTensorView)
+    return arguments[0] if fits else None
+
+
+def _sparse(arguments: Arguments) -> tuple[object, ...] | None:
+    """(layout, (indices, values, size, ...)): its parts, as tensors of their own."""
+    fits = len(arguments) == 2 and isinstance(arguments[1], tuple)
+    return arguments[1] if fits else None
+
+
+def _with_attributes(arguments: Arguments) -> object | None:
+    """(function, class, its arguments, attributes)"""
+    match arguments:
+        case (Function(name), Inert(), tuple(inner), _) if name in _REBUILT:
+            return call(name, inner)
+    return None
+
+
+_CALLS: Mapping[str, Callable[[Arguments], object | None]] = MappingProxyType(
+    {
+        "collections.OrderedDict": _ordered_dict,
+        "torch.Size": _size,
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor_v2,
+        "torch._utils._rebuild_tensor_v3": _tensor_v3,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter,
+        "torch._utils._rebuild_sparse_tensor": _sparse,
+        "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    }
+)
+_REBUILT = frozenset(name for name in _CALLS if "_rebuild_tensor" in name)

@@ -26,7 +26,11 @@ Item = tuple[str, object]
 
 
 def named_tensors(value: object, path: str) -> list[tuple[str, PickledTensorView]]:
-    """Every tensor with its name, in the order of the pickle. PytorchError."""
+    """Return every tensor with its name, in the order of the pickle.
+
+    Raises:
+        PytorchError: Two tensors have one name, or a key is none that could name anything.
+    """
     found: dict[str, PickledTensorView] = {}
     waiting: list[tuple[str, object, int]] = [("", value, 0)]
     holders = values = names = 0
@@ -85,7 +89,7 @@ def _named_items(holder: PlainDict, prefix: str, path: str) -> list[Item]:
 
 
 def _key(key: object, prefix: str, path: str) -> str:
-    """A key as a part of a name. Keys that Python takes for one, as 1 and True, become one."""
+    """Return a key as a part of a name. Keys equal to Python, as 1 and True, become one."""
     if isinstance(key, str):
         return key
     if isinstance(key, int) and abs(key) < _KEY_LIMIT:

@@ -82,9 +82,12 @@ _CODES: Mapping[int, tuple[str, str]] = MappingProxyType(
 
 
 def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
-    """Each instruction's name, argument and place, STOP last. PytorchError: the pickle lies.
+    """Yield each instruction's name, argument and place, STOP last.
 
     Texts are str, bytes and old byte strings bytes, globals (module, name); others int or float.
+
+    Raises:
+        PytorchError: The pickle is broken, or has instructions that torch.save does not write.
     """
     at = 0
     while at < len(blob):

@@ -46,9 +46,13 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Pytor
     """Read and check all of a file but its storages; no pickled code runs, no torch is needed.
 
     With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
-    named in errors. CheckpointNotFoundError: it cannot be opened. FormatError: it lies, is of
-    PyTorch before 1.6 (LegacyPytorchError), or names more than tensors (ForbiddenGlobalError).
-    ChangedFileError: it shrank meanwhile.
+    named in errors.
+
+    Raises:
+        CheckpointNotFoundError: The file cannot be opened.
+        PytorchError: It lies about itself, is of PyTorch before 1.6 (`PytorchFault.LEGACY_PYTORCH`)
+            or names more than tensors (`PytorchFault.FORBIDDEN_GLOBAL`).
+        ChangedFileError: It shrank meanwhile.
     """
     with opened(path, fd) as file:
         _check_kind(file)
@@ -85,7 +89,7 @@ def _check_kind(file: OpenFile) -> None:
 
 
 def _root(entries: Mapping[str, Entry], path: str) -> str:
-    """The one folder of the archive."""
+    """Return the one folder of the archive."""
     roots = [name.removesuffix(f"/{_PICKLE}") for name in entries if name.endswith(f"/{_PICKLE}")]
     if len(roots) != 1 or "/" in roots[0]:
         raise PytorchError.at(

@@ -24,11 +24,14 @@ _ESCAPE = re.compile(
 
 
 def decode_object(blob: bytes, path: str) -> dict[str, Any]:
-    """The JSON object in `blob`; JsonTextError (naming `path`) when it is anything else.
+    """Return the JSON object in `blob`.
 
     What Python's decoder takes beyond the standard is refused: NaN, other encodings, halves of
     surrogate pairs, numbers out of range; so is every key that appears twice in one object.
     Whole numbers that 64 bits cannot hold come back as floats.
+
+    Raises:
+        JsonTextError: It is anything else; the error names `path`.
     """
     try:
         text = blob.decode("utf-8")
@@ -125,7 +128,7 @@ def _constant(path: str, text: str) -> float:
 
 
 def depth_of(values: Iterable[object]) -> int:
-    """How many objects and lists the deepest of these decoded values nests."""
+    """Return how many objects and lists the deepest of these decoded values nests."""
     depth, level = 0, list(values)
     while level := [value for value in level if isinstance(value, dict | list)]:
         depth += 1

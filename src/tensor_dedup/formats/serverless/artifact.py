@@ -18,7 +18,7 @@ from typing import Any, Final
 import xxhash
 
 from tensor_dedup.formats.errors import TensorIndexError, TensorIndexFault
-from tensor_dedup.formats.strict_json import decode_object
+from tensor_dedup.formats.json import decode_object
 
 HASH_LEAF_BYTES: Final = 4 << 20
 SCHEMA: Final = "v3"
@@ -32,17 +32,17 @@ _SHA256_PREFIX = b"\x12\x20"
 
 
 def multihash(digest: bytes) -> str:
-    """A SHA-256 digest as multibase text: 56 characters."""
+    """Return a SHA-256 digest as multibase text: 56 characters."""
     return "b" + base64.b32encode(_SHA256_PREFIX + digest).decode().lower().rstrip("=")
 
 
 def index_multihash(blob: bytes) -> str:
-    """The name of an index: of the bytes of its `tensor_index.json`."""
+    """Return the name of an index: the multihash of the bytes of its `tensor_index.json`."""
     return multihash(hashlib.sha256(blob).digest())
 
 
 def tree_root(leaves: Sequence[bytes]) -> bytes:
-    """The SHA-256 root over leaf digests, by pairs; an odd one goes up as it is. Zeros for none."""
+    """Return the SHA-256 root over leaf digests, by pairs; an odd one goes up. Zeros for none."""
     level = list(leaves) or [bytes(32)]
     while len(level) > 1:
         pairs = [level[at : at + 2] for at in range(0, len(level), 2)]
@@ -74,7 +74,7 @@ class TreeHash:
         self._leaf, self._filled = hashlib.sha256(), 0
 
     def multihash(self) -> str:
-        """The name of all that came; nothing may come afterwards."""
+        """Return the name of all bytes that came; nothing may come afterwards."""
         if self._filled:
             self._close_leaf()
         return multihash(tree_root(self._leaves))
@@ -94,7 +94,7 @@ class ArtifactDescriptor:
 
 
 def describe(index_name: str, data_name: str, total_size: int) -> dict[str, Any]:
-    """The descriptor of an artifact, as it is written."""
+    """Return the bytes of the descriptor of an artifact."""
     return {
         "artifact_id": f"mi2:{index_name}:{data_name}",
         "data_multihash": data_name,
@@ -107,7 +107,12 @@ def describe(index_name: str, data_name: str, total_size: int) -> dict[str, Any]
 
 
 def parse_descriptor(blob: bytes, path: str) -> ArtifactDescriptor:
-    """The descriptor in a file. JsonTextError, DescriptorError."""
+    """Return the descriptor in a file.
+
+    Raises:
+        JsonTextError: The file is not JSON.
+        TensorIndexError: It is no descriptor.
+    """
     found = decode_object(blob, path)
     for key in ("artifact_id", "index_multihash", "data_multihash", "schema_version", "encoding"):
         if not isinstance(found.get(key), str):
@@ -154,7 +159,7 @@ class ArtifactVerification:
     key_values: tuple[int, ...]
 
     def encode(self) -> bytes:
-        """As it is written."""
+        """Return the bytes of the file."""
         fields = {
             "artifact_size": self.artifact_size,
             "byte_space_id": self.byte_space_id,
@@ -170,9 +175,13 @@ class ArtifactVerification:
 def parse_verification(
     blob: bytes, path: str, byte_space_id: str = CANONICAL
 ) -> ArtifactVerification:
-    """The verification file of one byte space. JsonTextError, VerificationFileError.
+    """Return the verification file of one byte space.
 
     A file of another byte space is refused; one without an id is about all bytes.
+
+    Raises:
+        JsonTextError: The file is not JSON.
+        TensorIndexError: It is no verification file, or about other bytes.
     """
     found = decode_object(blob, path)
     of = found.get("byte_space_id", CANONICAL)
@@ -199,7 +208,7 @@ def _numbers(value: object, count: int, path: str) -> tuple[int, ...]:
 
 
 def verification_name(byte_space_id: str) -> str:
-    """The name of the file about a byte space."""
+    """Return the name of the file about a byte space."""
     if byte_space_id == CANONICAL:
         return "verification.json"
     return f"verification.view_{_UNSAFE.sub('_', byte_space_id)}.json"
@@ -248,7 +257,7 @@ class Verifier:
                 value += data[start:stop]
 
     def result(self) -> ArtifactVerification:
-        """What the file says, when all bytes came."""
+        """Return what the file says, when all bytes came."""
 
         def values(places: Sequence[int]) -> tuple[int, ...]:
             return tuple(int.from_bytes(self._values[place], "little") for place in places)
@@ -272,7 +281,7 @@ def _keys(total: int) -> list[int]:
 
 
 def _chunks(total: int) -> Iterator[tuple[int, int]]:
-    """Segment and size of each piece that is hashed: pieces begin anew with each segment."""
+    """Yield segment and size of each piece that is hashed: pieces begin anew with each segment."""
     length = total // _SEGMENTS
     for segment in range(_SEGMENTS):
         nbytes = length if segment < _SEGMENTS - 1 else total - length * (_SEGMENTS - 1)

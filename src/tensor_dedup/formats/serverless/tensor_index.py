@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import cbor2
 
 from tensor_dedup.formats.errors import JsonFault, JsonTextError, TensorIndexError, TensorIndexFault
-from tensor_dedup.formats.strict_json import decode_object
+from tensor_dedup.formats.json import decode_object
 
 ALIGNMENT: Final = 8
 # O_DIRECT writers fill up to a page at the end of a file.
@@ -76,7 +76,7 @@ class IndexEntry:
 
     @property
     def elements(self) -> int:
-        """How many elements the shape has."""
+        """The number of elements of the shape."""
         count = 1
         for size in self.shape:
             count *= size
@@ -89,12 +89,12 @@ class IndexEntry:
 
     @property
     def start(self) -> int:
-        """Where in the data its first element is."""
+        """The offset of its first element in the data."""
         return self.offset + self.storage_offset * self.itemsize
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements lie one behind the other, in order."""
+        """Whether its elements are neighbours, in order."""
         expected = 1
         if not self.elements:
             return True
@@ -114,7 +114,7 @@ class StorageExtent:
 
     @property
     def end(self) -> int:
-        """Where it ends."""
+        """The offset of its end in the data."""
         return self.offset + self.nbytes
 
 
@@ -134,12 +134,22 @@ class TensorIndex:
 
 
 def parse_index(blob: bytes, path: str) -> TensorIndex:
-    """The index in `tensor_index.json`. JsonTextError, TensorIndexError."""
+    """Return the index in `tensor_index.json`.
+
+    Raises:
+        JsonTextError: The file is not JSON.
+        TensorIndexError: It is no index.
+    """
     return _index(decode_object(blob, path), path)
 
 
 def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
-    """The index in `tensor_index.cbor`. IndexCborError, TensorIndexError."""
+    """Return the index in `tensor_index.cbor`.
+
+    Raises:
+        JsonTextError: The file holds no map.
+        TensorIndexError: It is no index.
+    """
     try:
         value = cbor2.loads(
             blob,
@@ -166,7 +176,11 @@ def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
 
 
 def check_same(index: TensorIndex, other: TensorIndex) -> None:
-    """IndexesDifferError unless both say the same."""
+    """Check that both say the same.
+
+    Raises:
+        TensorIndexError: They differ.
+    """
     if index.entries != other.entries:
         names = {entry.name for entry in set(index.entries) ^ set(other.entries)}
         raise TensorIndexError.at(
@@ -175,7 +189,11 @@ def check_same(index: TensorIndex, other: TensorIndex) -> None:
 
 
 def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
-    """Compare with the size of the data files. StorageBeyondDataError, TrailingDataError."""
+    """Check an index against the size of the data files.
+
+    Raises:
+        TensorIndexError: A storage ends after their end, or more follows than alignment asks for.
+    """
     total = index.total_size
     if total > data_bytes:
         raise TensorIndexError.at(
@@ -195,13 +213,13 @@ def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
 
 
 def encode_index(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """`tensor_index.json`, its names in order."""
+    """Return the bytes of `tensor_index.json`, its names in order."""
     rows = _rows(entries, fields)
     return json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def encode_index_cbor(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """`tensor_index.cbor`, its names in order."""
+    """Return the bytes of `tensor_index.cbor`, its names in order."""
     return cbor2.dumps(_rows(entries, fields))
 
 

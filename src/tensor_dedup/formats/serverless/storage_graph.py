@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tensor_dedup.formats.errors import TensorIndexError, TensorIndexFault
-from tensor_dedup.formats.tensor_index import (
+from tensor_dedup.formats.serverless.tensor_index import (
     ALIGNMENT,
     Fields,
     IndexEntry,
@@ -52,7 +52,7 @@ class StorageGraph:
     tensor_aliases: tuple[TensorAlias, ...]
 
     def offsets(self) -> dict[str, int]:
-        """Where in the data each storage begins, in the order in which they lie there."""
+        """Return where in the data each storage begins, in the order in which they lie there."""
         sizes = {entry.storage_id: entry.nbytes for entry in self.storage_entries}
         found: dict[str, int] = {}
         end = 0
@@ -63,7 +63,7 @@ class StorageGraph:
         return found
 
     def index_entries(self) -> list[IndexEntry]:
-        """The index. A tensor of a storage without bytes may share its offset with the next."""
+        """Return the index. A storage without bytes may share its offset with the next."""
         offsets = self.offsets()
         sizes: dict[int, int] = {}
         for entry in self.storage_entries:
@@ -84,7 +84,7 @@ class StorageGraph:
         ]
 
     def normal(self) -> "tuple[StorageGraph, dict[str, str]]":
-        """The one graph of this index, and the new id of each storage that is left.
+        """Return the one graph of this index, and the new id of each storage that is left.
 
         A storage without bytes becomes part of the one that follows it: they begin at one offset,
         so who reads the index cannot tell them apart. The others are numbered as they lie.
@@ -101,7 +101,7 @@ class StorageGraph:
         return StorageGraph(entries, aliases), ids
 
     def select(self, names: Sequence[str]) -> "StorageGraph":
-        """The graph of some of its tensors, with the storages they need."""
+        """Return the graph of some of its tensors, with the storages they need."""
         wanted = set(names)
         aliases = tuple(alias for alias in self.tensor_aliases if alias.name in wanted)
         used = {alias.storage_id for alias in aliases}
@@ -109,7 +109,7 @@ class StorageGraph:
         return StorageGraph(tuple(entries), aliases)
 
     def to_json(self) -> dict[str, list[dict[str, object]]]:
-        """As a descriptor holds it."""
+        """Return the graph as a descriptor holds it."""
         return {
             "storage_entries": [_fields(entry) for entry in self.storage_entries],
             "tensor_aliases": [_fields(alias) for alias in self.tensor_aliases],
@@ -123,13 +123,17 @@ def rebuild_index(
     fields: Fields = 6,
     path: str = "artifact_descriptor.json",
 ) -> bytes:
-    """`tensor_index.json`, byte for byte, from what a descriptor holds. TensorIndexError."""
+    """Return `tensor_index.json`, byte for byte, from what a descriptor holds.
+
+    Raises:
+        TensorIndexError: What it holds is no graph.
+    """
     graph = parse_graph(storage_entries, tensor_aliases, path)
     return encode_index(graph.index_entries(), fields)
 
 
 def graph_of(index: TensorIndex) -> StorageGraph:
-    """The graph of an index that was read. The devices are not in it: "cpu"."""
+    """Return the graph of an index that was read. The devices are not in it: "cpu"."""
     ids = {storage.offset: f"s{number}" for number, storage in enumerate(index.storages)}
     entries = (StorageEntry(ids[s.offset], "cpu", s.nbytes) for s in index.storages)
     aliases = (
@@ -148,7 +152,11 @@ def graph_of(index: TensorIndex) -> StorageGraph:
 
 
 def parse_graph(storage_entries: object, tensor_aliases: object, path: str) -> StorageGraph:
-    """The graph in a descriptor, checked as an index is. DescriptorError, TensorIndexError."""
+    """Return the graph in a descriptor, checked as an index is.
+
+    Raises:
+        TensorIndexError: It is no graph.
+    """
     entries = [_make(StorageEntry, row, path) for row in _list(storage_entries, path)]
     aliases = [_make(TensorAlias, row, path) for row in _list(tensor_aliases, path)]
     ids = {entry.storage_id for entry in entries}

@@ -18,7 +18,7 @@ from tensor_dedup.formats.errors import TensorIndexError, TensorIndexFault
 from tensor_dedup.formats.files import OpenFile, opened
 from tensor_dedup.formats.naming import WeightFiles
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
-from tensor_dedup.formats.tensor_index import (
+from tensor_dedup.formats.serverless.tensor_index import (
     DTYPES,
     IndexEntry,
     TensorIndex,
@@ -42,7 +42,7 @@ class DataFileHeader:
 
 
 def data_files(names: Iterable[str]) -> WeightFiles:
-    """The data files among the files of a folder that has an index; nothing where it has none."""
+    """Return the data files among the files of a folder with an index; none without one."""
     known = set(names)
     numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
     if INDEX_NAME not in known or not numbers:
@@ -53,10 +53,11 @@ def data_files(names: Iterable[str]) -> WeightFiles:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:
-    """What the index beside a data file says of it. With `fd`, that is the data file, open.
+    """Return what the index beside a data file says of it. With `fd`, that is the data file, open.
 
-    CheckpointNotFoundError: one of the files is not there. FormatError: they lie, or contradict
-    each other.
+    Raises:
+        CheckpointNotFoundError: One of the files is not there.
+        FormatError: They lie, or contradict each other.
     """
     where = Path(path)
     match = DATA_FILE.fullmatch(where.name)
@@ -91,7 +92,7 @@ def _whole(file: OpenFile) -> bytes:
 
 
 def _specs(index: TensorIndex, places: range) -> Iterator[TensorSpec]:
-    """The tensors of a file, that begin at one of these places; the last holds no byte of it."""
+    """Yield the tensors that begin at one of these places; the last holds no byte of the file."""
     end = 0
     for entry in sorted(index.entries, key=_order):
         dtype, at = DTYPES[entry.dtype][0], _place(entry) - places.start
