@@ -6,7 +6,7 @@
         run.save(model, step=epoch, metrics={"val_loss": loss})
         model = run.load(run.best("val_loss"), original=model)
 
-A step is a checkpoint of the store like any other, called RUN@STEP.
+A step is a checkpoint of the store like any other, named RUN@STEP.
 """
 
 from tensor_dedup.store.checkpoints.background import PendingSave

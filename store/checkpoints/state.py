@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: named pieces, each a dtype, a shape and its bytes.
+"""The values of a checkpoint: named pieces, each with a dtype, a shape and its bytes.
 
     for piece in pieces({"weight": tensor, "scale": array}):
         write(piece.name, piece.dtype, piece.shape, piece.data)
@@ -49,9 +49,10 @@ _NAMES: Final = {code: name for name, code in NUMPY_CODES.items()}
 class NamedValue(msgspec.Struct, frozen=True, gc=False):
     """One named value of a checkpoint.
 
-    `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`; `data` its elements in
-    C order, little-endian, contiguous, in host memory. It may be the memory of the model itself:
-    valid as long as the model is not changed. `msgspec.structs.replace` makes another of it.
+    `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`. `data` has its elements
+    in C order, little-endian and contiguous, in host memory. It may be the memory of the model
+    itself, valid as long as the model is not changed. `msgspec.structs.replace` makes a changed
+    copy.
     """
 
     # A Struct, for an ensemble has thousands in every step: a dataclass takes ten times as long to
@@ -69,12 +70,14 @@ class NamedValue(msgspec.Struct, frozen=True, gc=False):
 
 
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
-    """The values as pieces, in order, each named by its key.
+    """Return the values as pieces, in order, each named by its key.
 
     Contiguous little-endian arrays and tensors on the CPU are not copied; what is on a device, has
-    strides, or has the other byte order is. UnsupportedArrayError names what has no form here:
-    arrays of objects, records, strings or times, quantised, sparse or meta tensors, tensors of
-    unknown subclasses. Any thread, while nobody writes to the values.
+    strides, or has the other byte order is. Any thread, while nobody writes to the values.
+
+    Raises:
+        UnsupportedArrayError: one has no form here, such as arrays of objects, records, strings
+            or times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
     """
     return [
         held if type(held) is NamedValue and held.name == name else _piece(name, held)
@@ -83,9 +86,10 @@ def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
 
 
 def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
-    """A writable array of its own; the piece itself where numpy has no such dtype.
+    """Return a writable array with memory of its own, or the piece itself if numpy lacks its dtype.
 
-    DamagedStateError when the bytes are not as many as the shape needs.
+    Raises:
+        DamagedStateError: there are not as many bytes as the shape needs.
     """
     code = NUMPY_CODES.get(piece.dtype)
     if code is None:
@@ -101,18 +105,18 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
 
 
 def raw(held: "Value") -> memoryview:
-    """The bytes of a value, flat: a piece's, an array's or a tensor's."""
+    """Return the bytes of a piece, an array or a tensor, flat."""
     return memoryview(_piece("", held).data).cast("B")
 
 
 def is_tensor(held: object) -> bool:
-    """Whether it is a torch tensor. Does not import torch: without it, nothing is one."""
+    """Return whether it is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(held, torch.Tensor)
 
 
 def is_array(held: object) -> bool:
-    """Whether it is a numpy array. Does not import numpy."""
+    """Return whether it is a numpy array. Does not import numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(held, numpy.ndarray)
 
@@ -161,7 +165,7 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
 
 @cache
 def dtype_names() -> "Mapping[torch.dtype, str]":
-    """Our name of each of torch's dtypes that has one. Imports torch."""
+    """Return the name here of each of torch's dtypes that has one. Imports torch."""
     import torch
 
     # Two numbers in a byte have a shape of their own in other formats: not here.
@@ -170,7 +174,7 @@ def dtype_names() -> "Mapping[torch.dtype, str]":
 
 
 def tensor_fault(tensor: "torch.Tensor") -> str | None:
-    """Why a tensor has no dense bytes of its own; None when it has."""
+    """Return why a tensor has no dense bytes of its own; None when it has."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

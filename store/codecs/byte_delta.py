@@ -18,14 +18,14 @@ _BLOCK = 256 << 10  # elements: what two passes find in a processor's cache
 
 @dataclass(frozen=True, slots=True)
 class ByteDelta:
-    """`step`, followed by the width."""
+    """The codecs `step1` and `step2`: differences from the base, a signed byte each."""
 
     name: str
     width: int
     against_base: bool = True
 
     def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
-        """As Codec says."""
+        # docstring inherited
         values, rest = words(data, self.width)
         if base is not None:
             values = values - words(base, self.width)[0]
@@ -36,7 +36,7 @@ class ByteDelta:
         return pack([steps.view(np.uint8), *streams_of(far), *split(values[far]), rest], effort)
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
-        """As Codec says."""
+        # docstring inherited
         values, rest = words(out, self.width)
         under = words(base, self.width)[0] if base is not None else np.zeros_like(values)
         reader = Reader(blob, self.name)

@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """A codec and what it made of the samples, as a share of their size."""
+    """A codec, and the share of their size to which it reduced the samples."""
 
     codec: Codec
     effort: Effort
@@ -52,7 +52,7 @@ class CodecChoice:
 
 
 def places(nbytes: int, width: int) -> list[tuple[int, int]]:
-    """Where samples of `nbytes` bytes begin and end: at the start, in the middle, near the end."""
+    """Return where samples begin and end: at the start, in the middle, near the end."""
     size = min(SAMPLE_BYTES, nbytes)
     step = (nbytes - size) // (_SAMPLES - 1)
     starts = sorted({step * n // width * width for n in range(_SAMPLES)})
@@ -60,7 +60,7 @@ def places(nbytes: int, width: int) -> list[tuple[int, int]]:
 
 
 def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
-    """The best codec for elements of `width` bytes; None when none saves enough."""
+    """Return the best codec for elements of `width` bytes; None when none saves enough."""
     total = sum(sample.data.nbytes for sample in samples)
     against = all(sample.base is not None for sample in samples)
     found = [
@@ -72,7 +72,7 @@ def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
 
 
 def distance(sample: Sample) -> float:
-    """The share of bits in which a sample and its base differ."""
+    """Return the share of bits in which a sample and its base differ."""
     if sample.base is None or not sample.data.nbytes:
         return 1.0
     differing = int.from_bytes(sample.data, "little") ^ int.from_bytes(sample.base, "little")
@@ -80,12 +80,12 @@ def distance(sample: Sample) -> float:
 
 
 def _cost(choice: CodecChoice) -> float:
-    """Looking for what repeats must be worth its time, and slower decoding."""
+    """Return the share, with a surcharge for matches: searching them, and decoding, take longer."""
     return choice.share * (_MATCHES_COST if choice.effort == "matches" else 1)
 
 
 def _candidates(width: int, against: bool) -> Iterator[tuple[Codec, Effort]]:
-    """Of equally small ones the first is taken: the quickest to decode."""
+    """Yield the codecs to try, the quickest to decode first: it wins among equally small ones."""
     names = [f"sparse{width}", f"step{width}", f"xor{width}", f"diff{width}"] if against else []
     for name in [*names, f"planes{width}"]:
         if name in CODECS:

@@ -14,37 +14,41 @@ Effort: TypeAlias = Literal["entropy", "matches"]
 
 
 class Codec(Protocol):
-    """Turns up to CHUNK_BYTES bytes into others and back. Holds nothing; safe from any thread.
+    """An encoding of up to CHUNK_BYTES bytes. It holds no state and is safe from any thread.
 
-    The GIL is free during the long parts. `contract.CodecTests` says all that must hold.
+    The GIL is free during the long parts. All that must hold of a codec is in the contract suite of
+    the tests.
     """
 
     @property
     def name(self) -> str:
-        """As records on disk have it."""
+        """The name in records on disk."""
 
     @property
     def width(self) -> int:
-        """Bytes of the elements it is made for: 1, 2, 4 or 8. Any bytes can be encoded."""
+        """The bytes of the elements it is made for: 1, 2, 4 or 8. Any bytes can be encoded."""
 
     @property
     def against_base(self) -> bool:
         """Whether it stores what differs from other bytes, which it needs again to decode."""
 
     def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
-        """The encoded form of `data`; `base` has as many bytes, or is None: not `against_base`."""
+        """Encode `data`. `base` has as many bytes, or is None for a codec without a base."""
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
-        """Fill `out`, which is as long as the data was.
+        """Fill `out`, which is as long as the data was. `blob` need not be trusted.
 
-        BadEncodingError: `blob` is no encoded form of so many bytes; `out` may then hold anything.
         However wrong `blob` is, no more memory is taken than a few times that of `out`.
+
+        Raises:
+            CorruptFrameError: `blob` does not encode so many bytes; `out` may then hold
+                anything.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Codecs that differ in the width of the words they are made for."""
+    """Codecs that differ only in the width of the words they are made for."""
 
     against_base: bool
     widths: tuple[int, ...] = (1, 2, 4, 8)

@@ -1,9 +1,9 @@
-"""How an encoded tensor lies in its container: a head, then a chunk for each leaf.
+"""The layout of an encoded tensor in its container: a head, then a chunk for each leaf.
 
     head  = for each leaf: u32 size of its chunk, first 12 bytes of the chunk's BLAKE3
     chunk = what the codec made of the leaf, and of the same leaf of the base where there is one
 
-So a range costs its leaves, and a chunk can be told from a damaged one without its base. No I/O.
+So a range costs only its leaves, and a damaged chunk is recognised without its base. No I/O.
 """
 
 import struct
@@ -20,29 +20,33 @@ _CHECK_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Where a chunk lies, from where its record begins, and the check of its bytes."""
+    """The place of a chunk, counted from the start of its record, and the check of its bytes."""
 
     offset: int
     size: int
     check: bytes
 
     def holds(self, blob: memoryview) -> bool:
-        """Whether these are its bytes."""
+        """Return whether these are its bytes."""
         return len(blob) == self.size and _check(blob) == self.check
 
 
 def head_bytes(nbytes: int) -> int:
-    """The size of the head of a record of `nbytes`."""
+    """Return the size of the head of a record of `nbytes`."""
     return -(-nbytes // CHUNK_BYTES) * _ENTRY.size
 
 
 def entry(chunk: bytes) -> bytes:
-    """What the head says of a chunk."""
+    """Return the entry of a chunk in the head."""
     return _ENTRY.pack(len(chunk), _check(memoryview(chunk)))
 
 
 def chunks(head: bytes, stored: int) -> list[Chunk]:
-    """Where the chunks of a record are. CorruptFrameError: they are not `stored` bytes together."""
+    """Return the places of the chunks of a record.
+
+    Raises:
+        CorruptFrameError: together they do not make `stored` bytes.
+    """
     found, at = [], len(head)
     for size, check in _ENTRY.iter_unpack(head):
         found.append(Chunk(at, size, check))

@@ -16,12 +16,12 @@ _WIDTH = 4
 
 
 def streams_of(places: Places) -> list[Bytes]:
-    """The planes of the gaps before ascending places."""
+    """Return the planes of the gaps before ascending positions."""
     return split(np.diff(places, prepend=-1).astype(UNSIGNED[_WIDTH]) - np.uint32(1))
 
 
 def read_places(reader: Reader, count: int) -> Places:
-    """Ascending places below `count`."""
+    """Read ascending positions below `count`."""
     first = reader.take_up_to(count)
     gaps = np.empty(len(first), UNSIGNED[_WIDTH])
     join([first, *(reader.take(len(first)) for _ in range(_WIDTH - 1))], gaps)
@@ -33,14 +33,14 @@ def read_places(reader: Reader, count: int) -> Places:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """`sparse`, followed by the width."""
+    """The codecs `sparse`, followed by their width: positions and values of what differs."""
 
     name: str
     width: int
     against_base: bool = True
 
     def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
-        """As Codec says."""
+        # docstring inherited
         values, rest = words(data, self.width)
         if base is not None:
             values = values ^ words(base, self.width)[0]
@@ -49,7 +49,7 @@ class Sparse:
         return pack([count, *streams_of(where), *split(values[where]), rest], effort)
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
-        """As Codec says."""
+        # docstring inherited
         values, rest = words(out, self.width)
         values[:] = words(base, self.width)[0] if base is not None else 0
         reader = Reader(blob, self.name)

@@ -59,7 +59,7 @@ _MATCHES = zstandard.ZstdCompressionParameters.from_level(3, write_checksum=Fals
 
 
 class _Local(threading.local):
-    """What zstandard lets only one thread at a time use."""
+    """The objects of zstandard that only one thread may use at a time."""
 
     def __init__(self) -> None:
         self.compressors = {
@@ -73,7 +73,7 @@ _LOCAL = _Local()
 
 
 def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
-    """These streams, one behind the other."""
+    """Return these streams one behind the other, each compressed where that pays."""
     parts: list[bytes | memoryview] = []
     for stream in streams:
         plain = np.ascontiguousarray(stream).data
@@ -85,7 +85,11 @@ def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
 
 
 class Reader:
-    """Takes streams apart again. CorruptFrameError for anything that is not what is expected."""
+    """A reader of consecutive streams, which need not be trusted.
+
+    Raises:
+        CorruptFrameError: from every method, for anything that is not what is expected.
+    """
 
     def __init__(self, blob: memoryview, codec: str) -> None:
         self._blob = blob
@@ -93,26 +97,26 @@ class Reader:
         self._codec = codec
 
     def take(self, nbytes: int) -> Bytes:
-        """The next stream, which must have `nbytes`. Read-only; valid as long as the blob."""
+        """Return the next stream, of exactly `nbytes`: read-only, valid as long as the blob."""
         how, stored, plain = self._head()
         if plain != nbytes:
             raise self.bad(f"a stream of {plain} bytes, {nbytes} expected")
         return self._content(how, stored, plain)
 
     def take_up_to(self, most: int) -> Bytes:
-        """The next stream, of any size up to `most`."""
+        """Return the next stream, of at most `most` bytes."""
         how, stored, plain = self._head()
         if plain > most:
             raise self.bad(f"a stream of {plain} bytes, at most {most} expected")
         return self._content(how, stored, plain)
 
     def end(self) -> None:
-        """Nothing may follow."""
+        """Check that nothing follows."""
         if self._at != len(self._blob):
             raise self.bad(f"{len(self._blob) - self._at} bytes behind its end")
 
     def bad(self, what: str) -> CorruptFrameError:
-        """The error about this data."""
+        """Return the error about this data."""
         return CorruptFrameError.at(f"codec {self._codec}", what, codec=self._codec)
 
     def _head(self) -> tuple[int, int, int]:
@@ -148,14 +152,14 @@ class Reader:
 
 
 def words(data: memoryview, width: int) -> tuple[Words, Bytes]:
-    """The whole words of `data`, sharing its memory, and the bytes left over."""
+    """Return the whole words of `data`, sharing its memory, and the bytes left over."""
     flat = np.frombuffer(data, np.uint8)
     body = len(flat) - len(flat) % width
     return flat[:body].view(UNSIGNED[width]), flat[body:]
 
 
 def split(values: Words) -> list[Bytes]:
-    """The planes of words, the lowest bytes first."""
+    """Return the planes of words, the lowest bytes first."""
     return [
         np.right_shift(values, values.dtype.type(8 * n)).astype(np.uint8)
         for n in range(values.dtype.itemsize)
@@ -163,14 +167,14 @@ def split(values: Words) -> list[Bytes]:
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Slices that together are `count` elements."""
+    """Yield slices that together cover `count` elements."""
     return (slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK))
 
 
 def join(
     planes: Sequence[Bytes], out: Words, then: Callable[[Words, slice], None] | None = None
 ) -> None:
-    """Put planes together in `out`; `then` is told of each block while it is warm."""
+    """Put planes together in `out`, and pass each block to `then` while it is in the cache."""
     for part in blocks(len(out)):
         _join_block([plane[part] for plane in planes], out[part])
         if then is not None:
@@ -187,7 +191,7 @@ def _join_block(parts: list[Words], out: Words) -> None:
 
 
 def _pair(low: Words, high: Words, out: Words | None = None) -> Words:
-    """Words of twice the width: those in `high` above those in `low`."""
+    """Return words of twice the width: those of `high` above those of `low`."""
     wide = UNSIGNED[2 * low.dtype.itemsize]
     if out is None:
         out = np.empty(len(low), wide)
@@ -199,7 +203,7 @@ def _pair(low: Words, high: Words, out: Words | None = None) -> Words:
 
 
 def fold(differences: Words) -> Words:
-    """0, -1, 1, -2, ... as 0, 1, 2, 3, ...: small ones of both signs become small numbers."""
+    """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ...: small numbers of both signs become small."""
     width = differences.dtype.itemsize
     signs = differences.view(SIGNED[width]) >> (8 * width - 1)
     folded: Words = (differences << differences.dtype.type(1)) ^ signs.view(differences.dtype)
@@ -207,7 +211,7 @@ def fold(differences: Words) -> Words:
 
 
 def unfold(values: Words) -> None:
-    """The differences again, in place."""
+    """Turn folded numbers back into differences, in place."""
     one = values.dtype.type(1)
     signs = np.bitwise_and(values, one)
     np.negative(signs, out=signs)

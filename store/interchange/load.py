@@ -64,7 +64,7 @@ _DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
 
 
 class ArtifactFolder:
-    """The index and descriptor of a folder, checked, and its data as one run of bytes.
+    """An open folder: its index and descriptor, checked, and its data as one run of bytes.
 
     Any thread may read. Close it, or use it as a context manager.
     """
@@ -72,7 +72,12 @@ class ArtifactFolder:
     verified = False
 
     def __init__(self, files: Files, path: Path) -> None:
-        """Open it. CheckpointNotFoundError, FormatError."""
+        """Open the folder.
+
+        Raises:
+            CheckpointNotFoundError: there is no index.
+            FormatError: index, descriptor and data do not fit together.
+        """
         self.path = path
         self._files = files
         self._undo = ExitStack()
@@ -137,7 +142,7 @@ class ArtifactFolder:
         return handle
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """A small file of the folder: its path, and its bytes where it is there."""
+        """Return the path of a small file, and its bytes; None where it does not exist."""
         path = self.path / name
         try:
             handle = self._files.open(path, "read")
@@ -157,7 +162,11 @@ class ArtifactFolder:
             self._files.close(handle)
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill `view` from `start` of the data. ChangedFileError: there are fewer bytes now."""
+        """Fill `view` from `start` of the data.
+
+        Raises:
+            ChangedFileError: there are fewer bytes by now.
+        """
         done = 0
         ends = [at for at, _ in self._starts[1:]] + [self.data_bytes]
         for (at, handle), end in zip(self._starts, ends, strict=True):
@@ -180,12 +189,12 @@ class ArtifactFolder:
         self.close()
 
     def close(self) -> None:
-        """Close all files; a second time does nothing."""
+        """Close all files. A second time it does nothing."""
         self._undo.close()
 
 
 class StoredArtifact:
-    """The same as ArtifactFolder, read from an open checkpoint, which compares every byte itself.
+    """Such a folder in a store, read from an open checkpoint, which verifies every byte itself.
 
     Any thread may read. The checkpoint stays open.
     """
@@ -194,7 +203,12 @@ class StoredArtifact:
     descriptor: ArtifactDescriptor | None = None
 
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
-        """CheckpointNotFoundError: it was not such a folder. FormatError."""
+        """Read the index.
+
+        Raises:
+            CheckpointNotFoundError: the checkpoint was not such a folder.
+            FormatError: index and data do not fit together.
+        """
         self.path = Path(checkpoint.name)
         self._checkpoint = checkpoint
         self._files = {file.path: file.pieces for file in checkpoint.files}
@@ -217,10 +231,10 @@ class StoredArtifact:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """A small file: its name, and its bytes where it is there."""
+        """Return the path of a small file, and its bytes; None where it does not exist."""
         pieces = self._files.get(name)
         if pieces is None:
             return self.path / name, None
@@ -230,7 +244,11 @@ class StoredArtifact:
         return bytes(self._checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes))
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill `view` from `start` of the data. CorruptTensorError, MissingObjectError."""
+        """Fill `view` from `start` of the data.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: the bytes are right nowhere in the store.
+        """
         done, number = 0, max(0, bisect_right(self._starts, start) - 1)
         while done < view.nbytes:
             piece, at = self._pieces[number], start + done - self._starts[number]
@@ -251,16 +269,24 @@ def load_dict(
     verify: bool = True,
     files: Files | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a folder, by name, on the CPU; views of one storage share it again.
+    """Load the tensors of a folder, by name, on the CPU; views of one storage share it again.
 
-    Reads folders of `save_dict`, tensorcast and ServerlessLLM, and such a folder from a store: then
-    `path` is the open checkpoint, and every byte is compared with its digest. `names` selects some,
-    and only their storages are read. What is read is compared with what the folder says of it: all
-    of it with the descriptor's SHA-256 where there is one, else with `verification.json`; a `view`
-    (the id under which `names` was saved) with its own file, never with that of the whole. A
-    selection without a `view` is compared with nothing, and so is a folder of ServerlessLLM.
-    `verify=False` compares nothing. Any thread. CheckpointNotFoundError, FormatError,
-    ChangedFileError, IntegrityError, StoreError.
+    `path` is a folder of `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint of one
+    from a store, every byte of which is compared with its digest. `names` selects tensors, and only
+    their storages are read.
+
+    What is read is compared with what the folder says of it: all of it with the descriptor's
+    SHA-256 where there is one, otherwise with `verification.json`; a `view` (the id under which
+    `names` was saved) with its own file, never with that of the whole. Without a `view` a selection
+    is compared with nothing, and so is a folder of ServerlessLLM. `verify=False` compares nothing.
+    Any thread.
+
+    Raises:
+        ConfigError: a name or a view does not exist.
+        CheckpointNotFoundError, FormatError: this is not such a folder, or a damaged one.
+        ChangedFileError: a file was changed while it was read.
+        IntegrityError: the bytes are not those that were saved.
+        StoreError: the store or the disk failed.
     """
     if view is not None and names is None:
         raise ConfigError(f"load the view {view!r} with the names of its tensors")
@@ -317,7 +343,7 @@ class _Loading:
         self._folder.read(self._memory[storage.offset], storage.offset)
 
     def _leaf(self, start: int) -> bytes:
-        """Read one piece of the data into its storages, and hash it while it is in the cache."""
+        """Read one leaf of the data into its storages, and hash it while it is in the cache."""
         stop = min(start + HASH_LEAF_BYTES, self._folder.index.total_size)
         digest = hashlib.sha256()
         first = bisect_right(self._places, start) - 1
@@ -327,9 +353,9 @@ class _Loading:
         return digest.digest()
 
     def _parts(self, first: int, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """The memory of a range of the data, which no storage before the `first` reaches.
+        """Yield the memory for a range of the data, which no storage before the `first` reaches.
 
-        For what lies between storages, some of its own.
+        What lies between storages gets some memory of its own.
         """
         at = start
         last = bisect_left(self._places, stop)
@@ -381,7 +407,7 @@ class _Loading:
         return IntegrityError(f"{path}: {what}; copy or save this folder again", path=str(path))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors, as views of the storages."""
+        """Return the tensors as views of the storages."""
         storages = {
             offset: torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
             if memory.nbytes

@@ -50,7 +50,14 @@ Sink = Callable[[memoryview], None]
 
 @dataclass(frozen=True, slots=True)
 class StreamingConfig:
-    """How a save streams; defaults as tensorcast has them. ConfigError for what cannot be."""
+    """How a save streams its bytes. The defaults are tensorcast's.
+
+    `num_buffers` buffers of `buffer_size_mb` MiB each; `enable_async_write` writes and hashes in
+    threads.
+
+    Raises:
+        ConfigError: a number is not a whole one from 1 on.
+    """
 
     num_buffers: int = 4
     buffer_size_mb: int = 256
@@ -64,7 +71,7 @@ class StreamingConfig:
 
     @classmethod
     def of(cls, given: "Mapping[str, Any] | StreamingConfig | None") -> "StreamingConfig":
-        """From what a caller gave."""
+        """Return the configuration that a caller gave as a mapping."""
         if isinstance(given, StreamingConfig):
             return given
         unknown = set(given or {}) - set(cls.__dataclass_fields__)
@@ -82,12 +89,15 @@ class StreamingConfig:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of one buffer: whole pages."""
+        """Bytes of one buffer, in whole pages."""
         return self.buffer_size_mb << 20
 
 
 class DataFiles:
-    """`tensor.data_0`, `tensor.data_1`, ... of at most `limit` bytes each, as one run of bytes."""
+    """The files `tensor.data_0`, `tensor.data_1`, ... as one run of bytes.
+
+    Each has at most `limit` bytes.
+    """
 
     def __init__(self, files: Files, folder: Path, limit: int) -> None:
         if limit < PAGE:
@@ -99,7 +109,7 @@ class DataFiles:
         self._handles: list[Handle] = []
 
     def write(self, view: memoryview, start: int) -> None:
-        """Write bytes at `start` of the run; in order."""
+        """Write bytes at `start` of the run, in order."""
         done = 0
         while done < view.nbytes:
             number, at = divmod(start + done, self._limit)
@@ -114,7 +124,7 @@ class DataFiles:
         return self._handles[number]
 
     def sync(self) -> None:
-        """Make all bytes durable. There is at least one file."""
+        """Make all bytes durable. At least one file exists afterwards."""
         self._file(0)
         for handle in self._handles:
             self._files.fsync(handle)
@@ -126,10 +136,11 @@ class DataFiles:
 
 
 class Stream:
-    """A run of bytes, written and hashed behind the back of who fills it. One thread fills.
+    """A run of bytes that is written and hashed in the background. One thread fills it.
 
-    `room` gives the free rest of a buffer, `commit` says how much of it was filled. `finish` waits
-    for the last byte; `close` ends the threads, whatever happened. Both raise what writing raised.
+    `room` returns the free rest of a buffer, `commit` tells how much of it was filled. `finish`
+    waits for the last byte; `close` ends the threads, whatever happened. Both raise what writing
+    raised.
     """
 
     def __init__(
@@ -153,7 +164,7 @@ class Stream:
             self._pools = [ThreadPoolExecutor(1, name) for name in names]
 
     def room(self) -> memoryview:
-        """Free memory to be filled: at least one byte."""
+        """Return free memory to fill, of at least one byte."""
         if self._current is None:
             self._current = self._buffer()
         return self._current[self._filled :]
@@ -168,13 +179,13 @@ class Stream:
         return buffer
 
     def commit(self, nbytes: int) -> None:
-        """So many bytes of the room were filled."""
+        """Tell that so many bytes of the room were filled."""
         self._filled += nbytes
         if self._filled == self._size:
             self._send()
 
     def pad(self, nbytes: int) -> None:
-        """Add zeros."""
+        """Append zeros."""
         while nbytes:
             with self.room()[:nbytes] as part:
                 part[:] = bytes(part.nbytes)
@@ -199,7 +210,7 @@ class Stream:
         self._busy.append((buffer, work))
 
     def finish(self) -> None:
-        """Wait until all bytes are written, and durable, and hashed."""
+        """Wait until all bytes are written, durable and hashed."""
         self._send()
         for _, work in self._busy:
             for future in work:
@@ -225,15 +236,21 @@ def save_dict(
 ) -> dict[str, Any]:
     """Write tensors to a new folder, each storage once; return the descriptor.
 
-    `path` is a folder that is empty or not there; it appears when all is durable, or not at all.
-    `streaming_config`: num_buffers (4), buffer_size_mb (256), enable_async_write (True); memory is
-    that of the buffers. `views` names selections of tensors that get a verification file of their
-    own. `fields` is 6, or 5 for ServerlessLLM, which knows no storage offsets. `max_file_bytes`
-    bounds each data file; `files` is the way to the disk (tests).
+    `path` is a folder that is empty or does not exist; it appears when everything is durable, or
+    not at all. `streaming_config` has num_buffers (4), buffer_size_mb (256) and enable_async_write
+    (True); memory is that of the buffers. `views` names selections of tensors that get a
+    verification file of their own. `fields` is 6, or 5 for ServerlessLLM, which knows no storage
+    offsets. `max_file_bytes` limits each data file. `files` is the file system.
 
     The descriptor holds tensorcast's fields, and `storage_entries` and `tensor_aliases`, of which
-    `rebuild_index` makes `tensor_index.json` again. Nobody may write the tensors meanwhile. Call it
-    from one thread per folder. ConfigError, UnsupportedError, ExportTargetError, StoreError.
+    `rebuild_index` makes `tensor_index.json` again. Nobody may write to the tensors meanwhile. Call
+    it from one thread for each folder.
+
+    Raises:
+        ConfigError: an argument makes no sense.
+        UnsupportedError: a tensor has no plain memory, or 5 fields cannot describe it.
+        ExportTargetError: the folder holds something.
+        StoreError: the disk failed.
     """
     config = StreamingConfig.of(streaming_config)
     held = hold(state_dict)
@@ -261,7 +278,7 @@ def save_dict(
 
 
 class _Hashes:
-    """What is computed of the data on its way. What fills up the last page is not part of it."""
+    """The hashes of the data on its way. What fills up the last page is not part of it."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -270,7 +287,7 @@ class _Hashes:
         self._left = total
 
     def update(self, view: memoryview) -> None:
-        """Take the next bytes."""
+        """Hash the next bytes."""
         with view[: self._left] as part:
             self.tree.update(part)
             self.verifier.update(part)
@@ -322,7 +339,7 @@ def _copy(storage: torch.Tensor, stream: Stream) -> None:
 
 
 def _verify_view(held: HeldStorages, view: str, names: Collection[str]) -> bytes:
-    """The verification file of a view: its storages laid out as if they were all there is."""
+    """Return the verification file of a view, laid out as if it were the whole."""
     graph = held.graph.select(list(names))
     offsets = graph.offsets()
     total = max((offsets[e.storage_id] + e.nbytes for e in graph.storage_entries), default=0)
@@ -340,11 +357,13 @@ def _verify_view(held: HeldStorages, view: str, names: Collection[str]) -> bytes
 
 @contextmanager
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` to be filled, which then becomes `target`.
+    """Provide a temporary folder beside `target` to fill, which then becomes `target`.
 
-    What is put into it must be durable when the block ends. ExportTargetError: something is at
-    `target` already, other than an empty folder. A crash leaves at most a hidden folder
+    What is put into it must be durable when the block ends. A crash leaves at most a hidden folder
     `.NAME.*.partial`.
+
+    Raises:
+        ExportTargetError: `target` exists already and is not an empty folder.
     """
     _check_free(files, target)
     make_folders(files, target.parent)
@@ -369,14 +388,14 @@ def _check_free(files: Files, target: Path) -> None:
 
 
 def remove_folder(files: Files, folder: Path) -> None:
-    """Remove a folder of files."""
+    """Remove a folder that holds only files."""
     for name in files.listdir(folder):
         files.unlink(folder / name)
     files.rmdir(folder)
 
 
 def write_file(files: Files, path: Path, blob: bytes) -> None:
-    """A new, durable file."""
+    """Write a new file, durably."""
     handle = files.open(path, "create")
     try:
         files.pwrite(handle, blob, 0)

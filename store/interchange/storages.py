@@ -19,24 +19,25 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class HeldStorages:
-    """A state dict's graph, and the storages it speaks of, as flat bytes where they are."""
+    """A state dict's graph, and its storages as flat bytes, wherever they are."""
 
     graph: StorageGraph
     storages: Mapping[str, torch.Tensor]
 
 
 def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
-    """Which storages the tensors have, each once, and which views of them they are.
+    """Return the storages of the tensors, each once, and the views of them that the tensors are.
 
-    UnsupportedError: a tensor without plain memory of its own (sparse, quantised, meta).
+    Raises:
+        UnsupportedError: a tensor has no plain memory of its own (sparse, quantised, meta).
     """
     return hold(state_dict).graph
 
 
 def hold(state_dict: Mapping[str, torch.Tensor]) -> HeldStorages:
-    """The graph, with the storages. Lazily conjugated or negated tensors are made real.
+    """Return the graph with the storages. Lazily conjugated or negated tensors are materialised.
 
-    Storages are told apart by where their memory begins: two that begin at one place are one, at
+    Storages are told apart by where their memory begins: two that begin at one address are one, of
     the larger size. That is safe here, and only here, since all of them are held meanwhile.
     """
     plain = {name: _plain(name, state_dict[name]) for name in sorted(state_dict)}
@@ -91,7 +92,7 @@ def _alias(name: str, tensor: torch.Tensor, storage_id: str) -> TensorAlias:
 
 
 def copy_into(room: memoryview, storage: torch.Tensor, start: int) -> int:
-    """Copy bytes of a storage, wherever it is, until `room` is full or they end; how many."""
+    """Copy bytes of a storage until `room` is full or they end; return how many."""
     part = storage[start : start + room.nbytes]
     with room[: part.nbytes] as target:
         if part.device.type == "cpu":

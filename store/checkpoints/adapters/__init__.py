@@ -4,8 +4,8 @@
     tensors = adapter.extract(model)
     model = adapter.reconstruct(tensors, original=model)
 
-One for each framework; all take structures (dicts, lists) of what any of them takes, and of objects
-whose types were registered with `register_provider`. Importing this imports no framework.
+There is one for each framework. Each takes structures (dicts, lists) of what any of them takes, and
+objects of types that were registered with `register_provider`. Importing this imports no framework.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,9 +63,12 @@ _PACKAGES: Final = {
 
 
 def adapter_for(model: object) -> ModelAdapter:
-    """The adapter of an object, chosen by its type; of a structure, by what it holds.
+    """Return the adapter of an object, chosen by its type; of a structure, by what it holds.
 
-    Imports no framework. UnknownModelError.
+    Imports no framework.
+
+    Raises:
+        UnknownModelError: no adapter takes it.
     """
     for name in _names(model, 0):
         return by_name(name)
@@ -75,7 +78,11 @@ def adapter_for(model: object) -> ModelAdapter:
 
 
 def by_name(name: str) -> ModelAdapter:
-    """A new adapter of this name. UnknownAdapterError."""
+    """Return a new adapter of this name, as steps note it.
+
+    Raises:
+        UnknownAdapterError: there is none of this name.
+    """
     if (kind := _ADAPTERS.get(name)) is None:
         known = ", ".join(sorted(_ADAPTERS))
         raise UnknownAdapterError.at(name, f"no adapter of this name, there are {known}")
@@ -83,7 +90,7 @@ def by_name(name: str) -> ModelAdapter:
 
 
 def _names(model: Any, depth: int) -> Iterator[str]:
-    """The adapters of a model and of what it holds, frameworks before numpy."""
+    """Yield the adapters of a model and of what it holds, frameworks before numpy."""
     if type(model) in CONTAINERS and depth < _DEPTH:
         held = model.values() if isinstance(model, dict) else model
         found = {name for item in held for name in _names(item, depth + 1)}

@@ -1,4 +1,4 @@
-"""Arrays whose dtype a piece cannot say, as arrays whose it can, and back; and orders in memory."""
+"""Arrays that are no pieces as they are: unusual dtypes, and other orders in memory than C's."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -14,10 +14,14 @@ _CODES: Final = frozenset(NUMPY_CODES.values())
 
 
 def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire]":
-    """An array that has a form as a piece, and the dtype to make it again, None if it is its own.
+    """Return an array that can be a piece, and the dtype to restore, or None if that is its own.
 
-    Times become integers of 64 bits; strings and records bytes, in one more dimension, with zeros
-    between fields. UnsupportedArrayError for what depends on the machine or is no array of its own.
+    Times become integers of 64 bits. Strings and records become bytes, in one more dimension, with
+    zeros between fields.
+
+    Raises:
+        UnsupportedArrayError: the dtype depends on the machine or holds Python objects, or the
+            type is a subclass of arrays.
     """
     import numpy as np
 
@@ -40,7 +44,11 @@ def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire
 
 
 def restored(stored: Any, wire: Wire) -> Any:
-    """The array again. DamagedStateError."""
+    """Return the array that `storable` was given.
+
+    Raises:
+        DamagedStateError: the dtype or the shape is not one that it writes.
+    """
     import numpy as np
 
     dtype = dtype_of(wire)
@@ -56,13 +64,16 @@ def restored(stored: Any, wire: Wire) -> Any:
 
 
 def blank_gaps(rows: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> None:
-    """Zeros where no field of a record lies, in rows of its bytes: what is there is left over."""
+    """Zero the bytes between the fields of records, which hold leftovers of memory."""
     for start, stop in _gaps(dtype):
         rows[..., start:stop] = 0
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> list[int] | None:
-    """The order of dimensions in memory, outermost first; None if it is C's, or there are gaps."""
+    """Return the order of dimensions in memory, outermost first.
+
+    None if it is C's, or if there are gaps between elements.
+    """
     large = [number for number, size in enumerate(shape) if size != 1]
     if 0 in shape or len(large) < 2:
         return None
@@ -77,7 +88,11 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> lis
 
 
 def ordered(array: "np.ndarray[Any, Any]", order: Sequence[int]) -> "np.ndarray[Any, Any]":
-    """The same elements, in memory in another order of dimensions. DamagedStateError."""
+    """Return the same elements, in memory in another order of dimensions.
+
+    Raises:
+        DamagedStateError: `order` is not a permutation of the dimensions.
+    """
     import numpy as np
 
     if sorted(order) != list(range(array.ndim)):

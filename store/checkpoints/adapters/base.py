@@ -1,4 +1,4 @@
-"""What an adapter is, and how types of objects say what their state is.
+"""The protocol of adapters, and the registry of types whose objects become state.
 
 An adapter takes a model apart into named values and puts it together again:
 
@@ -8,8 +8,8 @@ An adapter takes a model apart into named values and puts it together again:
         def extract(self, model): return {"weights": model.weights}
         def reconstruct(self, tensors, original): return MyModel(tensors["weights"])
 
-Most need no adapter of their own: `register_provider` says how objects of one type become plain
-values, arrays, tensors and other objects, and every built-in adapter then takes them wherever they
+Most types need no adapter of their own. `register_provider` says how their objects become plain
+values, arrays, tensors and other objects; every built-in adapter then takes them wherever they
 stand in what is saved:
 
     register_provider(Scaler, StateProvider(
@@ -34,36 +34,45 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ModelAdapter(Protocol):
-    """Takes models of some kind apart and puts them together. Safe from several threads."""
+    """An object that takes models of some kind apart and puts them together.
+
+    Its methods are called from several threads.
+    """
 
     name: str
 
     def extract(self, model: Any) -> "Mapping[str, Value]":
-        """The state of the model, by names that stay the same from step to step.
+        """Return the state of the model, by names that stay the same from step to step.
 
-        Values may be the memory of the model itself. StateError where something has no form.
+        Values may be the memory of the model itself.
+
+        Raises:
+            StateError: something has no form in a checkpoint.
         """
         ...
 
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any) -> Any:
-        """The model of what `extract` gave; put into `original` where one is given and can be.
+        """Make the model of what `extract` returned, in `original` where that is possible.
 
-        Values are writable and become the model's own. StateError.
+        Values are writable and become the model's own.
+
+        Raises:
+            StateError: the values make no model, or do not fit `original`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StateProvider:
-    """How objects of one type become state, and state such an object.
+    """The functions that turn objects of one type into state, and state into such an object.
 
-    `name` stands in the checkpoint. `state` gives plain values, arrays, tensors, other objects with
-    a provider, and containers of them; `restore` takes the same and the object to put it into
-    (None: make one), and returns it. `parts`, where it is given, shows the like of `state` of an
-    object to put things into, so that what it holds is filled in place.
+    `name` is written to the checkpoint. `state` returns plain values, arrays, tensors, other
+    objects that have a provider, and containers of them. `restore` takes the same, and the object
+    to put it into (None to make one), and returns that. `parts`, if given, returns the like of
+    `state` for an object to put things into, so that what it holds is filled in place.
 
-    `flat` names keys of the state that do not appear in the names of pieces, `fixed` those whose
-    plain values hardly ever change, and `inline` says that tensors of one element are plain values.
+    `flat` has the keys of the state that do not appear in the names of pieces, `fixed` those whose
+    plain values hardly ever change; with `inline`, tensors of one element are plain values.
     """
 
     name: str
@@ -77,10 +86,10 @@ class StateProvider:
 
 @dataclass(frozen=True, slots=True)
 class PieceSeries:
-    """Many byte strings, in a state: each becomes a piece `NAME_000000`, `NAME_000001`, ….
+    """Many byte strings in a state, each a piece `NAME_000000`, `NAME_000001` and so on.
 
-    For what grows at its end, such as the trees of an ensemble: pieces that were there before stay
-    as they are. Comes back as a Series of memoryviews.
+    They are for what grows at its end, such as the trees of an ensemble: earlier pieces stay as
+    they are. A series comes back with memoryviews.
     """
 
     name: str
@@ -88,7 +97,10 @@ class PieceSeries:
 
 
 class Providers:
-    """Types and their providers. Types may be named in text: then nothing is imported for them."""
+    """The registry of providers by type. Any thread.
+
+    A type may be named in text, which imports nothing.
+    """
 
     def __init__(self) -> None:
         self._lock: Final = threading.Lock()
@@ -97,12 +109,16 @@ class Providers:
         self._named: Final[dict[str, StateProvider]] = {}
 
     def register(self, kind: type | str, provider: StateProvider) -> None:
-        """One provider may serve several types. ProviderTakenError for a second one of a name."""
+        """Register a provider, which may serve several types.
+
+        Raises:
+            ProviderTakenError: its name, or the type, has another provider.
+        """
         text = kind if isinstance(kind, str) else full_name(kind)
         self._add(self._of_type, text, provider)
 
     def register_package(self, package: str, provider: StateProvider) -> None:
-        """For all types that are defined in a package and have no provider of their own."""
+        """Register a provider for all types of a package that have none of their own."""
         self._add(self._of_package, package, provider)
 
     def _add(self, kinds: dict[str, StateProvider], key: str, provider: StateProvider) -> None:
@@ -113,19 +129,19 @@ class Providers:
                 raise ProviderTakenError.at(key, "this type has a provider")
 
     def find(self, kind: type) -> StateProvider | None:
-        """The provider of a type or of the first of its bases that has one; then of packages."""
+        """Return the provider of a type, of the first of its bases with one, or of its package."""
         typed = (self._of_type.get(full_name(base)) for base in kind.__mro__)
         packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
         whole = (self._of_package.get(package) for package in packages)
         return next(filter(None, chain(typed, whole)), None)
 
     def named(self, name: str) -> StateProvider | None:
-        """The provider that a checkpoint calls by this name."""
+        """Return the provider that a checkpoint calls by this name."""
         return self._named.get(name)
 
 
 def full_name(kind: type) -> str:
-    """A type's module and name."""
+    """Return a type's module and qualified name."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -133,22 +149,28 @@ providers: Final = Providers()
 
 
 def register_provider(kind: type | str, provider: StateProvider) -> None:
-    """Say how objects of a type, and of types made from it, become state.
+    """Register how objects of a type, and of types derived from it, become state.
 
     `kind` may be the type's module and name as text. Register before saving and before loading, in
-    every process. Any thread. ProviderTakenError when the type or the name has one.
+    every process. Any thread.
+
+    Raises:
+        ProviderTakenError: the type, or the name of the provider, has another one.
     """
     providers.register(kind, provider)
 
 
 def register_package(package: str, provider: StateProvider) -> None:
-    """The same for all types of a package that have no provider of their own."""
+    """Register a provider for all types of a package that have none of their own."""
     providers.register_package(package, provider)
 
 
 @dataclass(slots=True)
 class ValuePath:
-    """Where in a model a value stands: as Python would write it, and as pieces are named."""
+    """The place of a value in a model.
+
+    `str` gives it as Python writes it, `name` as pieces are named.
+    """
 
     above: "ValuePath | None" = None
     step: str = ""
@@ -158,7 +180,7 @@ class ValuePath:
 
     @property
     def name(self) -> str:
-        """The parts that lead here, joined by dots."""
+        """The keys that lead here, joined by dots."""
         if self._name is None:
             above = self.above.name if self.above else ""
             self._name = f"{above}.{self.part}" if above and self.part else above or self.part
@@ -172,7 +194,7 @@ class ValuePath:
         return "".join(reversed(steps)).removeprefix(".")
 
     def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "ValuePath":
-        """The place of a mapping's value."""
+        """Return the place of a mapping's value."""
         if flat:
             return ValuePath(self, "", "", dotted=True)
         if not isinstance(key, str):
@@ -181,13 +203,13 @@ class ValuePath:
         return ValuePath(self, f".{key}" if plain else f'["{key}"]', key)
 
     def item(self, number: int) -> "ValuePath":
-        """The place of a sequence's item."""
+        """Return the place of a sequence's item."""
         return ValuePath(self, f"[{number}]", str(number))
 
 
 @contextmanager
 def located(place: ValuePath) -> Iterator[None]:
-    """Errors of those who do not know where they are, with the place."""
+    """Add the place to StateErrors that are raised within without one."""
     try:
         yield
     except StateError as error:
@@ -197,7 +219,7 @@ def located(place: ValuePath) -> Iterator[None]:
 
 
 def placed(error: StateError, place: ValuePath) -> StateError:
-    """The same error, with the place."""
+    """Return the same error, with the place."""
     what = error.message.removeprefix("the model: ").removesuffix(f"; {error.advice}")
     facts = {key: held for key, held in error.facts.items() if key != "place"}
     return type(error).at(str(place), what, **facts)

@@ -28,14 +28,14 @@ _BROKEN = (
 
 
 class _Read(NamedTuple):
-    """Objects, and a list for each thing that was read of them."""
+    """Objects, and a column of values for each thing that was read of them."""
 
     objects: list[Any]
     columns: tuple[list[Any], ...]
 
 
 class AppendOnlyMemory:
-    """What one adapter keeps, of what it took apart last. One thread at a time."""
+    """What an adapter keeps of the model that it took apart last. One thread at a time."""
 
     def __init__(self) -> None:
         # By the identity of the first object, which is held, or of what holds the trees.
@@ -43,19 +43,19 @@ class AppendOnlyMemory:
         self._next: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """A model is taken apart."""
+        """Begin taking a model apart."""
         self._next = {}
 
     def end(self) -> None:
-        """It was: what the one before had is let go of."""
+        """Replace what was kept of the model before."""
         self._last, self._next = self._next, {}
 
     def known(self, key: object) -> Any:
-        """What was kept of an object, which is the same one; None without."""
+        """Return what was kept of this very object; None when nothing was."""
         return self._last.get(id(key))
 
     def keep(self, key: object, value: object) -> None:
-        """Keep something of an object until the model after this. `value` holds the object."""
+        """Keep something of an object until the next model. `value` must hold the object."""
         self._next[id(key)] = value
 
 
@@ -63,21 +63,21 @@ _current: ContextVar[AppendOnlyMemory | None] = ContextVar("appended", default=N
 
 
 def append_only_memory() -> AppendOnlyMemory | None:
-    """What the adapter that is at work keeps; None: nothing was declared."""
+    """Return the memory of the adapter that is at work; None when it has none."""
     return _current.get()
 
 
 def warn_not_append_only(kind: str) -> None:
-    """Log that what was declared does not hold."""
+    """Log that an ensemble is not append-only, though it was declared so."""
     _LOG.warning(_BROKEN, kind)
 
 
 def read_columns(
     objects: Sequence[Any], columns_of: Callable[[Sequence[Any]], _Columns | None]
 ) -> _Columns | None:
-    """`columns_of(objects)`: of each object an item in each column.
+    """Return `columns_of(objects)`: columns with one item for each object.
 
-    Of objects that were read in the step before only the last is read, to be compared.
+    Of objects that were read in the step before, only the last is read, for comparison.
     """
     memory = append_only_memory()
     if memory is None:
@@ -93,7 +93,7 @@ def _longer(
     objects: Sequence[Any],
     columns_of: Callable[[Sequence[Any]], _Columns | None],
 ) -> _Columns | None:
-    """What is known with what is new; None where not all that is known is there, as it was."""
+    """Return the known columns with the new items; None where known objects have changed."""
     if known is None:
         return None
     count = len(known.objects)
@@ -108,15 +108,15 @@ def _longer(
 
 
 class GrowingAdapter(StructureAdapter):
-    """An adapter that can be told that its ensembles only grow."""
+    """An adapter to which ensembles may be declared append-only."""
 
     def __init__(self, *, append_only: bool = False) -> None:
-        """With `append_only`, trees that were saved are not read again while the same object grows.
+        """With `append_only`, do not read saved trees again while the same object grows.
 
-        The adapter keeps them in memory; use one for each run. Trees that are changed, pruned or
-        weighted anew afterwards (DART, refitting) are no case for it: then an old tree is saved.
-        That there are no fewer trees, and that the last known one is what it was, is looked at in
-        every save; if not, a warning is logged and all is read.
+        The adapter keeps them in memory; use one for each run. It is not for trees that are
+        changed, pruned or weighted anew afterwards (DART, refitting): then an old tree is saved.
+        Every save checks that there are no fewer trees, and that the last known one is unchanged;
+        otherwise it logs a warning and reads all of them.
         """
         self._memory = AppendOnlyMemory() if append_only else None
         self._lock = threading.Lock()
@@ -141,9 +141,11 @@ def _at_work(memory: AppendOnlyMemory) -> Iterator[None]:
 
 
 def estimator_provider(package: str, title: str, base: str) -> StateProvider:
-    """For the estimators of a package, which people call `title`.
+    """Return a provider for the estimators of a boosting package, which people call `title`.
 
-    `base` is the class they are all made from, as "module:name". Imports nothing.
+    They have scikit-learn's interface: a class and attributes. `base` is the class that all are
+    derived from, as "module:name". Only classes of the package itself are restored, since the
+    methods of other classes are in no checkpoint. Imports nothing.
     """
     module, _, name = base.partition(":")
 

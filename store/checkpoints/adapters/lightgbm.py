@@ -32,19 +32,20 @@ _KEPT: Final = ("best_iteration", "best_score", "params")
 class LightGBMAdapter(GrowingAdapter):
     """Boosters, LightGBM's scikit-learn estimators, and structures of them.
 
-    Pieces are `tree_000000` and so on, bytes of their own; predictions are the same to the last
-    bit. With `append_only` LightGBM writes the new trees of a booster only. `original` may be a
-    booster, which then forgets the data it was trained on, as `model_from_string` makes it; to go
-    on, give the booster to `lightgbm.train(init_model=)`.
+    Trees are pieces of bytes, `tree_000000` and on; predictions are the same to the last bit. With
+    `append_only`, LightGBM writes only the new trees of a booster. `original` may be a booster,
+    which then forgets the data it was trained on, since `model_from_string` makes it do so; to
+    continue training, pass the booster to `lightgbm.train(init_model=)`.
     """
 
     name = "lightgbm"
 
 
 class _Known(NamedTuple):
-    """A booster as it was taken apart last, with so many trees a round.
+    """A booster as it was taken apart last, with `width` trees a round.
 
-    `slices`: was a model made of known trees and a slice compared with the whole one, and equal?
+    `slices` tells whether a model of known trees and a slice was equal to the whole one; None
+    before they were compared.
     """
 
     booster: "ref[Any]"
@@ -62,7 +63,7 @@ def _state(booster: Any) -> dict[str, object]:
 
 
 def _whole(booster: Any, start: int = 0) -> dict[str, Any]:
-    """From a round on."""
+    """Cut the model from a round on."""
     # -1: all rounds; the best ones only would be another model.
     return _cut(booster.model_to_string(num_iteration=-1, start_iteration=start).encode())
 
@@ -91,7 +92,7 @@ def _grown(booster: Any, memory: ensembles.AppendOnlyMemory) -> dict[str, Any]:
 
 
 def _longer(booster: Any, known: _Known) -> dict[str, Any] | None:
-    """Known trees and those of a slice; None where the slice does not begin as they end."""
+    """Return known trees and those of a slice; None where the slice does not continue them."""
     width = known.width
     before = len(known.trees) - width
     parts = _whole(booster, before // width)
@@ -102,7 +103,7 @@ def _longer(booster: Any, known: _Known) -> dict[str, Any] | None:
 
 
 def _numbered(tree: bytes, at: int, before: int) -> bytes:
-    """A tree of a slice with the number it has in the whole; what is none stays as it is."""
+    """Give a tree of a slice the number that it has in the whole model."""
     mark = b"Tree=%d\n" % at
     return b"Tree=%d\n" % (before + at) + tree[len(mark) :] if tree.startswith(mark) else tree
 

@@ -53,7 +53,7 @@ _names: Final[dict[str, list[str]]] = {}
 
 
 class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """A list, dict and so on (`kind`: its tag) that holds more than plain values."""
+    """A list, dict and so on (`kind` is its tag) that holds more than plain values."""
 
     kind: int
     head: Wire
@@ -64,8 +64,9 @@ class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
 class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defaults=True):
     """A torch tensor, the piece `name`.
 
-    `same`: the piece before it that is the same memory. `order`: of its dimensions in memory, where
-    it is not C's. `grad` and `parameter`: requires_grad, and whether it is an nn.Parameter.
+    `same` is an earlier piece that has the same memory, `order` the order of its dimensions in
+    memory where that is not C's; `grad` is requires_grad, and `parameter` whether it is an
+    nn.Parameter.
     """
 
     name: str
@@ -76,7 +77,7 @@ class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defau
 
 
 class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaults=True):
-    """A numpy array, the piece `name`. `dtype` where the piece cannot say it, else None."""
+    """A numpy array, the piece `name`. `dtype` is None where the piece itself has it."""
 
     name: str
     same: str | None = None
@@ -85,13 +86,13 @@ class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaul
 
 
 class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """A Piece that stood there."""
+    """A NamedValue that was part of the model."""
 
     name: str
 
 
 class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """An object of a provider, made of its state; `number` is what a RefNode calls it."""
+    """An object of a provider, made of its state. A RefNode refers to it by `number`."""
 
     provider: str
     number: int
@@ -99,25 +100,25 @@ class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """An object that stands at a place before this one too."""
+    """An object that also stands at an earlier place."""
 
     number: int
 
 
 class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
-    """Many pieces `name`_000000 and so on; how many is the next value."""
+    """The pieces `name`_000000 and on; the next value is their number."""
 
     name: str
 
 
 class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A numpy array of Python objects; its shape is the next value."""
+    """A numpy array of Python objects. The next value is its shape."""
 
     items: list["Node"]
 
 
 class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """A tensor of one element without dimensions; its bytes are the next value."""
+    """A tensor of one element without dimensions. The next value is its bytes."""
 
     dtype: str
 
@@ -144,7 +145,7 @@ Node: TypeAlias = Union[  # noqa: UP007 -- forward names above, and one a line
 
 
 class Structure(msgspec.Struct, array_like=True, frozen=True):
-    """The whole piece `#structure`."""
+    """The content of the piece `#structure`."""
 
     format: int
     root: Node
@@ -154,7 +155,11 @@ _decoder: Final = msgspec.msgpack.Decoder(Structure)
 
 
 def decode_structure(data: memoryview) -> Node:
-    """The root. DamagedStateError when it is none, or of a later version of this package."""
+    """Return the root node of `#structure`.
+
+    Raises:
+        DamagedStateError: it is not a structure, or one of a later version of this package.
+    """
     try:
         structure = _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -166,7 +171,11 @@ def decode_structure(data: memoryview) -> Node:
 
 
 def decode_values(data: memoryview) -> list[Any]:
-    """The plain values, still on the wire."""
+    """Return the plain values of `#values`, not yet decoded.
+
+    Raises:
+        DamagedStateError: it is not an array in msgpack.
+    """
     try:
         return msgspec.msgpack.decode(data, type=list[Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -174,7 +183,10 @@ def decode_values(data: memoryview) -> list[Any]:
 
 
 def series_names(name: str, count: int) -> list[str]:
-    """What the pieces of a series are called. They are kept: a step has those of the one before."""
+    """Return the names of the pieces of a series.
+
+    They are kept, since a step has those of the step before.
+    """
     known = _names.get(name, [])
     if len(known) < count:
         # A new list: another thread may be looking at the old one.
@@ -186,10 +198,13 @@ def series_names(name: str, count: int) -> list[str]:
 
 
 def take_apart(model: object) -> "dict[str, Value]":
-    """Every tensor and array by its name, then what grows, then `#structure` and `#values`.
+    """Return every tensor and array by its name, then series, then `#structure` and `#values`.
 
-    In the order in which the store shares most: it keeps pages of names in order, so what stands
-    behind others that become more moves, and the longest series comes first. StateError.
+    The order is the one in which the store shares most. It keeps pages of names in order, so pieces
+    that follow a growing series move; the longest series comes first.
+
+    Raises:
+        StateError: something has no form in a checkpoint; it names the place.
     """
     walk = _Walk()
     try:
@@ -205,7 +220,7 @@ def take_apart(model: object) -> "dict[str, Value]":
 
 
 def packed(name: str, data: "bytes | bytearray | memoryview") -> NamedValue:
-    """Bytes as a piece."""
+    """Return bytes as a piece."""
     return NamedValue(name, "U8", (len(data),), memoryview(data))
 
 
@@ -222,7 +237,7 @@ class _Walk:
         self._inline = False
 
     def node(self, value: object, place: ValuePath, depth: int) -> Node:
-        """What stands for the value; None once its plain form was added to the values."""
+        """Return the node for a value; None once its plain form was added to the values."""
         if plain.is_scalar(value) or (depth and plain.is_flat(value)):
             self.values.append(plain.encode(value, "", depth))
             return None
@@ -291,7 +306,7 @@ class _Walk:
         return ObjectNode(provider.name, number, node)
 
     def _state(self, state: object, provider: StateProvider, place: ValuePath, depth: int) -> Node:
-        """The state of an object; that of most is a dict, whose keys are like attributes."""
+        """Return the node for the state of an object, mostly a dict with keys like attributes."""
         if type(state) is not dict:
             return self.node(state, place, depth)
         keys = _keys(state, place, depth)
@@ -378,7 +393,7 @@ class _Walk:
         return name in self.tensors or any(name in each for each in self.series)
 
     def _free(self, name: str, suffix: str = "") -> str:
-        """A name nobody has: keys with dots can lead to one name from two places."""
+        """Return a name that is free: keys with dots can lead to one name from two places."""
         if not name.isascii():
             name = name.encode("utf-8", "backslashreplace").decode()
         name = f"_{name}" if name.startswith(_RESERVED) else name
@@ -399,12 +414,12 @@ def _is_optimizer_state(value: object) -> bool:
 
 
 def _are_numbers(held: object) -> bool:
-    """As an optimizer's state dict calls its parameters."""
+    """Return whether these are parameter numbers of an optimizer's state dict."""
     return isinstance(held, list) and set(map(type, held)) <= {int}
 
 
 def _by_habit(value: object) -> StateProvider | None:
-    """Objects that say what their state is in torch's way, whoever made them."""
+    """Return the provider for any object with `state_dict` and `load_state_dict`."""
     if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
         return providers.named("torch.state_dict")
     methods = (getattr(type(value), name, None) for name in ("state_dict", "load_state_dict"))

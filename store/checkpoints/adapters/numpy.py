@@ -15,9 +15,10 @@ _LARGEST_POSITION: Final = {"MT19937": 624, "Philox": 4}
 class NumpyAdapter(StructureAdapter):
     """An array, a mapping of arrays, or any structure of arrays and plain values.
 
-    Arrays of every dtype but long double and Python objects that have no form: records, strings
-    and times too, with their byte order and their order in memory (C or Fortran). What `extract`
-    gives shares the model's memory; arrays of `original` of equal shape and dtype are filled.
+    Arrays of every dtype are supported except long double and Python objects that have no form:
+    records, strings and times too, with their byte order and their order in memory (C or Fortran).
+    What `extract` returns shares the model's memory. Arrays of `original` of equal shape and dtype
+    are filled.
     """
 
     name = "numpy"
@@ -48,7 +49,7 @@ def _load_bits(state: Any, original: Any) -> Any:
 
 
 def _check_position(state: Any) -> None:
-    """DamagedStateError for a state that reads beside the numbers it has."""
+    """Raise DamagedStateError for a state that would read outside of its numbers."""
     if not isinstance(state, dict):
         raise DamagedStateError.at("", "no state of a generator")
     kind = state["bit_generator"]

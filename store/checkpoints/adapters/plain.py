@@ -1,6 +1,6 @@
-"""Plain Python values as msgpack, every type exactly as it was. No pickle: nothing runs on reading.
+"""Plain Python values as msgpack, every type exactly as it was. No pickle: reading runs nothing.
 
-On the wire None, bool, int of 64 bits, float, str, bytes, and dict with keys of str are themselves;
+None, bool, integers of 64 bits, float, str, bytes, and dicts with keys of str are themselves;
 everything else is an array that begins with its tag.
 """
 
@@ -50,7 +50,12 @@ _INT_RANGE: Final = range(-(1 << 63), 1 << 64)
 
 
 def encode(value: object, place: str, depth: int = 0) -> Wire:
-    """The value on the wire. UnsupportedValueError names its place, CyclicStateError a circle."""
+    """Encode a value for msgpack.
+
+    Raises:
+        UnsupportedValueError: a value has no form; it names the place.
+        CyclicStateError: containers are nested too deeply.
+    """
     tag = CONTAINERS.get(type(value))
     if tag is None:
         return scalar(value, place)
@@ -67,7 +72,10 @@ def encode(value: object, place: str, depth: int = 0) -> Wire:
 
 
 def is_flat(value: object) -> bool:
-    """Whether it is a long list or tuple of small numbers: those are written as they are."""
+    """Return whether it is a list or tuple of four small numbers or more.
+
+    Such a value is written as it is.
+    """
     if not isinstance(value, list | tuple) or len(value) < 4:
         return False
     kinds = set(map(type, value))
@@ -77,7 +85,7 @@ def is_flat(value: object) -> bool:
 
 
 def scalar(value: object, place: str) -> Wire:
-    """A value that holds no other ones, on the wire."""
+    """Encode a value that holds no others."""
     encoder = _SCALARS.get(type(value))
     if encoder is not None:
         return encoder(value)
@@ -89,12 +97,12 @@ def scalar(value: object, place: str) -> Wire:
 
 
 def is_scalar(value: object) -> bool:
-    """Whether it is one of Python's own values that hold no other ones."""
+    """Return whether it is one of Python's own values that hold no others."""
     return type(value) in _SCALARS
 
 
 def header(container: object) -> Wire:
-    """What a container is beside its keys and items."""
+    """Return what a container has beside its keys and items: a factory or a length, encoded."""
     if isinstance(container, deque):
         return container.maxlen
     if isinstance(container, defaultdict):
@@ -107,7 +115,7 @@ def header(container: object) -> Wire:
 
 
 def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire:
-    """A container on the wire, of its keys and items there."""
+    """Encode a container of its encoded keys and items."""
     tag = CONTAINERS[type(container)]
     if tag == DICT and all(type(key) is str for key in keys):
         return dict(zip(keys, items, strict=True))
@@ -118,7 +126,11 @@ def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire
 
 
 def decode(wire: Wire) -> Any:
-    """The value. DamagedStateError when no encoder wrote this."""
+    """Decode a value.
+
+    Raises:
+        DamagedStateError: `encode` did not write this.
+    """
     try:
         return _decoded(wire)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
@@ -126,7 +138,7 @@ def decode(wire: Wire) -> Any:
 
 
 def build(tag: int, head: Wire, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """A container of its decoded keys and items. KeyError, TypeError, ValueError."""
+    """Make a container of its decoded keys and items. Raises KeyError, TypeError or ValueError."""
     if tag == DEFAULT:
         factory = None if head is None else _FACTORIES[head]
         return defaultdict(factory, zip(keys, items, strict=True))
@@ -222,14 +234,18 @@ def _type_of(name: str) -> Any:
 
 
 def dtype_wire(dtype: Any) -> Wire:
-    """A numpy dtype on the wire: fields with their offsets, in the order of their bytes."""
+    """Encode a numpy dtype: fields with their offsets, in the order of their bytes."""
     import numpy as np
 
     return encode(np.lib.format.dtype_to_descr(dtype), "dtype")  # type: ignore[no-untyped-call]
 
 
 def dtype_of(wire: Wire) -> Any:
-    """The dtype. DamagedStateError when it has Python objects in it, or is none."""
+    """Decode a numpy dtype.
+
+    Raises:
+        DamagedStateError: it is not a dtype, or one with Python objects in it.
+    """
     import numpy as np
 
     try:

@@ -45,7 +45,7 @@ def _module_state(module: Any) -> dict[str, object]:
 
 
 def _split(state_dict: Any) -> dict[str, object]:
-    """A state dict without its attribute, and that: the versions of its modules."""
+    """Return a state dict, and the attribute it carries: the versions of its modules."""
     metadata = getattr(state_dict, "_metadata", None) or {}
     plain = {str(name): dict(held) for name, held in metadata.items()}
     return {_STATE: OrderedDict(state_dict), _METADATA: plain}
@@ -65,7 +65,7 @@ def _load_module(state: Any, original: Any) -> Any:
 
 
 def _load(state: Any, original: Any) -> Any:
-    """`load_state_dict`, its complaints as one error; without original what was saved."""
+    """Call `load_state_dict`, its complaints as one error; without original, return the state."""
     if original is None or original is state:
         return state
     if not hasattr(original, "load_state_dict"):

@@ -45,13 +45,18 @@ if TYPE_CHECKING:
 
 
 def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any:
-    """What `take_apart` was given.
+    """Return what `take_apart` was given.
 
     Where `original` has something at the same place, that is filled and stays: modules, optimizers
-    and whatever else has a provider, dicts, lists, tensors and arrays of equal shape and dtype.
-    Without, modules and optimizers come back as their state dicts. Values become the result's own.
-    Parts of `original` that share memory, or are one object, are refused when what was saved there
-    differs (MismatchedOriginalError). StateError; then some of `original` may have been filled.
+    and whatever else has a provider, dicts, lists, and tensors and arrays of equal shape and dtype.
+    Without it, modules and optimizers come back as their state dicts. Values become the result's
+    own.
+
+    Raises:
+        MismatchedOriginalError: parts of `original` share memory, or are one object, but what
+            was saved there differs.
+        StateError: the values are damaged, or do not fit `original`, some of which may then be
+            filled.
     """
     rebuild = _Rebuild(tensors)
     root = nested.decode_structure(raw(rebuild.piece(nested.STRUCTURE)))
@@ -73,20 +78,20 @@ class _Rebuild:
         self._originals = Originals()
 
     def piece(self, name: str) -> "Value":
-        """The value of this name."""
+        """Return the value of this name."""
         try:
             return self._tensors[name]
         except KeyError as error:
             raise DamagedStateError.at(name, "the piece is not there") from error
 
     def finish(self) -> None:
-        """DamagedStateError when plain values are left over; MismatchedOriginalError."""
+        """Check that no plain value is left over, and that no part was filled twice differently."""
         if next(self._wires, None) is not None:
             raise DamagedStateError.at(nested.VALUES, f"more values than places, {self._count}")
         self._originals.check()
 
     def node(self, node: nested.Node, place: ValuePath, original: object) -> Any:
-        """What stands at one place."""
+        """Make what stands at one place."""
         match node:
             case None:
                 return plain.decode(self._wire())
@@ -192,7 +197,7 @@ class _Rebuild:
         return made if node.order is None else arrays.ordered(made, node.order)
 
     def _face(self, node: nested.TensorLeaf, name: str) -> Any:
-        """The memory of a piece before it, as what stood at this place."""
+        """Return the memory of an earlier piece as the kind of tensor that stood at this place."""
         leaf, key = self._leaf(name), (name, node.parameter, node.grad)
         if key not in self._faces:
             if not is_tensor(leaf):
@@ -238,7 +243,7 @@ class _Rebuild:
 
 
 def as_tensor(held: "Value") -> Any:
-    """A torch tensor on the CPU that has the value's memory where that is writable."""
+    """Return a torch tensor on the CPU, with the value's memory where that is writable."""
     import torch
 
     if is_tensor(held):
@@ -258,7 +263,7 @@ def as_tensor(held: "Value") -> Any:
 
 
 def as_array(name: str, held: "Value") -> Any:
-    """A numpy array that has the value's memory where that is writable."""
+    """Return a numpy array, with the value's memory where that is writable."""
     if is_array(held):
         array: Any = held
         return array if array.flags.writeable else array.copy()
@@ -269,7 +274,7 @@ def as_array(name: str, held: "Value") -> Any:
 
 
 def as_piece(name: str, held: "Value") -> NamedValue:
-    """The value as a piece."""
+    """Return the value as a piece."""
     return pieces({name: held})[0]
 
 
@@ -290,7 +295,7 @@ def _built(node: nested.Container, keys: list[Any], items: list[Any]) -> Any:
 
 
 def _filled(made: Any, original: Any) -> Any:
-    """The container that was there, with what was made in it; else what was made."""
+    """Return the container that existed, filled with what was made; else what was made."""
     if original is None:
         return made
     if hasattr(original, "load_state_dict") and isinstance(made, dict):
@@ -309,7 +314,7 @@ def _filled(made: Any, original: Any) -> Any:
 
 
 def _at(original: Any, key: Any) -> Any:
-    """What the object that is there has at the same place."""
+    """Return what the object that exists has at the same place."""
     if isinstance(original, Mapping):
         return original.get(key)
     if isinstance(original, list | tuple) and type(key) is int and key < len(original):
@@ -347,13 +352,13 @@ def _parameter(node: nested.TensorLeaf, tensor: Any) -> Any:
 
 
 def mismatched(original: object, kind: str) -> MismatchedOriginalError:
-    """The error about an original that is no such thing."""
+    """Return the error about an original of another kind."""
     found = type(original).__qualname__
     return MismatchedOriginalError.at("", f"`original` is a {found}, not {kind}", type=found)
 
 
 class _Fill(NamedTuple):
-    """A part that was filled, and how to make again what it was filled with."""
+    """A part that was filled, and how to make what it was filled with again."""
 
     place: ValuePath
     part: Any
@@ -368,7 +373,7 @@ class _Span(NamedTuple):
 
 
 class Originals:
-    """The parts of one original. One thread."""
+    """The parts of one original, and what each was filled with. One thread."""
 
     def __init__(self) -> None:
         # Kept: what took the place of a part in memory would have its identity.
@@ -376,7 +381,7 @@ class Originals:
         self._fills: Final[list[_Fill]] = []
 
     def unused(self, container: Any) -> Any:
-        """The dict or list; None when it stands at another place too, and is filled there."""
+        """Return a dict or list; None when it also stands at another place, and is filled there."""
         if not isinstance(container, dict | list):
             return container
         if id(container) in self._used:
@@ -385,7 +390,11 @@ class Originals:
         return container
 
     def restored(self, part: object, place: ValuePath) -> None:
-        """An object has been given its state. MismatchedOriginalError when it had another's."""
+        """Note that an object has been given its state.
+
+        Raises:
+            MismatchedOriginalError: it had been given the state of another object.
+        """
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`
         if id(part) in self._used:
@@ -394,7 +403,7 @@ class Originals:
         self._used[id(part)] = part
 
     def fill(self, part: Any, place: ValuePath, make: Callable[[], Any]) -> bool:
-        """Put what `make` makes into a tensor or an array; False when it does not take it."""
+        """Fill a tensor or an array with what `make` makes; return whether it could take it."""
         made = make()
         put = _fill_tensor if is_tensor(made) else _fill_array
         if not put(made, part):
@@ -403,7 +412,11 @@ class Originals:
         return True
 
     def check(self) -> None:
-        """MismatchedOriginalError when a part shows what another was filled with."""
+        """Compare parts that overlap with what was saved for each.
+
+        Raises:
+            MismatchedOriginalError: a part shows what another was filled with.
+        """
         for fill in _overlapping(self._fills):
             if not _equal(fill.part, fill.make()):
                 what = "shares one memory with another part of `original`, which is another value"
@@ -411,7 +424,7 @@ class Originals:
 
 
 def _overlapping(fills: Sequence[_Fill]) -> Iterator[_Fill]:
-    """Those whose memory may be that of others too, in their order."""
+    """Yield the fills whose memory may also belong to others, in their order."""
     found: set[int] = set()
     last = None
     for span in sorted(_spans(fills)):
@@ -474,14 +487,25 @@ def _fill_array(made: Any, part: Any) -> bool:
 
 
 class StructureAdapter:
-    """An adapter that is a name and the types it is chosen for. Safe from several threads."""
+    """The base of the built-in adapters, which all take structures of what any of them takes.
+
+    An adapter is a name and the types that it is chosen for. Safe from several threads.
+    """
 
     name: str
 
     def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Tensors, arrays and trees by the keys and attributes that lead to them. StateError."""
+        """Take tensors, arrays and trees out, named by the keys and attributes that lead to them.
+
+        Raises:
+            StateError: something has no form in a checkpoint; it names the place.
+        """
         return take_apart(model)
 
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """The same structure, put into `original` where one is given. StateError."""
+        """Make the same structure again, in `original` where one is given.
+
+        Raises:
+            StateError: the values are damaged, or do not fit `original`.
+        """
         return put_together(tensors, original)

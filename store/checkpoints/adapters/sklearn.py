@@ -1,8 +1,8 @@
 """scikit-learn: every estimator whose state is arrays, plain values and other such objects.
 
-Objects are taken apart as pickle would, and none is pickled: their class is a name, which on
-loading is only looked up in scikit-learn itself, and only where estimators and their parts live.
-Classes of anybody else are put into an `original`.
+Objects are taken apart as pickle would do it, but none is pickled. Their class is a name, which is
+looked up on loading only in scikit-learn itself, and only where estimators and their parts live.
+Objects of any other class are put into an `original`.
 """
 
 import importlib
@@ -104,7 +104,7 @@ def _without_form(kind: type) -> UnsupportedValueError:
 
 
 def _parts(original: Any) -> dict[str, object]:
-    """What may be filled in place: other objects, never arrays, which others may hold too."""
+    """Return what may be filled in place: other objects, but not arrays, which may be shared."""
     held = vars(original) if hasattr(original, "__dict__") else {}
     return {"state": {key: value for key, value in held.items() if not is_array(value)}}
 
@@ -139,7 +139,7 @@ def _set_state(held: Any, state: Any, original: Any) -> None:
 
 
 def _class(name: str, original: Any = None) -> Any:
-    """The class of this name: the original's, or scikit-learn's own."""
+    """Return the class of this name: the original's, or scikit-learn's own."""
     if original is not None:
         if full_name(type(original)) != name:
             raise mismatched(original, f"a {name}")

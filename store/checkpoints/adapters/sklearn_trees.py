@@ -74,13 +74,13 @@ class Predictors:
 
 @dataclass(frozen=True)
 class Growing:
-    """An array of numbers that gets longer with every round."""
+    """An array of numbers that becomes longer with every round."""
 
     array: Any
 
 
 def recognised(name: str, value: Any) -> Trees | Predictors | Growing | None:
-    """The value of an attribute as something that grows at its end; None if it is none."""
+    """Return an attribute's value as something that grows at its end; None for anything else."""
     import numpy as np
 
     if isinstance(value, np.ndarray):
@@ -120,7 +120,7 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 
 
 def trees_state(trees: Trees) -> Any:
-    """What all have in common, a Series of trees and one of differences."""
+    """Return what all trees have in common, a series of trees and one of their differences."""
     first = vars(trees.estimators[0])
     if first[_TREE] is None:
         return {"several": _as_given(trees)}
@@ -153,7 +153,7 @@ def _as_given(trees: Trees) -> Any:
 
 @dataclass
 class _Taken:
-    """What is in trees: bytes, which a garbage collector need not look at."""
+    """What is in trees, as bytes, which a garbage collector need not look at."""
 
     nodes: list[bytes]
     values: list[bytes]
@@ -202,7 +202,7 @@ def _of_equal_classes(estimators: Sequence[Any]) -> bool:
 def _difference(
     keys: list[str], values: list[Any], first: list[Any]
 ) -> dict[str, plain.Wire] | None:
-    """What differs from the first; None when it cannot be said in plain values."""
+    """Return what differs from the first; None when plain values cannot say it."""
     found = {}
     for place, (value, other) in enumerate(zip(values, first, strict=True)):
         if value is other or keys[place] == _TREE or _alike(value, other):
@@ -214,7 +214,7 @@ def _difference(
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether both are the same number, text or array, of the same type."""
+    """Return whether both are the same number, text or array, of the same type."""
     import numpy as np
 
     if type(a) is not type(b):
@@ -228,7 +228,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _pieces(taken: _Taken, dtype: Any) -> list[bytes]:
-    """Each tree's rows; made of many trees at once, but not of so many that it takes much room."""
+    """Return each tree's rows, made of many trees at once within bounded memory."""
     sums = list(accumulate(map(len, taken.nodes), initial=0))
     pieces: list[bytes] = []
     while len(pieces) < len(taken.nodes):
@@ -239,7 +239,7 @@ def _pieces(taken: _Taken, dtype: Any) -> list[bytes]:
 
 
 def _rows(nodes: list[bytes], values: list[bytes], dtype: Any) -> list[bytes]:
-    """A row for each node of each tree, and the part of it that is each tree's."""
+    """Return a row for each node of each tree, and the part that is each tree's."""
     import numpy as np
 
     # Joined as bytes: joining records compares their types, thirty times slower.
@@ -274,7 +274,7 @@ def _unchunked(series: PieceSeries, count: int) -> list[Any]:
 
 
 def restore_trees(state: Any, kind: Any) -> Any:
-    """The list or array of estimators of a class, which is on the list of those allowed."""
+    """Make the list or array of estimators of a class that the caller has checked."""
     import numpy as np
 
     arguments = state["arguments"]
@@ -316,7 +316,11 @@ def _tree_of(item: Any, dtype: Any, arguments: Any, depth: int) -> Any:
 def made_tree(
     features: int, classes: Any, outputs: int, depth: int, nodes: Any, values: Any
 ) -> Any:
-    """A Tree. DamagedStateError for nodes that lead nowhere: nothing else would look at that."""
+    """Make a Tree.
+
+    Raises:
+        DamagedStateError: a node leads out of it, which nothing else would check.
+    """
     from sklearn.tree._tree import Tree
 
     check_links(nodes["left_child"], nodes["right_child"], nodes["left_child"] == _LEAF)
@@ -332,7 +336,7 @@ def made_tree(
 
 
 def predictors_state(predictors: Predictors) -> dict[str, object]:
-    """A Series of trees: nodes, then both kinds of sets of categories; how many in another."""
+    """Return series of trees: nodes, both kinds of category sets, and their counts."""
     trees = predictors.trees
     found = read_columns(trees, _predictor_columns)
     assert found is not None
@@ -354,7 +358,7 @@ def _predictor_columns(trees: Sequence[Any]) -> tuple[list[Any], ...]:
 
 
 def restore_predictors(state: Any, kind: type) -> list[list[Any]]:
-    """The rounds of trees."""
+    """Make the rounds of trees."""
     items, width = state["trees"].items, state["width"]
     sizes = _unchunked(state["differences"], len(items))
     trees = [
@@ -380,7 +384,7 @@ def _predictor_parts(item: Any, dtype: Any, nodes: int, sets: int) -> Iterator[A
 
 
 def growing_state(growing: Growing) -> dict[str, object]:
-    """A Series of parts of equal length but the last."""
+    """Return a series of parts, all of equal length but the last."""
     import numpy as np
 
     array = np.ascontiguousarray(growing.array)
@@ -391,14 +395,14 @@ def growing_state(growing: Growing) -> dict[str, object]:
 
 
 def restore_growing(state: Any) -> Any:
-    """The array."""
+    """Make the array again."""
     import numpy as np
 
     return np.frombuffer(bytearray().join(state["parts"].items), state["dtype"])
 
 
 def check_links(left: Any, right: Any, leaves: Any) -> None:
-    """DamagedStateError unless every node leads to later ones, or nowhere."""
+    """Raise DamagedStateError unless every node leads to later ones, or nowhere."""
     import numpy as np
 
     numbers, count = np.arange(len(left)), len(left)
@@ -409,7 +413,7 @@ def check_links(left: Any, right: Any, leaves: Any) -> None:
 
 
 def check_object(held: Any) -> None:
-    """DamagedStateError for an estimator or a tree that would read beside its arrays."""
+    """Raise DamagedStateError for an estimator or a tree that would read outside of its arrays."""
     kinds = type(held).__mro__
     modules, state = {kind.__module__ for kind in kinds}, getattr(held, "__dict__", {})
     if any(full_name(kind) == PREDICTOR for kind in kinds):
@@ -423,7 +427,7 @@ def check_object(held: Any) -> None:
 
 
 def check_predictor(tree: Any) -> None:
-    """DamagedStateError for a tree of histogram-based boosting whose nodes lead out of it."""
+    """Raise DamagedStateError for a histogram-based tree whose nodes lead out of it."""
     import numpy as np
 
     nodes, sets = tree.nodes, (tree.binned_left_cat_bitsets, tree.raw_left_cat_bitsets)

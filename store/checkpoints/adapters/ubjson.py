@@ -1,8 +1,8 @@
-"""Where things lie in UBJSON as XGBoost writes it, without making Python objects of them.
+"""Finding one's way in UBJSON as XGBoost writes it, without making Python objects of it.
 
-A value is a marker and what it says: numbers of fixed size, `S` length text, `{` key value … `}`
-with keys as length and text, `[` with `$` type and `#` count, one of them or neither (then until
-`]`). Lengths and counts are numbers with their marker. Everything is big-endian.
+A value is a marker and its content: numbers of fixed size, `S` length text, `{` key value … `}` with
+keys as length and text, `[` with `$` type and `#` count, one of them or neither (then until `]`).
+Lengths and counts are numbers with their marker. Everything is big-endian.
 """
 
 import struct
@@ -29,7 +29,11 @@ Buffer = bytes | bytearray
 
 
 def skip(data: Buffer, at: int, depth: int = 0) -> int:
-    """The end of the value that begins at `at`. UnsupportedValueError where there is none."""
+    """Return the end of the value that begins at `at`.
+
+    Raises:
+        UnsupportedValueError: there is no such value.
+    """
     try:
         return _skip(data, at, depth)
     except (IndexError, struct.error) as error:
@@ -37,9 +41,9 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
 
 
 def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, None]:
-    """Key and start of each value of the object at `at`. What is not asked for is not looked at.
+    """Yield the key and the start of each value of the object at `at`, one at a time.
 
-    Whoever knows where a value ends may `send` it, and need not wait for it to be skipped.
+    A caller that knows where a value ends may `send` that, so that it need not be skipped.
     """
     if data[at : at + 1] != b"{":
         raise _unknown(at)
@@ -52,7 +56,7 @@ def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, Non
 
 
 def find(data: Buffer, at: int, *path: str) -> int | None:
-    """Where the value lies that these keys lead to, from the object at `at`; None without."""
+    """Return where the value lies that these keys lead to, from the object at `at`, or None."""
     for key in path:
         if data[at : at + 1] != b"{":
             return None
@@ -64,7 +68,7 @@ def find(data: Buffer, at: int, *path: str) -> int | None:
 
 
 def array(data: Buffer, at: int) -> tuple[int, int] | None:
-    """Start of the items and their number, of an array with a number and of several types."""
+    """Return the start of the items and their number, of an array with a count and mixed types."""
     if data[at : at + 2] != b"[#":
         return None
     count, at = _integer(data, at + 2)
@@ -72,7 +76,7 @@ def array(data: Buffer, at: int) -> tuple[int, int] | None:
 
 
 def integers(data: bytes, at: int) -> list[bytes] | None:
-    """The whole numbers of an array of several types, each as it is written; None for others."""
+    """Return the integers of an array of mixed types, as they are written; None for others."""
     place = array(data, at)
     if place is None:
         return None
@@ -85,15 +89,15 @@ def integers(data: bytes, at: int) -> list[bytes] | None:
 
 
 def number(item: bytes) -> int:
-    """A whole number, as one of `integers`."""
+    """Return the value of one of `integers`."""
     return int(struct.unpack(_INTEGERS[chr(item[0])], item[1:])[0])
 
 
 def objects(data: Buffer, at: int, count: int) -> list[int]:
-    """Where each of `count` objects begins that follow each other from `at`, and where they end.
+    """Return where each of `count` consecutive objects begins, and where the last one ends.
 
-    They are found by their first bytes, the first key up to a number: those of an object whose
-    fields are the same. Where that finds another number of them, each is gone through.
+    They are found by their first bytes, up to the first count: those of an object whose fields are
+    the same. Where that finds another number of them, each is skipped in turn.
     """
     if not count:
         return [at]
@@ -111,7 +115,7 @@ def objects(data: Buffer, at: int, count: int) -> list[int]:
 
 
 def _marked(data: Buffer, at: int, mark: bytes, leap: bool) -> list[int]:
-    """Where the mark is. To `leap` is to look first where one as large as the last would end."""
+    """Return where the mark occurs. With `leap`, first try the size of the last object."""
     starts, last, place = [at], at, data.find(mark, at + 1)
     while place >= 0:
         starts.append(place)
@@ -164,13 +168,13 @@ def _skip_array(data: Buffer, at: int, depth: int) -> int:
 
 
 def _alike(data: Buffer, at: int, step: int, count: int) -> int:
-    """How many of the next `count` numbers are written as the first is."""
+    """Return how many of the next `count` numbers are written as the first is."""
     markers = data[at : at + count * step : step]
     return len(markers) - len(markers.lstrip(markers[:1]))
 
 
 def _integer(data: Buffer, at: int) -> tuple[int, int]:
-    """The number at `at`, which is none below zero, and its end."""
+    """Return the number at `at`, which is not negative, and its end."""
     form = _INTEGERS.get(chr(data[at]))
     if form is None:
         raise _unknown(at)

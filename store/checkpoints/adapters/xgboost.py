@@ -58,20 +58,20 @@ _PATHS: Final = {
 class XGBoostAdapter(GrowingAdapter):
     """Boosters, XGBoost's scikit-learn estimators, and structures of them.
 
-    Pieces are `tree_000000` and so on, bytes of their own; predictions are the same to the last
-    bit. With `append_only` XGBoost writes the new rounds of a booster only. The parameters of
-    training are saved, so that `update` goes on with them. `original` may be a booster, which is
-    then filled; without, a new one is made.
+    Trees are pieces of bytes, `tree_000000` and on; predictions are the same to the last bit. With
+    `append_only`, XGBoost writes only the new rounds of a booster. The parameters of training are
+    saved, so that `update` goes on with them. `original` may be a booster, which is then filled;
+    without one, a new one is made.
     """
 
     name = "xgboost"
 
 
 class Parts(NamedTuple):
-    """A model that was cut: its bytes, its trees, the numbers of the first trees of its rounds and
-    of one more, and each tree's class, as they are written.
+    """A model that was cut, each part as it is written.
 
-    `spans` are the places in it of what depends on how many rounds there are.
+    `rounds` has the number of the first tree of each round and of one more, `classes` each tree's
+    class; `spans` are the places that depend on how many rounds there are.
     """
 
     raw: bytes
@@ -82,7 +82,7 @@ class Parts(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A booster as it was taken apart last; `slices` as in LightGBM's."""
+    """A booster as it was taken apart last; `slices` as for LightGBM."""
 
     booster: "ref[Any]"
     parts: Parts
@@ -90,7 +90,7 @@ class _Known(NamedTuple):
 
 
 def _raw(booster: Any) -> bytes:
-    """The bytes of a model."""
+    """Return the bytes of a model."""
     memory = ensembles.append_only_memory()
     return bytes(booster.save_raw("ubj")) if memory is None else _grown(booster, memory)
 
@@ -117,7 +117,7 @@ def _grown(booster: Any, memory: ensembles.AppendOnlyMemory) -> bytes:
 
 
 def _longer(booster: Any, known: Parts) -> bytes | None:
-    """What is known and a slice from its last round on; None where these are not one model."""
+    """Return the known trees and a slice from their last round on; None if they do not fit."""
     last = len(known.rounds) - 2
     if booster.num_boosted_rounds() <= last:
         return None
@@ -139,7 +139,7 @@ def _state(booster: Any) -> dict[str, object]:
 
 
 def _cuts(raw: bytes) -> list[tuple[str, list[int]]]:
-    """What is cut out: its name, and where each part of it begins and the last one ends."""
+    """Return what is cut out: its name, and where its parts begin and the last one ends."""
     try:
         return _known_cuts(raw)
     except UnsupportedValueError:
@@ -202,9 +202,9 @@ def _parts(state: Any) -> Iterator[Any]:
 
 
 def parts_of(raw: bytes) -> Parts | None:
-    """The parts of trees of one model; None for other boosters, and where it is written otherwise.
+    """Return the parts of a model of trees; None for other boosters and unknown layouts.
 
-    DART's weights change with each round: it is none.
+    None for DART too, whose weights change with each round.
     """
     try:
         return _parts_of(raw)
@@ -234,7 +234,7 @@ def _parts_of(raw: bytes) -> Parts | None:
 
 
 def joined(known: Parts, part: Parts, attributes: Mapping[str, str]) -> bytes | None:
-    """The whole model: all rounds of `known` but the last, then those of `part`.
+    """Return the whole model: all rounds of `known` but the last, then those of `part`.
 
     None where the first round of the part is not the last one that is known.
     """
