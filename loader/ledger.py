@@ -1,14 +1,33 @@
-"""Accounts of one load: which final tensors there are, what they take, what was there already."""
+"""Account for one load: its final tensors, what of them was shared, and why others were not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
     from tensor_dedup.loader.report import ModelReport
+
+
+class NotShared(StrEnum):
+    """Why a tensor is not shared, where the reason needs no facts of that tensor.
+
+    The values are what a report says; code compares the members.
+    """
+
+    BELOW_MIN_BYTES = "it is below min_tensor_bytes"
+    CHANGED = "it changed while it was being loaded"
+    COLLISION = "another tensor has the same digest"
+    COMPARED_ON_GPU = (
+        "on a GPU nothing is compared byte by byte: it stays private with verify_bytes"
+    )
+    META = "it is not in memory (meta)"
+    SHARED_STORAGE = "it shares its storage with another parameter"
+    UNSHARABLE_LAYOUT = "its type or layout cannot be shared"
+    WRITABLE_BY_OTHERS = "other processes can write to its memory"
 
 
 @dataclass(slots=True)
@@ -58,7 +77,7 @@ class LoadLedger:
 
     def skip(self, name: str, reason: str) -> None:
         """Enter why `name` is not shared."""
-        self.skipped.setdefault(name, reason)
+        self.skipped.setdefault(name, str(reason))
 
     def enter(self, report: ModelReport) -> None:
         """Sum up into `report`."""

@@ -1,35 +1,84 @@
-"""Hashing parameters, and making residents of those whose bytes nobody has."""
+"""Hash parameters in batches, and make residents of those whose bytes nobody has.
+
+What no resident can equal, by its dtype and shape, is hashed on its way into a slab. What is hashed
+is then what the slab holds, so no second hash is needed to know that a file was not changed between
+being hashed and being copied. Files are read instead of looked at through their mappings: every
+page of those would have to be entered first, and a fault waits for the disk.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from weakref import WeakSet
 
-from tensor_dedup.loader.post_load.slab_fill import SlabFill, SourceBytes
+from torch import nn
+
+from tensor_dedup.digest import stream, submit
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
 from tensor_dedup.loader.residents.compare import require_as_hashed
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.loader.residents.resident import Resident, pack, resident_key
-from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.residents.resident import Resident, pack, resident_key, tensor_bytes
+from tensor_dedup.loader.residents.slab import (
+    ALIGNMENT,
+    SharedMemoryError,
+    SlabWriter,
+    capacity_for,
+)
 from tensor_dedup.loader.torch_dtypes import dtype_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     import torch
-    from torch import nn
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
     from tensor_dedup.loader.residents.process_mappings import ProcessMappings
     from tensor_dedup.loader.residents.provider import HostProvider
 
+NamedParameter: TypeAlias = tuple[str, nn.Parameter]
 _Geometry: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+_T = TypeVar("_T")
+# Classes of parameters that are nothing but their bytes and plain attributes.
+_PLAIN_CLASSES: Final = frozenset(
+    {"torch.nn.parameter.Parameter", "diffusers.quantizers.gguf.utils.GGUFParameter"}
+)
+# Handing less to other threads takes longer than hashing it.
+_MIN_THREADED_BYTES: Final = 128 << 10
+
+
+def reason_of_class(parameter: nn.Parameter) -> str | None:
+    """Return why parameters of this one's class are left alone, or None if they need not be."""
+    kind = type(parameter)
+    if f"{kind.__module__}.{kind.__qualname__}" in _PLAIN_CLASSES:
+        return None
+    return f"a parameter of class {kind.__name__} is left alone"
+
+
+def slab_batches(items: Iterable[_T], nbytes: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield runs of items that fill a slab each, and large items by themselves.
+
+    Items are taken one run at a time. `nbytes` tells the size of one.
+    """
+    batch: list[_T] = []
+    size = 0
+    for item in items:
+        if nbytes(item) >= OWN_SLAB_BYTES:
+            yield [item]
+            continue
+        batch.append(item)
+        size += nbytes(item)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _resident_geometries() -> set[_Geometry]:
@@ -38,17 +87,18 @@ def _resident_geometries() -> set[_Geometry]:
 
 @dataclass(slots=True)
 class DedupContext:
-    """What the adoptions of one load have in common. One thread.
+    """What the models of one load have in common. One thread.
 
-    `origins`: None where hints are no help, as after a cast. `remembered` and `unknown` count
-    tensors whose digest a hint gave, and others. `before` is what residents there were.
+    `files` is None where hints are no help, as after a cast. `built` are the residents that this
+    load made, `resident_before` the geometries of those that were there when it began. `remembered`
+    and `unknown` count the tensors whose digest a hint gave, and the others.
     """
 
     config: TensorDedupConfig
     provider: HostProvider
-    origins: MappedFiles | None = None
-    own: WeakSet[Resident] = field(default_factory=WeakSet)
-    before: set[_Geometry] = field(default_factory=_resident_geometries)
+    files: MappedFiles | None = None
+    built: WeakSet[Resident] = field(default_factory=WeakSet)
+    resident_before: set[_Geometry] = field(default_factory=_resident_geometries)
     bytes_hashed: int = 0
     remembered: int = 0
     unknown: int = 0
@@ -60,68 +110,69 @@ class DedupContext:
 
 @dataclass(frozen=True, slots=True)
 class DedupCandidate:
-    """A parameter to share, and what it holds; `place`: the file range that this is."""
+    """A parameter to share, the tensor it holds, and the file range that this is, if it is one."""
 
     name: str
     parameter: nn.Parameter
     data: torch.Tensor
-    place: FileRange | None
+    file_range: FileRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class MissingResident:
-    """A parameter whose bytes are nowhere resident; it will be this copy of its key.
+    """A parameter whose bytes are nowhere resident, and the replica of its key it will be.
 
-    `number`: which one of its batch it is.
+    `number` is its place in the batch.
     """
 
     candidate: DedupCandidate
-    copy: int
+    replica: int
     digest: str
     number: int
 
 
 class HashBatch:
-    """Some parameters that are hashed together, and of which some become residents. One thread.
+    """Parameters that are hashed together, some of which become residents. One thread.
 
-    What nobody can have, by its type and shape, is copied while it is hashed. Its pool's threads
-    read files between `begin` and `digests`, or `abandon`.
+    Threads of the hash pool read files between `begin` and `digests`, or `abandon`.
     """
 
     def __init__(
-        self, candidates: Sequence[DedupCandidate], terms: DedupContext, memory: ProcessMappings
+        self, candidates: Sequence[DedupCandidate], context: DedupContext, memory: ProcessMappings
     ) -> None:
         self.candidates = candidates
-        self._terms, self._memory = terms, memory
-        self._sources = [SourceBytes(each.data, each.place) for each in candidates]
-        self._pouring: SlabFill | None = None
-        self._poured: set[int] = set()
+        self._context, self._memory = context, memory
+        self._sources = [SourceBytes(each.data, each.file_range) for each in candidates]
+        self._fill: SlabFill | None = None
+        self._copied: set[int] = set()
         self._begun: dict[int, Future[str]] = {}
 
     @property
-    def of_files(self) -> bool:
-        """Are all of them ranges of files? Then a write to one of them can be told later."""
-        return all(each.place is not None for each in self.candidates)
+    def is_all_files(self) -> bool:
+        """Whether all candidates are ranges of files, where a later write can be told."""
+        return all(each.file_range is not None for each in self.candidates)
 
     def begin(self) -> None:
-        """Start hashing, and copying what is copied."""
+        """Start hashing, and copying what nobody can have."""
         began = time.perf_counter()
-        self._expect()
+        if self._context.files is not None:
+            ranges = (each.file_range for each in self.candidates)
+            self._context.files.prefetch([each for each in ranges if each is not None])
         self._begin()
-        self._terms.hash_seconds += time.perf_counter() - began
+        self._context.hash_seconds += time.perf_counter() - began
 
     def digests(self) -> list[str]:
-        """The digest of each, as soon as all are there."""
+        """Wait for the digests of all candidates and return them in order."""
         began = time.perf_counter()
         self.abandon()  # nobody writes to the slab any more, whatever one of them has met
         try:
             found = self._results()
         except SharedMemoryError:  # it is met again, and said, when they are made
-            self._pouring, self._poured = None, set()
+            self._fill, self._copied = None, set()
             self._begin_hashing(range(len(self.candidates)))
             found = self._results()
-        self._terms.bytes_hashed += sum(each.data.nbytes for each in self.candidates)
-        self._terms.hash_seconds += time.perf_counter() - began
+        self._context.bytes_hashed += sum(each.data.nbytes for each in self.candidates)
+        self._context.hash_seconds += time.perf_counter() - began
         return found
 
     def abandon(self) -> None:
@@ -131,70 +182,164 @@ class HashBatch:
     def _results(self) -> list[str]:
         return [self._begun[number].result() for number in range(len(self.candidates))]
 
-    def _expect(self) -> None:
-        if self._terms.origins is not None:
-            places = (each.place for each in self.candidates)
-            self._terms.origins.expect([place for place in places if place is not None])
-
     def _begin(self) -> None:
-        wanted = {n for n, each in enumerate(self.candidates) if self._is_new(each.data)}
-        self._begin_hashing(n for n in range(len(self.candidates)) if n not in wanted)
-        if not wanted:
+        new = {n for n, each in enumerate(self.candidates) if self._is_new(each.data)}
+        self._begin_hashing(n for n in range(len(self.candidates)) if n not in new)
+        if not new:
             return
         try:
-            pouring = SlabFill(self._sources, wanted)
-            pouring.begin(self._begun)
+            fill = SlabFill(self._sources, new)
+            fill.begin(self._begun)
         except SharedMemoryError:
             self.abandon()
-            self._begin_hashing(wanted)
+            self._begin_hashing(new)
         else:
-            self._pouring, self._poured = pouring, wanted
+            self._fill, self._copied = fill, new
 
     def _begin_hashing(self, numbers: Iterable[int]) -> None:
-        algorithm = self._terms.config.hash_algorithm
+        algorithm = self._context.config.hash_algorithm
         self._begun.update((n, self._sources[n].digest(algorithm)) for n in numbers)
 
     def _is_new(self, data: torch.Tensor) -> bool:
-        terms = self._terms
-        if terms.provider.manager.in_use or terms.config.hash_algorithm != "blake3":
+        """Return whether no resident can have these bytes, by dtype and shape."""
+        context = self._context
+        if context.provider.manager.in_use or context.config.hash_algorithm != "blake3":
             return False
         geometry = dtype_name(data.dtype), tuple(data.shape), tuple(data.stride())
-        return geometry not in terms.before
+        return geometry not in context.resident_before
 
-    def make(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
-        """A resident for each, and whether it was made just now. SharedMemoryError."""
-        if self._pouring is None:
-            return self._make(missing)
-        made = self._pouring.seal({each.number: each.digest for each in missing})
+    def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
+        """Return a resident for each, and whether it was made by this call.
+
+        Raises `SharedMemoryError` if there is no shared memory for them.
+        """
+        if self._fill is None:
+            return self._get_or_build(missing)
+        made = self._fill.seal({each.number: each.digest for each in missing})
         self._check_copied(
             (each.candidate.data, made[each.number])
             for each in missing
-            if each.number not in self._poured
+            if each.number not in self._copied
         )
-        return [self._publish(made[each.number], each.copy) for each in missing]
+        return [_register(made[each.number], each.replica) for each in missing]
 
-    def _make(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
-        firsts = [each for each in missing if each.copy == 0]
-        # Further copies are this process's own: a manager has one of each content.
-        twins = [each for each in missing if each.copy > 0]
+    def _get_or_build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
+        firsts = [each for each in missing if each.replica == 0]
+        # Further replicas are this process's own: a manager has one of each content.
+        others = [each for each in missing if each.replica > 0]
         wanted = [(resident_key(m.candidate.data, m.digest), m) for m in firsts]
-        made = self._terms.provider.get_or_build(
+        made = self._context.provider.get_or_build(
             [
                 ResidentRequest(f"content:{key}", each.candidate.data, each.digest)
                 for key, each in wanted
             ],
             self._check_copied,
         )
-        items = [(each.candidate.data, each.digest) for each in twins]
+        items = [(each.candidate.data, each.digest) for each in others]
         packed = pack(items, keep_alignment=True) if items else []
         self._check_copied(zip((data for data, _ in items), packed, strict=True))
-        more = [self._publish(r, each.copy) for r, each in zip(packed, twins, strict=True)]
-        found = dict(zip((id(each) for each in (*firsts, *twins)), (*made, *more), strict=True))
+        more = [_register(r, each.replica) for r, each in zip(packed, others, strict=True)]
+        found = dict(zip((id(each) for each in (*firsts, *others)), (*made, *more), strict=True))
         return [found[id(each)] for each in missing]
 
-    def _publish(self, resident: Resident, copy: int) -> tuple[Resident, bool]:
-        first = registry.register(resident, copy)
-        return first, first is resident
-
     def _check_copied(self, made: Iterable[tuple[torch.Tensor, Resident]]) -> None:
-        require_as_hashed(made, self._memory, self._terms.config.hash_algorithm)
+        require_as_hashed(made, self._memory, self._context.config.hash_algorithm)
+
+
+def _register(resident: Resident, replica: int) -> tuple[Resident, bool]:
+    first = registry.register(resident, replica)
+    return first, first is resident
+
+
+class SourceBytes:
+    """The bytes of a tensor, where they lie now, and of which file they are."""
+
+    def __init__(self, tensor: torch.Tensor, file_range: FileRange | None) -> None:
+        self.tensor: Final = tensor
+        self._file_range = file_range
+
+    @property
+    def misalignment(self) -> int:
+        """How far they begin beyond a multiple of 64, which can change how products are rounded."""
+        return self.tensor.data_ptr() % ALIGNMENT
+
+    def digest(self, algorithm: str) -> Future[str]:
+        """Start hashing."""
+        nbytes, file_range = self.tensor.nbytes, self._file_range
+        if file_range is None or algorithm != "blake3" or nbytes < _MIN_THREADED_BYTES:
+            return submit(tensor_bytes(self.tensor), algorithm)
+        return stream(nbytes, file_range.read)
+
+    def copy_into(self, writer: SlabWriter) -> tuple[int, Future[str]]:
+        """Start copying and hashing with BLAKE3, and return where in the slab the copy begins.
+
+        Raises `OutOfMemoryError` if there is no memory for it.
+        """
+        nbytes, data = self.tensor.nbytes, tensor_bytes(self.tensor)
+        start = writer.take(nbytes + self.misalignment) + self.misalignment
+        if nbytes < _MIN_THREADED_BYTES:
+            copy = memoryview(bytes(data))
+            writer.put(copy, start)
+            return start, submit(copy, "blake3")
+        file_range = self._file_range
+
+        def read(piece: memoryview, offset: int) -> None:
+            if file_range is not None:
+                file_range.read(piece, offset)
+                writer.put(piece, start + offset)
+            else:  # copied by the kernel alone, so that other threads go on
+                writer.put(data[offset : offset + len(piece)], start + offset)
+                writer.get(piece, start + offset)
+
+        return start, stream(nbytes, read)
+
+
+class SlabFill:
+    """One slab for the tensors of one batch. One thread; threads of the hash pool do the work.
+
+    The memory of tensors that were copied and are not wanted in the end is given back.
+    """
+
+    def __init__(self, sources: Sequence[SourceBytes], copied: Collection[int]) -> None:
+        """Reserve a slab; `copied` are the numbers of the sources that are copied at once.
+
+        Raises `OutOfMemoryError` if there is no memory for it.
+        """
+        self._sources = sources
+        self._copied = sorted(copied)
+        rest = (number for number in range(len(sources)) if number not in copied)
+        order = (sources[number] for number in (*self._copied, *rest))
+        self._writer = SlabWriter(capacity_for(s.tensor.nbytes + s.misalignment for s in order))
+        self._starts: dict[int, int] = {}
+
+    def begin(self, begun: dict[int, Future[str]]) -> None:
+        """Start copying and hashing with BLAKE3, and enter the digests by number.
+
+        Nothing may be done with this object before all that was entered has ended. Raises
+        `OutOfMemoryError`.
+        """
+        for number in self._copied:
+            self._starts[number], begun[number] = self._sources[number].copy_into(self._writer)
+
+    def seal(self, digests: dict[int, str]) -> dict[int, Resident]:
+        """Return residents of those that are wanted, by number; the rest of them is copied now.
+
+        Raises `OutOfMemoryError` if there is no memory for them.
+        """
+        for number in digests:
+            if number not in self._starts:
+                source = self._sources[number]
+                data = tensor_bytes(source.tensor)
+                self._starts[number] = self._writer.write(data, source.misalignment)
+        for number in set(self._copied) - digests.keys():
+            self._writer.give_back(self._starts[number], self._sources[number].tensor.nbytes)
+        slab = self._writer.seal()
+        return {
+            number: Resident(
+                resident_key(self._sources[number].tensor, found),
+                slab,
+                self._starts[number],
+                self._sources[number].tensor.nbytes,
+            )
+            for number, found in digests.items()
+        }

@@ -1,8 +1,16 @@
-"""Sharing the parameters of a model that somebody else loads, or has loaded.
+"""Share the parameters of a model that somebody else loads, or has loaded.
 
-Nothing is known here but the finished tensors, after casts and merges; so those are what is
-fingerprinted. A parameter keeps its object and gets another storage: a mapping of its own of the
-resident with its bytes.
+Nothing is known here but the finished tensors, after casts and merges; so those are what is hashed.
+A parameter keeps its object and gets another storage: a mapping of its own of the resident with its
+bytes. The way of a parameter through `ModuleDedup`:
+
+    note or settle     a loader has set it for good, or the whole model is complete
+    candidates         is it one to share, and if not, why not
+    hash               in batches, while the loader goes on where a later write would be seen
+    find               the resident with its bytes, as a replica that no other name of the model has
+    install            a mapping of that resident in its place
+    build              where there is none, which is then installed in the same way
+    account            what was shared, what was made, and the reasons of the others
 """
 
 from __future__ import annotations
@@ -12,25 +20,31 @@ import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from tensor_dedup.loader.deferred.session import SHARED_STORAGE
-from tensor_dedup.loader.ledger import LoadLedger
-from tensor_dedup.loader.post_load import root_module
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.ledger import LoadLedger, NotShared
 from tensor_dedup.loader.post_load.batch import (
     DedupCandidate,
     DedupContext,
     HashBatch,
     MissingResident,
+    reason_of_class,
+    slab_batches,
 )
-from tensor_dedup.loader.post_load.on_gpu import GpuAdoption
-from tensor_dedup.loader.post_load.parameter_classes import reason_of_class
+from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup
 from tensor_dedup.loader.post_load.replaced_storages import ReplacedStorages
-from tensor_dedup.loader.post_load.replicas import ReplicaAssigner, ReplicaShare, came_up
-from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
+from tensor_dedup.loader.post_load.replicas import (
+    ReplicaAssigner,
+    ReplicaShare,
+    note_first_name,
+    note_root,
+    root_module,
+)
+from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.mappings import is_as_mapped
 from tensor_dedup.loader.residents.param_data import overlapping, param_data, set_param_data
 from tensor_dedup.loader.residents.process_mappings import ProcessMappings
@@ -41,91 +55,86 @@ from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
 from tensor_dedup.loader.unsharing.private import map_shared
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.post_load.parameter_classes import NamedParameter
+    from tensor_dedup.loader.post_load.batch import NamedParameter
 
-# A slab is one descriptor, and is freed whole. Tensors from the first size on have their own;
-# smaller ones wait until there is enough for one, or until their model is complete.
-_OWN_SLAB_BYTES: Final = 16 << 20
-_BATCH_BYTES: Final = 64 << 20
-_CHANGED: Final = "it changed while it was being loaded"
 # Batches that are read while the loader goes on.
 _UNDER_WAY: Final = 2
+
+
+class _Found(NamedTuple):
+    """A resident for a parameter. `made`: for it, just now."""
+
+    parameter: nn.Parameter
+    resident: Resident
+    replica: int
+    made: bool
 
 
 class ModuleDedup:
     """Shares the parameters of one model. One thread, under the process-wide load lock.
 
-    No two names of the model get one resident, unless the model ties them itself. What `note` hears
-    of is read while the loader goes on: end with `settle` or `abandon` before files are closed.
-    Nobody may write to the parameters while one of these runs.
+    No two names of the model get one resident, unless the model ties them itself. Parameters that
+    `note` hears of are read while the loader goes on: end with `settle` or `abandon` before files
+    are closed. Nobody may write to the parameters while one of these methods runs.
     """
 
-    def __init__(self, model: nn.Module, terms: DedupContext) -> None:
+    def __init__(self, model: nn.Module, context: DedupContext) -> None:
         self.model: Final = model
         self.ledger = LoadLedger()
         self._process: Final = os.getpid()
-        self._terms = terms
+        self._context = context
         self._waiting: dict[int, NamedParameter] = {}
         self._waiting_bytes = 0
         self._under_way: deque[HashBatch] = deque()
         self._begun: set[int] = set()
-        self._left_behind: list[DedupCandidate] = []
+        self._unchecked: list[DedupCandidate] = []
         self._shares: dict[int, ReplicaShare] = {}
         self._reasons: dict[int, str] = {}
-        self._copies = ReplicaAssigner()
-        self._formers = ReplacedStorages()
-        self._on_gpus = GpuAdoption(model, terms)
+        self._replicas = ReplicaAssigner()
+        self._replaced = ReplacedStorages()
+        self._on_gpus = GpuModuleDedup(model, context)
         self._memory: ProcessMappings | None = None
         # A part of a model takes nothing that another part of it has.
-        whole = root_module.root_module(model)
+        whole = root_module(model)
         if whole is not model:
             mine = {id(parameter) for parameter in model.parameters()}
             self._claim(each for each in whole.parameters() if id(each) not in mine)
 
-    def _claim(self, parameters: Iterable[nn.Parameter]) -> None:
-        for known, _ in residents_of(parameters).values():
-            self._copies.claim(known.key, known.copy)
-
     def note(self, name: str) -> None:
         """Hear that a loader has set this tensor of the model for good."""
-        parameter = _find(self.model, name)
+        parameter = _find_parameter(self.model, name)
         if parameter is None or parameter.device.type != "cpu":
             return
         if any(id(parameter) in each for each in (self._shares, self._waiting, self._begun)):
             return
-        if parameter.nbytes >= _OWN_SLAB_BYTES:
+        if parameter.nbytes >= OWN_SLAB_BYTES:
             self._begin([(name, parameter)])
             return
+        # Smaller ones wait until there is enough for a slab, or until their model is complete.
         self._waiting[id(parameter)] = name, parameter
         self._waiting_bytes += parameter.nbytes
-        if self._waiting_bytes >= _BATCH_BYTES:
-            self._flush()
+        if self._waiting_bytes >= BATCH_BYTES:
+            waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+            self._begin(list(waiting.values()))
 
     def settle(self) -> None:
-        """Share what is left, order the copies, and do the accounts. The model is complete."""
+        """Share what is left, put the replicas in order, and account. The model is complete."""
         self._waiting.clear()
         self._complete()
         self._forget_replaced()
         self._take_back_written()
         for buffer in self.model.buffers():
-            self._part_again(buffer)
-        for batch in _batches(self._left()):
-            self._adopt(batch)
-        self._copies.order(self.model.named_parameters(), self._shares)
-        self._on_gpus.adopt(list(self._left()))
-        self._let_files_go()
+            self._restore_views_with(buffer)
+        for batch in slab_batches(self._left(), _nbytes):
+            self._begin(batch, wait=True)
+        self._replicas.order(self.model.named_parameters(), self._shares)
+        self._on_gpus.share(list(self._left()))
+        self._copy_out_of_files()
         self._account()
         self._end()
 
-    def _forget_replaced(self) -> None:
-        """A loader may have given a parameter other memory after it was shared."""
-        for number, share in list(self._shares.items()):
-            if not is_mapping_of(share.parameter, share.resident):
-                del self._shares[number]
-                self._copies.release(share.resident.key, share.copy)
-
     def abandon(self) -> None:
-        """Wait until nothing is read any more; what is not shared by now is as it was.
+        """Wait until nothing is read any more; what is not shared by now stays as it was.
 
         In a forked child nobody reads.
         """
@@ -134,46 +143,46 @@ class ModuleDedup:
                 self._under_way[0].abandon()
             self._under_way.popleft()
         self._begun.clear()
-        self._left_behind.clear()
+        self._unchecked.clear()
 
     def share_again(self, parameters: Container[int]) -> None:
         """Share those of these ids that are private now. The model is complete."""
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
-        for batch in _batches(item for item in self._left() if id(item[1]) in parameters):
-            self._adopt(batch)
-        self._copies.order(self.model.named_parameters(), self._shares)
+        left = (item for item in self._left() if id(item[1]) in parameters)
+        for batch in slab_batches(left, _nbytes):
+            self._begin(batch, wait=True)
+        self._replicas.order(self.model.named_parameters(), self._shares)
         self._end()
 
     def _end(self) -> None:
-        root_module.remember(self.model)
+        note_root(self.model)
         self._shares.clear()
-        self._formers = ReplacedStorages()
+        self._replaced = ReplacedStorages()
 
-    def _flush(self) -> None:
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        self._begin(list(waiting.values()))
+    def _claim(self, parameters: Iterable[nn.Parameter]) -> None:
+        for known, _ in residents_of(parameters).values():
+            self._replicas.claim(*known)
 
     def _left(self) -> Iterator[NamedParameter]:
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in self._shares:
                 yield name, parameter
 
-    def _adopt(self, items: Sequence[NamedParameter]) -> None:
-        self._begin(items, wait=True)
+    # Hashing, while the loader goes on.
 
     def _begin(self, items: Sequence[NamedParameter], *, wait: bool = False) -> None:
-        """Have some read. The loader goes on meanwhile where a write of its would be seen."""
+        """Have some read; the loader goes on meanwhile where a later write would be seen."""
         self._complete(0 if wait else _UNDER_WAY - 1)
-        began, hashed = time.perf_counter(), self._terms.hash_seconds
-        candidates = [each for each in self._candidates(items) if not self._take_remembered(each)]
+        began, hashed = time.perf_counter(), self._context.hash_seconds
+        candidates = [each for each in self._candidates(items) if not self._share_by_hint(each)]
         assert self._memory is not None  # the candidates were looked for in it
-        batch = HashBatch(candidates, self._terms, self._memory)
+        batch = HashBatch(candidates, self._context, self._memory)
         self._under_way.append(batch)
         self._begun.update(id(each.parameter) for each in candidates)
         batch.begin()
         spent = time.perf_counter() - began
-        self._terms.process_seconds += spent - (self._terms.hash_seconds - hashed)
-        if wait or not batch.of_files:
+        self._context.process_seconds += spent - (self._context.hash_seconds - hashed)
+        if wait or not batch.is_all_files:
             self._complete(1)  # of what began before the loader may have changed something
             self._complete(checked=True)
 
@@ -186,63 +195,111 @@ class ModuleDedup:
             self._begun.difference_update(id(each.parameter) for each in batch.candidates)
             self._share(batch, digests, set() if checked else self._changed(batch))
             if not checked:
-                self._left_behind += batch.candidates
+                self._unchecked += batch.candidates
 
     def _changed(self, batch: HashBatch) -> set[int]:
-        """Those that are not what was read, or not the model's any more."""
+        """Return those that are not what was read, or not the model's any more."""
         return {
             id(each.parameter)
             for each in batch.candidates
-            if _find(self.model, each.name) is not each.parameter or not _is_as_read(each)
+            if _find_parameter(self.model, each.name) is not each.parameter or not _is_as_read(each)
         }
 
-    def _take_back_written(self) -> None:
-        """A loader may have kept a view of what was read, and written to it since."""
-        for each in self._left_behind:
-            share = self._shares.get(id(each.parameter))
-            if share is not None and not is_as_mapped(each.data.data_ptr(), each.data.nbytes):
-                del self._shares[id(each.parameter)]
-                self._copies.release(share.resident.key, share.copy)
-                set_param_data(each.parameter, each.data)
-        self._left_behind.clear()
+    # Finding, installing and building residents.
 
     def _share(self, batch: HashBatch, digests: Sequence[str], changed: set[int]) -> None:
         began = time.perf_counter()
-        missing = []
-        for number, (candidate, found) in enumerate(zip(batch.candidates, digests, strict=True)):
-            if id(candidate.parameter) in changed:  # what was hashed may be no file's
-                self._reasons[id(candidate.parameter)] = _CHANGED  # it is looked at once more
-                continue
-            if candidate.place is not None and self._terms.origins is not None:
-                self._terms.origins.learn(candidate.place, found)
-            key = resident_key(candidate.data, found)
-            copy = self._copies.choose(key, candidate.name)
-            resident = registry.lookup(key, copy)
-            if resident is None:
-                missing.append(MissingResident(candidate, copy, found, number))
-            else:
-                self._take(candidate.parameter, resident, copy, made=False)
-        self._make(batch, missing)
-        self._terms.process_seconds += time.perf_counter() - began
+        hits, missing = self._find(batch, digests, changed)
+        self._install(hits)
+        self._install(self._build(batch, missing))
+        self._context.process_seconds += time.perf_counter() - began
 
-    def _take_remembered(self, candidate: DedupCandidate) -> bool:
+    def _find(
+        self, batch: HashBatch, digests: Sequence[str], changed: set[int]
+    ) -> tuple[list[_Found], list[MissingResident]]:
+        """Look up what was hashed; return the residents found and what is missing."""
+        hits, missing = [], []
+        for number, (candidate, digest) in enumerate(zip(batch.candidates, digests, strict=True)):
+            if id(candidate.parameter) in changed:  # what was hashed may be no file's
+                # It is looked at once more when the model is complete.
+                self._reasons[id(candidate.parameter)] = NotShared.CHANGED
+                continue
+            if candidate.file_range is not None and self._context.files is not None:
+                self._context.files.learn(candidate.file_range, digest)
+            key = resident_key(candidate.data, digest)
+            replica = self._replicas.choose(key, candidate.name)
+            resident = registry.lookup(key, replica)
+            if resident is None:
+                missing.append(MissingResident(candidate, replica, digest, number))
+            else:
+                hits.append(_Found(candidate.parameter, resident, replica, made=False))
+        return hits, missing
+
+    def _share_by_hint(self, candidate: DedupCandidate) -> bool:
         """Share what a hint names and what is resident, without reading it. False: hash it."""
-        remembered = None if candidate.place is None else candidate.place.remembered
+        remembered = None if candidate.file_range is None else candidate.file_range.remembered
         if remembered is None:
-            self._terms.unknown += 1
+            self._context.unknown += 1
             return False
-        self._terms.remembered += 1
+        self._context.remembered += 1
         key = resident_key(param_data(candidate.parameter), remembered)
-        copy = self._copies.choose(key, candidate.name)
-        resident = registry.lookup(key, copy)
+        replica = self._replicas.choose(key, candidate.name)
+        resident = registry.lookup(key, replica)
         if resident is None:
-            self._copies.release(key, copy)
+            self._replicas.release(key, replica)
             return False
-        self._take(candidate.parameter, resident, copy, made=False)
+        self._install([_Found(candidate.parameter, resident, replica, made=False)])
         return True
 
+    def _build(self, batch: HashBatch, missing: Sequence[MissingResident]) -> list[_Found]:
+        try:
+            built = batch.build(missing) if missing else []
+        except SharedMemoryError as error:
+            self._reasons.update((id(each.candidate.parameter), str(error)) for each in missing)
+            return []
+        for each, (resident, made) in zip(missing, built, strict=True):
+            if made:
+                self._context.built.add(resident)
+                note_first_name(resident, each.candidate.name)
+        return [
+            _Found(each.candidate.parameter, resident, each.replica, made)
+            for each, (resident, made) in zip(missing, built, strict=True)
+        ]
+
+    def _install(self, found: Iterable[_Found]) -> None:
+        """Give each parameter a mapping of its resident, or keep it private with the reason."""
+        for parameter, resident, replica, made in found:
+            if not made and not self._equal(resident, parameter):
+                self._reasons[id(parameter)] = NotShared.COLLISION
+                continue
+            try:
+                shared = map_shared(resident)
+            except SharedMemoryError as error:
+                self._reasons[id(parameter)] = str(error)
+                continue
+            self._replaced.enter(parameter)
+            set_param_data(parameter, shared)
+            before = not made and resident not in self._context.built
+            self._shares[id(parameter)] = ReplicaShare(parameter, resident, replica, made, before)
+            self._reasons.pop(id(parameter), None)
+
+    def _equal(self, resident: Resident, parameter: nn.Parameter) -> bool:
+        """Compare a hit with the parameter when asked to; count a collision, or `AuditError`."""
+        config = self._context.config
+        audited = config.audit > 0 and self._context.rng.random() < config.audit
+        if not (config.verifies_bytes or audited):
+            return True
+        if same_bytes(param_data(parameter), resident.map(writable=False)):
+            return True
+        if not config.verifies_bytes:
+            raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
+        self._context.collisions += 1
+        return False
+
+    # Which parameters are candidates, and what a loader has done to them since.
+
     def _candidates(self, items: Sequence[NamedParameter]) -> list[DedupCandidate]:
-        """Those to share. Of the others the reasons are kept, or the residents that they are."""
+        """Return those to share; keep the reasons of the others, or the residents they are."""
         together = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for number in together & self._shares.keys():
             self._set_apart(number)
@@ -253,97 +310,80 @@ class ModuleDedup:
             found = resident.get(id(parameter))
             tied = id(parameter) in together
             if found is not None and tied:  # nobody else here gets what it is
-                self._copies.claim(*found[0])
+                self._replicas.claim(*found[0])
             reason = self._reason(parameter, together) if found is None or tied else None
             if reason is None and found is None and memory.is_common(parameter):
-                reason = "other processes can write to its memory"
+                reason = NotShared.WRITABLE_BY_OTHERS
             if reason is not None:
                 self._reasons[id(parameter)] = reason
-            elif found is not None and self._copies.claim(*found[0]):
-                (_, copy), behind = found
-                before = behind not in self._terms.own
-                self._shares[id(parameter)] = ReplicaShare(parameter, behind, copy, False, before)
+            elif found is not None and self._replicas.claim(*found[0]):
+                (_, replica), behind = found
+                before = behind not in self._context.built
+                share = ReplicaShare(parameter, behind, replica, made=False, before=before)
+                self._shares[id(parameter)] = share
             elif parameter.nbytes:
-                origins = self._terms.origins
-                place = None if origins is None else origins.place(parameter, memory)
-                chosen.append(DedupCandidate(name, parameter, param_data(parameter), place))
+                files = self._context.files
+                file_range = None if files is None else files.range_of(parameter, memory)
+                chosen.append(DedupCandidate(name, parameter, param_data(parameter), file_range))
         return chosen
 
     def _reason(self, parameter: nn.Parameter, together: set[int]) -> str | None:
-        """Why this parameter is left alone, or None."""
+        """Return why this parameter is left alone, or None."""
         reason = reason_of_class(parameter)
         if reason is not None:
             return reason
         if parameter.is_meta:
-            return "it is not in memory (meta)"
+            return NotShared.META
         if parameter.device.type != "cpu":
             return f"it came to {parameter.device.type} by itself; load in host memory, then move"
         if not sharable(param_data(parameter)):
-            return "its type or layout cannot be shared"
-        if id(parameter) in together or self._part_again(parameter):
-            return SHARED_STORAGE
-        if parameter.nbytes < self._terms.config.min_tensor_bytes:
-            return "it is below min_tensor_bytes"
+            return NotShared.UNSHARABLE_LAYOUT
+        if id(parameter) in together or self._restore_views_with(parameter):
+            return NotShared.SHARED_STORAGE
+        if parameter.nbytes < self._context.config.min_tensor_bytes:
+            return NotShared.BELOW_MIN_BYTES
         return None
 
-    def _part_again(self, tensor: torch.Tensor) -> bool:
-        """Had one that is shared the memory that this one has? Then neither is shared."""
-        formers = self._formers.overlapping(tensor)
-        for former in formers:
-            share = self._set_apart(id(former.parameter))
+    def _restore_views_with(self, tensor: torch.Tensor) -> bool:
+        """Restore the shared parameters that were views of this tensor's memory, if there are any.
+
+        Then neither they nor this tensor are shared.
+        """
+        views = self._replaced.overlapping(tensor)
+        for view in views:
+            share = self._set_apart(id(view.parameter))
             if share is not None:
-                self._copies.release(share.resident.key, share.copy)
-                former.restore(param_data(tensor).untyped_storage())
-        return bool(formers)
+                self._replicas.release(share.resident.key, share.replica)
+                view.restore(param_data(tensor).untyped_storage())
+        return bool(views)
 
     def _set_apart(self, number: int) -> ReplicaShare | None:
         """Leave one that was shared as it is now: another one of the model has its memory."""
         share = self._shares.pop(number, None)
         if share is not None:
-            self._reasons[number] = SHARED_STORAGE
+            self._reasons[number] = NotShared.SHARED_STORAGE
         return share
 
-    def _make(self, batch: HashBatch, missing: Sequence[MissingResident]) -> None:
-        try:
-            made = batch.make(missing) if missing else []
-        except SharedMemoryError as error:
-            self._reasons.update((id(each.candidate.parameter), str(error)) for each in missing)
-            return
-        for each, (resident, new) in zip(missing, made, strict=True):
-            if new:
-                self._terms.own.add(resident)
-                came_up(resident, each.candidate.name)
-            self._take(each.candidate.parameter, resident, each.copy, made=new)
+    def _forget_replaced(self) -> None:
+        """Forget the shares of parameters to which a loader has given other memory since."""
+        for number, share in list(self._shares.items()):
+            if not is_mapping_of(share.parameter, share.resident):
+                del self._shares[number]
+                self._replicas.release(share.resident.key, share.replica)
 
-    def _take(self, parameter: nn.Parameter, resident: Resident, copy: int, *, made: bool) -> None:
-        if not made and not self._equal(resident, parameter):
-            self._reasons[id(parameter)] = COLLISION
-            return
-        try:
-            shared = map_shared(resident)
-        except SharedMemoryError as error:
-            self._reasons[id(parameter)] = str(error)
-            return
-        self._formers.enter(parameter)
-        set_param_data(parameter, shared)
-        before = not made and resident not in self._terms.own
-        self._shares[id(parameter)] = ReplicaShare(parameter, resident, copy, made, before)
-        self._reasons.pop(id(parameter), None)
+    def _take_back_written(self) -> None:
+        """Undo the sharing of what was written since through a view that a loader has kept."""
+        for each in self._unchecked:
+            share = self._shares.get(id(each.parameter))
+            if share is not None and not is_as_mapped(each.data.data_ptr(), each.data.nbytes):
+                del self._shares[id(each.parameter)]
+                self._replicas.release(share.resident.key, share.replica)
+                set_param_data(each.parameter, each.data)
+        self._unchecked.clear()
 
-    def _equal(self, resident: Resident, parameter: nn.Parameter) -> bool:
-        """On a hit: compare when asked to. Counts a collision, or AuditError."""
-        config = self._terms.config
-        audited = config.audit > 0 and self._terms.rng.random() < config.audit
-        if not (config.verifies_bytes or audited):
-            return True
-        if same_bytes(param_data(parameter), resident.map(writable=False)):
-            return True
-        if not config.verifies_bytes:
-            raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
-        self._terms.collisions += 1
-        return False
+    # The end of a load.
 
-    def _let_files_go(self) -> None:
+    def _copy_out_of_files(self) -> None:
         """Copy what is left of checkpoint files in memory: one small tensor pins a whole file."""
         memory = ProcessMappings()
         tied = overlapping(chain(self.model.parameters(), self.model.buffers()))
@@ -367,12 +407,15 @@ class ModuleDedup:
 
 
 def _is_as_read(candidate: DedupCandidate) -> bool:
-    """Is the parameter what was read? The loader went on; a file's page is copied by a write."""
+    """Return whether the parameter is what was read, although the loader went on.
+
+    A write to a file's page copies that page, and so shows.
+    """
     data, read = param_data(candidate.parameter), candidate.data
     same = (data.data_ptr(), data.shape, data.stride(), data.dtype) == (
         read.data_ptr(), read.shape, read.stride(), read.dtype,
     )  # fmt: skip
-    return same and (candidate.place is None or is_as_mapped(read.data_ptr(), read.nbytes))
+    return same and (candidate.file_range is None or is_as_mapped(read.data_ptr(), read.nbytes))
 
 
 def _copy_out(tensor: torch.Tensor, memory: ProcessMappings) -> None:
@@ -380,24 +423,11 @@ def _copy_out(tensor: torch.Tensor, memory: ProcessMappings) -> None:
         set_param_data(tensor, param_data(tensor).clone(memory_format=torch.preserve_format))
 
 
-def _find(model: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter of that name; None for a buffer."""
+def _find_parameter(model: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter of that name, or None for a buffer."""
     path, _, last = name.rpartition(".")
     return model.get_submodule(path)._parameters.get(last)
 
 
-def _batches(items: Iterable[NamedParameter]) -> Iterator[list[NamedParameter]]:
-    """Runs that fill a slab each, a large tensor by itself; one at a time in memory."""
-    batch: list[NamedParameter] = []
-    size = 0
-    for name, parameter in items:
-        if parameter.nbytes >= _OWN_SLAB_BYTES:
-            yield [(name, parameter)]
-            continue
-        batch.append((name, parameter))
-        size += parameter.nbytes
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _nbytes(item: NamedParameter) -> int:
+    return item[1].nbytes

@@ -1,9 +1,9 @@
-"""Files that finished tensors are mapped from: what hints know of their bytes, and what is learned.
+"""The files that finished tensors are mapped from, and what hints know of their bytes.
 
 A loader that maps a checkpoint and copies nothing leaves parameters that are ranges of a file. Such
-a range is found by its address, never by a name: the kernel says which file, by device and inode,
-lies at which offset there. So a digest remembered of that range is that of the parameter, and it
-need not be read when its bytes are resident.
+a range is found by its address, never by a name: the kernel tells which file, by device and inode,
+is mapped there, and from which offset. So the digest that a hint gives for the range is that of the
+parameter, which need not be read when its bytes are resident.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _ASK_BYTES: Final = 1 << 20
 
 @dataclass(slots=True)
 class _File:
-    """A mapped file, open. `known` by (start, nbytes): of hints; `learned`: hashed by this load.
+    """A mapped file, opened.
 
-    `asked` is where the part ends that the kernel was asked to read.
+    `known` are the digests that hints give, by (start, nbytes), and `learned` those that this load
+    computed. `asked` is where the part ends that the kernel was asked to read.
     """
 
     fd: int
@@ -49,12 +50,12 @@ class _File:
 
     @property
     def quiet(self) -> bool:
-        """Was it left alone for so long that a change would show in its times?"""
+        """Whether it was left alone for so long that a change would show in its times."""
         return self.began_ns - max(self.identity.mtime_ns, self.identity.ctime_ns) >= QUIET_NS
 
 
 class FileRange(NamedTuple):
-    """Where a tensor's bytes are: in which file, from where on, how many."""
+    """The range of a file that holds the bytes of a tensor."""
 
     file: _File
     start: int
@@ -62,13 +63,14 @@ class FileRange(NamedTuple):
 
     @property
     def remembered(self) -> str | None:
-        """The digest that a hint gives for it."""
+        """The digest that a hint gives for it, or None."""
         return self.file.known.get((self.start, self.nbytes))
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill with the bytes from `offset` on. Any thread, until the origins are closed.
+        """Fill a buffer with the bytes from `offset` on. Any thread, until the files are closed.
 
-        ChangedFileError when the file has become shorter; UnreadableFileError.
+        Raises `ChangedFileError` if the file has become shorter, `UnreadableFileError` if the
+        system cannot read it.
         """
         done = 0
         while done < len(into):
@@ -93,17 +95,17 @@ class FileRange(NamedTuple):
 
 
 class MappedFiles:
-    """The files one load meets in memory. Owns a descriptor of each until `close`. One thread."""
+    """The files that one load finds mapped. Owns a descriptor of each until `close`. One thread."""
 
     def __init__(self, algorithm: str, *, trust: bool) -> None:
-        """`trust`: use what hints say; without it they are only written."""
+        """`trust` says whether hints are believed; without it they are only written."""
         self._algorithm = algorithm
         self._trust = trust
         self._hints = HintIndex()
         self._files: dict[tuple[str, int], _File | None] = {}
 
-    def place(self, tensor: torch.Tensor, memory: ProcessMappings) -> FileRange | None:
-        """The file range that a gap-free tensor is; None when it is memory."""
+    def range_of(self, tensor: torch.Tensor, memory: ProcessMappings) -> FileRange | None:
+        """Return the file range that a gap-free tensor is, or None if it is memory."""
         mapped = memory.file(tensor)
         if mapped is None:
             return None
@@ -124,7 +126,7 @@ class MappedFiles:
         return self._files[which]
 
     def _open(self, mapped: FileMapping) -> _File | None:
-        """The mapped file itself; None where its path leads to another one by now, or nowhere."""
+        """Open the mapped file; None if its path leads to another one by now, or nowhere."""
         try:
             fd = os.open(mapped.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -137,36 +139,39 @@ class MappedFiles:
         known = self._hints.lookup(fd, self._algorithm) if self._trust else {}
         return _File(fd, mapped.path, identity, time.time_ns(), known)
 
-    def expect(self, places: Iterable[FileRange]) -> None:
+    def prefetch(self, ranges: Iterable[FileRange]) -> None:
         """Have the kernel begin to read what is hashed next, and what lies behind it.
 
         A page fault reads a few pages, and its thread waits for them: a cold file comes in pieces
         too small for the disk. It costs little where the file is in memory.
         """
-        for place in sorted(places, key=lambda each: (id(each.file), each.start)):
-            stop = place.start + place.nbytes
-            if stop > place.file.asked:
-                start = max(place.start, place.file.asked)
-                place.file.asked = min(stop + _AHEAD_BYTES, place.file.identity.size)
-                for at in range(start, place.file.asked, _ASK_BYTES):
-                    os.posix_fadvise(place.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
+        for each in sorted(ranges, key=lambda each: (id(each.file), each.start)):
+            stop = each.start + each.nbytes
+            if stop > each.file.asked:
+                start = max(each.start, each.file.asked)
+                each.file.asked = min(stop + _AHEAD_BYTES, each.file.identity.size)
+                for at in range(start, each.file.asked, _ASK_BYTES):
+                    os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def learn(self, place: FileRange, digest: str) -> None:
-        """Enter what was hashed there. StaleHintError when a hint said otherwise."""
-        remembered = place.remembered
+    def learn(self, hashed: FileRange, digest: str) -> None:
+        """Note the digest of a range.
+
+        Raises `StaleHintError`, and forgets the hint, if it said otherwise.
+        """
+        remembered = hashed.remembered
         if remembered is None:
-            place.file.learned[place.start, place.nbytes] = digest
+            hashed.file.learned[hashed.start, hashed.nbytes] = digest
         elif remembered != digest:
-            self._hints.forget(place.file.fd)
+            self._hints.forget(hashed.file.fd)
             raise StaleHintError(
-                f"{place.file.path}: bytes {place.start} to {place.start + place.nbytes} hash to "
-                f"{digest}, remembered as {remembered}; something wrote to the file without "
+                f"{hashed.file.path}: bytes {hashed.start} to {hashed.start + hashed.nbytes} hash "
+                f"to {digest}, remembered as {remembered}; something wrote to the file without "
                 "changing its times",
-                path=place.file.path,
+                path=hashed.file.path,
             )
 
     def finish(self) -> None:
-        """Remember what was hashed. ChangedFileError when a file is not what it was."""
+        """Write what was hashed as hints. Raises `ChangedFileError` if a file has changed."""
         for file in self._files.values():
             if file is None:
                 continue
@@ -180,7 +185,7 @@ class MappedFiles:
                 )
 
     def close(self) -> None:
-        """Close every descriptor; twice does no harm."""
+        """Close every descriptor. Calling it twice does no harm."""
         files, self._files = self._files, {}
         with contextlib.ExitStack() as closing:
             for file in files.values():

@@ -1,7 +1,7 @@
-"""Parameters that had one memory before one of them was shared.
+"""The memory that parameters had before they were shared.
 
-While a model loads, its parameters are shared as they come. A later one may be a view of memory
-that an earlier one had (files of `torch.save` keep such ties): then neither is shared, so that they
+While a model loads, its parameters are shared as they come. A later one may be a view of the memory
+that an earlier one had (files of `torch.save` keep such ties). Then neither is shared, so that they
 stay what plain loading makes of them.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedView:
-    """What a parameter was before: a view of a storage, from byte `start` to byte `end`."""
+    """What a parameter was before: a view of bytes `start` to `end` of a storage."""
 
     parameter: nn.Parameter
     start: int
@@ -36,7 +36,7 @@ class ReplacedView:
     stride: tuple[int, ...]
 
     def restore(self, storage: torch.UntypedStorage) -> None:
-        """Make the parameter that view again."""
+        """Make the parameter that view of a storage again."""
         dtype = param_data(self.parameter).dtype
         data = torch.empty(0, dtype=dtype, device=storage.device)
         set_param_data(self.parameter, data.set_(storage, self.offset, self.shape, self.stride))
@@ -44,27 +44,27 @@ class ReplacedView:
 
 @dataclass(slots=True)
 class _Storage:
-    """The parts of one storage that parameters had, in order; none overlaps another."""
+    """The views of one storage that parameters had, in order; none overlaps another."""
 
     reference: WeakStorage  # keeps its number from being given to another storage
-    formers: list[ReplacedView] = field(default_factory=list)
+    views: list[ReplacedView] = field(default_factory=list)
 
 
 class ReplacedStorages:
-    """What the shared parameters of one model were before. One thread."""
+    """The memory that the shared parameters of one model had before. One thread."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
 
     def enter(self, parameter: nn.Parameter) -> None:
-        """Note what a gap-free parameter is, just before it gets other memory."""
+        """Note the memory of a gap-free parameter, just before it gets other memory."""
         data = param_data(parameter)
         storage = data.untyped_storage()
         found = self._storages.get(number_of(storage))
         if found is None:
             found = self._storages[number_of(storage)] = _Storage(WeakStorage(storage))
         start = int(data.storage_offset()) * data.itemsize
-        former = ReplacedView(
+        view = ReplacedView(
             parameter,
             start,
             start + data.nbytes,
@@ -72,11 +72,11 @@ class ReplacedStorages:
             tuple(data.shape),
             tuple(data.stride()),
         )
-        found.formers.insert(bisect_left(found.formers, start, key=_start), former)
+        found.views.insert(bisect_left(found.views, start, key=_start), view)
 
-    def overlapping(self, parameter: torch.Tensor) -> list[ReplacedView]:
-        """Those that had a byte of the memory this parameter has now."""
-        data = param_data(parameter)
+    def overlapping(self, tensor: torch.Tensor) -> list[ReplacedView]:
+        """Return the views that had a byte of the memory this tensor has now."""
+        data = param_data(tensor)
         if data.layout is not torch.strided or data.is_meta or not data.nbytes:
             return []
         found = self._storages.get(number_of(data.untyped_storage()))
@@ -84,17 +84,17 @@ class ReplacedStorages:
             return []
         start = int(data.storage_offset()) * data.itemsize
         end = start + _span(data)
-        first = bisect_left(found.formers, start, key=_end_before)
-        after = bisect_left(found.formers, end, key=_start)
-        return found.formers[first:after]
+        first = bisect_left(found.views, start, key=_last)
+        after = bisect_left(found.views, end, key=_start)
+        return found.views[first:after]
 
 
-def _start(former: ReplacedView) -> int:
-    return former.start
+def _start(view: ReplacedView) -> int:
+    return view.start
 
 
-def _end_before(former: ReplacedView) -> int:
-    return former.end - 1
+def _last(view: ReplacedView) -> int:
+    return view.end - 1
 
 
 def _span(tensor: torch.Tensor) -> int:

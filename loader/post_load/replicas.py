@@ -1,7 +1,7 @@
-"""Which residents of equal bytes the names of one model get.
+"""Which of several equal residents each name of a model gets.
 
 A key has several residents, numbered, where one model has equal tensors: those must not become one
-memory. Models of one kind are to meet name by name, whatever order their loading has.
+memory. Models of one kind are to share name by name, in whatever order they were loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from tensor_dedup.loader.residents.compare import is_forgeable, same_bytes
 from tensor_dedup.loader.residents.param_data import set_param_data
@@ -21,100 +21,136 @@ from tensor_dedup.loader.unsharing.private import map_shared
 if TYPE_CHECKING:
     from torch import nn
 
-    from tensor_dedup.loader.residents.resident import Resident
+    from tensor_dedup.loader.residents.resident import ReplicaKey, Resident
     from tensor_dedup.types import ResidentKey
 
-# How many copies of one key are looked at beyond those in use: what differs between two models
+# How many replicas of one key are looked at beyond those in use: what differs between two models
 # shifts the numbers of their equal tensors by no more than a few.
 _AHEAD: Final = 8
-# Under which name a resident came up first.
+# The name for which a resident was made.
 _first_names: Final[WeakKeyDictionary[Resident, str]] = WeakKeyDictionary()
+# The model that a module was last seen in: a module does not know its parent.
+_roots: Final[WeakKeyDictionary[nn.Module, ref[nn.Module]]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True)
 class ReplicaShare:
-    """A parameter that is a mapping now. `made`: for it; `before`: resident before the load."""
+    """A parameter that is a mapping of a resident now.
+
+    `made`: the resident was made for it. `before`: it was resident before this load.
+    """
 
     parameter: nn.Parameter
     resident: Resident
-    copy: int
+    replica: int
     made: bool
     before: bool
 
 
-def came_up(resident: Resident, name: str) -> None:
+def note_first_name(resident: Resident, name: str) -> None:
     """Note the name for which a resident was made."""
     _first_names[resident] = name
 
 
+def note_root(root: nn.Module) -> None:
+    """Note the parts of a model, which may itself be a part of another one later."""
+    parts = set(root.modules())
+    for part in parts:
+        known = _root(part)
+        if known is None or known in parts:
+            _roots[part] = ref(root)
+
+
+def root_module(part: nn.Module) -> nn.Module:
+    """Return the model that a module was last seen in, or the module itself if none is alive.
+
+    Parts of a model are converted by themselves, and two names of one model must not become one
+    memory whichever part they are in.
+    """
+    known = _root(part)
+    return part if known is None else known
+
+
+def _root(part: nn.Module) -> nn.Module | None:
+    known = _roots.get(part)
+    return None if known is None else known()
+
+
 class ReplicaAssigner:
-    """The copies that one model has taken. One thread."""
+    """The replicas that the names of one model have taken. One thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[ReplicaKey] = ()) -> None:
         self._used: dict[ResidentKey, set[int]] = defaultdict(set)
+        for key, replica in taken:
+            self.claim(key, replica)
 
-    def claim(self, key: ResidentKey, copy: int) -> bool:
-        """Take this copy. False: another name of the model has it."""
+    def claim(self, key: ResidentKey, replica: int) -> bool:
+        """Take this replica; return False if another name of the model has it."""
         used = self._used[key]
-        if copy in used:
+        if replica in used:
             return False
-        used.add(copy)
+        used.add(replica)
         return True
 
-    def release(self, key: ResidentKey, copy: int) -> None:
-        """Give a copy back."""
-        self._used[key].discard(copy)
+    def release(self, key: ResidentKey, replica: int) -> None:
+        """Give a replica back."""
+        self._used[key].discard(replica)
+
+    def claim_first(self, key: ResidentKey) -> int:
+        """Take and return the first replica that no other name has."""
+        return next(replica for replica in count() if self.claim(key, replica))
 
     def choose(self, key: ResidentKey, name: str) -> int:
-        """Take a copy for this name: one that is there, best its own, or else a new one."""
+        """Take a replica for this name: one that is resident, best its own, or else a new one."""
         used = self._used[key]
         there = {
-            copy: resident
-            for copy in chain(range(len(used), len(used) + _AHEAD), range(len(used)))
-            if copy not in used and (resident := registry.lookup(key, copy)) is not None
+            replica: resident
+            for replica in chain(range(len(used), len(used) + _AHEAD), range(len(used)))
+            if replica not in used and (resident := registry.lookup(key, replica)) is not None
         }
-        own = (copy for copy, resident in there.items() if _first_names.get(resident) == name)
-        new = (copy for copy in count() if copy not in used)
-        copy = next(chain(own, there, new))
-        used.add(copy)
-        return copy
+        own = (replica for replica, each in there.items() if _first_names.get(each) == name)
+        replica = next(chain(own, there), None)
+        if replica is None:
+            return self.claim_first(key)
+        used.add(replica)
+        return replica
 
     def order(
         self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, ReplicaShare]
     ) -> None:
-        """Names of equal bytes get copies by name, then in order, however loading ordered them."""
-        twins: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
+        """Give names of equal bytes their replicas by name, then in order, however they came."""
+        equals: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:
             share = shares.get(id(parameter))
             if share is not None and len(self._used[share.resident.key]) > 1:
-                twins[share.resident.key].append((name, share))
-        for key, group in twins.items():
+                equals[share.resident.key].append((name, share))
+        for key, group in equals.items():
             if not is_forgeable(key.digest) or _equal(group):
-                _deal(group)
+                _assign(group)
 
 
 def _equal(group: Sequence[tuple[str, ReplicaShare]]) -> bool:
-    """Each was compared with its own tensor, and not with the others."""
+    """Return whether they are equal: each was compared with its own tensor, not with the others."""
     first, *rest = (share.resident.map(writable=False) for _, share in group)
     return all(same_bytes(first, each) for each in rest)
 
 
-def _deal(group: Sequence[tuple[str, ReplicaShare]]) -> None:
-    held = sorted((share for _, share in group), key=lambda share: share.copy)
-    cards = [(s.resident, s.copy, s.made, s.before) for s in held]
+def _assign(group: Sequence[tuple[str, ReplicaShare]]) -> None:
+    held = sorted((share for _, share in group), key=lambda share: share.replica)
+    available = [(s.resident, s.replica, s.made, s.before) for s in held]
     rest = []
     for name, share in group:
-        own = next((card for card in cards if _first_names.get(card[0]) == name), None)
+        own = next((each for each in available if _first_names.get(each[0]) == name), None)
         if own is None:
             rest.append(share)
         else:
-            cards.remove(own)
+            available.remove(own)
             _give(share, own)
-    for share, card in zip(rest, cards, strict=True):
-        _give(share, card)
+    for share, other in zip(rest, available, strict=True):
+        _give(share, other)
 
 
-def _give(share: ReplicaShare, card: tuple[Resident, int, bool, bool]) -> None:
-    if share.resident is not card[0]:
-        set_param_data(share.parameter, map_shared(card[0]))
-        share.resident, share.copy, share.made, share.before = card
+def _give(share: ReplicaShare, other: tuple[Resident, int, bool, bool]) -> None:
+    if share.resident is not other[0]:
+        set_param_data(share.parameter, map_shared(other[0]))
+        share.resident, share.replica, share.made, share.before = other

@@ -1,10 +1,10 @@
-"""`.to(...)`, `.half()`, `.cuda()` and the like: what was shared before is shared after.
+"""Keep shared tensors shared when a module is moved or cast: `.to(...)`, `.half()`, `.cuda()`.
 
-To a GPU: the first model that goes there makes a resident of each, later ones map it, read-only
-(`tensor_dedup.patches.huggingface.gpu_conversions`). To a device whose memory cannot be mapped so:
-they get the copy that the first one made (`tensor_dedup.loader.unsharing.device_copies`). A cast in
-host memory gives every model a private copy, and the same one to each: it is hashed as it is, and
-what it was a cast of is remembered, so that the next model's needs neither a cast nor a hash.
+On a GPU the first model that comes makes a resident of each tensor, and later ones map it read-only
+(`tensor_dedup.patches.huggingface.gpu_conversions`). On a device whose memory cannot be mapped so,
+later models get the copy that the first one made (`tensor_dedup.loader.unsharing.device_copies`). A
+cast in host memory gives every model an equal private copy: the first one is hashed and shared, and
+what it was a cast of is remembered, so that the next model needs neither a cast nor a hash.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tensor_dedup.loader import report
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
-from tensor_dedup.loader.post_load import root_module
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
+from tensor_dedup.loader.post_load.replicas import root_module
 from tensor_dedup.loader.residents.compare import is_forgeable
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MAPPINGS
 from tensor_dedup.loader.residents.param_data import number_of, param_data
@@ -65,8 +65,8 @@ _CONVERSIONS: Final = frozenset(
         *(f"Module.{name}.<locals>.<lambda>" for name in (*_TYPES, *_DEVICES)),
     ]
 )
-# How many copies of one key are tried on a device before a tensor stays private there.
-_TRIED: Final = 16
+# How many replicas of one key are tried on a device before a tensor stays private there.
+_MAX_REPLICAS: Final = 16
 
 _WRITTEN: Final = (
     "a parameter on %s was written in place, in memory that it may share (of %s): other models of "
@@ -80,35 +80,35 @@ Guard = Callable[[], AbstractContextManager[bool]]
 
 
 class _Conversions(threading.local):
-    """Whether a conversion is under way in this thread: those of its parts belong to it."""
+    """Whether a conversion is under way in this thread; conversions of parts belong to it."""
 
     busy = False
 
 
-class _Watch:
-    """How what is converted is shared: as what was loaded last."""
+class _Settings:
+    """How conversions share: by the configuration of the latest load."""
 
     config: TensorDedupConfig | None = None
 
 
-_moves: Final = _Conversions()
-_watch: Final = _Watch()
+_conversions: Final = _Conversions()
+_settings: Final = _Settings()
 # The resident that a cast in host memory became, by what was cast, to what.
 _casts: Final[WeakValueDictionary[ReplicaKey, Resident]] = WeakValueDictionary()
-# What models that are offloaded after each use hold in host memory meanwhile: they come back for
-# certain, and then need neither a copy nor a hash.
+# The residents that models offloaded after each use will come back to: kept in host memory
+# meanwhile, so that coming back needs neither a copy nor a hash.
 _kept: Final[WeakKeyDictionary[nn.Module, set[Resident]]] = WeakKeyDictionary()
-# Which storage parameters on devices came to, and how often they had been written then.
+# The storage that parameters on devices got, and how often they had been written then.
 _versions: Final[MutableMapping[torch.Tensor, tuple[int, int]]] = WeakTensorKeyDictionary()
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
-    """Keep what is shared shared when it is converted; until nothing is shared any more.
+    """Wrap conversions of modules, until nothing is shared any more.
 
-    `alone()` is a context in which no other thread converts; it yields False during a load of
-    this one, which shares by itself.
+    `alone()` is a context in which no other thread converts. It yields False during a load of this
+    thread, which shares by itself.
     """
-    _watch.config = config
+    _settings.config = config
     if read_only() or len(DEVICE_MAPPINGS):
         writers.install()
     if not usable(APPLY) or hasattr(nn.Module._apply, "_tensor_dedup"):
@@ -117,21 +117,21 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
 
     @functools.wraps(original)
     def _apply(self: nn.Module, fn: Function, recurse: bool = True) -> Any:
-        nothing = not (len(MAPPINGS) or len(COPIES) or len(DEVICE_MAPPINGS))
-        if nothing and nn.Module._apply is _apply:
+        nothing_shared = not (len(MAPPINGS) or len(COPIES) or len(DEVICE_MAPPINGS))
+        if nothing_shared and nn.Module._apply is _apply:
             nn.Module._apply = original  # type: ignore[method-assign]
-        if _moves.busy or getattr(fn, "__qualname__", "") not in _CONVERSIONS:
+        if _conversions.busy or getattr(fn, "__qualname__", "") not in _CONVERSIONS:
             return original(self, fn, recurse)
         parameters = _shared(self)
         if not parameters:
             return original(self, fn, recurse)
         with alone() as nothing_loads:
-            move = Conversion(self, parameters, fn)
-            move.prepare(parameters)
-            result = _convert(move, lambda: original(self, move, recurse))
+            conversion = Conversion(self, parameters, fn)
+            conversion.prepare(parameters)
+            result = _convert(conversion, lambda: original(self, conversion, recurse))
             if nothing_loads:
                 _share_again(self, parameters)
-                move.remember(parameters)
+                conversion.remember(parameters)
             _note_versions(self.parameters())  # some may be other objects by now
         return result
 
@@ -150,47 +150,46 @@ def _shared(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _convert(move: Conversion, convert: Callable[[], Any]) -> Any:
-    _moves.busy = True
+def _convert(conversion: Conversion, convert: Callable[[], Any]) -> Any:
+    _conversions.busy = True
     try:
         result = convert()
-        move.finish()
+        conversion.finish()
     finally:
-        _moves.busy = False
+        _conversions.busy = False
     return result
 
 
 def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     private = {id(p) for p in parameters if p.device.type == "cpu" and not is_mapped(p)}
     if private:
-        config = _watch.config
+        config = _settings.config
         assert config is not None
         provider = host_provider_for(
             config.memory_manager, type(model).__name__, keep_alignment=True
         )
-        adoption = ModuleDedup(model, DedupContext(config, provider))
-        adoption.share_again(private)
+        ModuleDedup(model, DedupContext(config, provider)).share_again(private)
 
 
 class Conversion:
-    """One conversion of one model, in place of the function that converts. One thread.
+    """One conversion of one model, called in place of the function that converts. One thread.
 
-    Tensors that are residents, or copies of them, become what another model has made of them
-    already; the others go through the function.
+    Residents, and copies of them on devices, become what another model has made of them already.
+    All other tensors go through the function.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], fn: Function) -> None:
         self._model = model
         self._fn = fn
         # Forgotten when it is not offloaded any more.
-        before = _kept.pop(model, set())
-        self._comes_back = before if hasattr(model, "_hf_hook") else None
+        kept = _kept.pop(model, set())
+        self._comes_back_to = kept if hasattr(model, "_hf_hook") else None
         self._known = _followed(each for each in parameters if type(each) is nn.Parameter)
         self._targets: dict[_Form, _Form] = {}
-        # Whose queues what is made here may still be in.
+        # In whose queues there may still be work of this conversion.
         self._busy = {each.device for each in parameters}
-        # Twins of one model stay apart, wherever they are.
-        whole = list(root_module.root_module(model).parameters())
+        # Equal tensors of one model stay apart, wherever they are.
+        whole = list(root_module(model).parameters())
         self._in_use = {_storage(each) for each in whole if COPIES.holds(param_data(each))}
         self._residents = {id(resident) for _, resident in residents_of(whole).values()}
         self._on_gpus = [k for each in whole if (k := DEVICES.known(param_data(each))) is not None]
@@ -200,36 +199,36 @@ class Conversion:
         self._format = closure.get("convert_to_format")
 
     def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have on GPUs what goes to one, before anything is converted."""
-        going: dict[SharedGpu, list[PendingTransfer]] = {}
+        """Bring to GPUs what goes to one, before anything is converted."""
+        pending: dict[SharedGpu, list[PendingTransfer]] = {}
         for each in parameters:
             wanted = self._wanted(each)
             gpu = None if wanted is None else DEVICES.at(wanted[1])
             if wanted is None or gpu is None or gpu.holds(each, wanted[0].key):
                 continue
-            going.setdefault(gpu, []).append(
+            pending.setdefault(gpu, []).append(
                 PendingTransfer(each, wanted[0], self._known[id(each)])
             )
             self._keep(self._known[id(each)])
-        for gpu, items in going.items():
-            self._bring(gpu, items)
+        for gpu, items in pending.items():
+            self._transfer(gpu, items)
 
-    def _bring(self, gpu: SharedGpu, going: Sequence[PendingTransfer]) -> None:
-        config = _watch.config
+    def _transfer(self, gpu: SharedGpu, pending: Sequence[PendingTransfer]) -> None:
+        config = _settings.config
         assert config is not None
         writers.install()
         manager = device_manager_residents(
             config.memory_manager, type(self._model).__name__, gpu.gpu
         )
-        views = gpu.views_of(root_module.root_module(self._model))
-        move = GpuConversion(gpu, views, manager, self._on_gpus)
-        self._ready |= move.bring(going, self._fn)
-        why = move.failed or manager.not_lent
+        views = gpu.views_of(root_module(self._model))
+        conversion = GpuConversion(gpu, views, manager, self._on_gpus)
+        self._ready |= conversion.transfer(pending, self._fn)
+        why = conversion.failed or manager.not_lent
         if why is not None:
             report.note(str(gpu.device), why)
 
     def _wanted(self, tensor: torch.Tensor) -> tuple[ReplicaKey, torch.device] | None:
-        """What a tensor that is followed becomes, and where; None: it goes through the function."""
+        """Return what a tensor becomes, and where; None if it goes through the function."""
         known = self._known.get(id(tensor))
         reformatted = self._format is not None and tensor.dim() in (4, 5)
         if known is None or reformatted:
@@ -239,7 +238,7 @@ class Conversion:
         return None if key is None else (ReplicaKey(key, known.copy), device)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the function would give, or an equal tensor that is there already."""
+        """Return what the function would give, or an equal tensor that is there already."""
         ready = self._ready.pop(id(tensor), None)
         if ready is not None:
             return ready
@@ -260,13 +259,13 @@ class Conversion:
         return self._there(tensor, wanted, device)
 
     def _keep(self, known: ReplicaKey) -> None:
-        """Of an offloaded model: keep what it comes back to in host memory."""
-        if self._comes_back is not None:
+        """Keep what an offloaded model comes back to in host memory."""
+        if self._comes_back_to is not None:
             resident = registry.lookup(*known)
-            self._comes_back.update(() if resident is None else (resident,))
+            self._comes_back_to.update(() if resident is None else (resident,))
 
     def _target(self, tensor: torch.Tensor) -> _Form:
-        """Where the function puts such a tensor, asked with one that has no elements."""
+        """Return where the function puts such a tensor, asked with one that has no elements."""
         form = tensor.device, tensor.dtype  # a model may be on several devices
         found = self._targets.get(form)
         if found is None:
@@ -283,8 +282,8 @@ class Conversion:
         return self._fn(tensor)
 
     def _there(self, tensor: torch.Tensor, known: ReplicaKey, device: torch.device) -> torch.Tensor:
-        for copy in islice(chain([known.copy], count()), _TRIED):
-            wanted = ReplicaKey(known.key, copy)
+        for replica in islice(chain([known.copy], count()), _MAX_REPLICAS):
+            wanted = ReplicaKey(known.key, replica)
             found = COPIES.lookup(wanted, device)
             if found is None:
                 return self._make(tensor, wanted)
@@ -303,30 +302,31 @@ class Conversion:
         return made
 
     def finish(self) -> None:
-        """Wait until what was copied is there: the next model may use it on another stream.
+        """Wait for the devices, and note what an offloaded model comes back to.
 
-        What came to host memory is hashed next. And note what an offloaded model comes back to.
+        The next model may use what was copied on another stream, and what came to host memory is
+        hashed next.
         """
         for device in self._busy:
             if device.type not in ("cpu", "meta"):
                 torch.accelerator.synchronize(device)
-        if self._comes_back:
-            _kept[self._model] = self._comes_back
+        if self._comes_back_to:
+            _kept[self._model] = self._comes_back_to
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note which residents the casts have become, once they are shared again."""
+        """Note which residents the casts became when they were shared again."""
         cast = (each for each in parameters if id(each) in self._casts)
         for number, (_, resident) in residents_of(cast).items():
             _casts[self._casts[number]] = resident
 
 
 def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
-    """What each of them is, where that alone says what it becomes.
+    """Return what each of them is, by id, where that alone tells what it becomes.
 
-    Where hits are to be compared it does not: what is made of another resident by the same name
-    may be of other bytes. Then casts are hashed, and copies on devices private.
+    Where hits are compared it does not tell: what was made of another resident with the same digest
+    may have other bytes. Then casts are hashed, and copies on devices stay private.
     """
-    if _watch.config is not None and _watch.config.verifies_bytes:
+    if _settings.config is not None and _settings.config.verifies_bytes:
         return {}
     followed = {}
     for parameter, known in _with_known(parameters):
@@ -358,7 +358,7 @@ def _note_versions(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _state(parameter: nn.Parameter) -> tuple[int, int]:
-    """The storage, and how often torch has seen it written through this object."""
+    """Return the storage, and how often torch has seen it written through this object."""
     return _storage(parameter), 0 if parameter.is_inference() else parameter._version
 
 

@@ -1,4 +1,4 @@
-"""What is replaced in Diffusers during a load, checked by signature when it is installed."""
+"""The functions of Diffusers that are replaced during a load, if they are as recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WARM_UPS: Final = tuple(
 
 
 def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
-    """What to put where; `note` hears of every tensor that is set, with model and name."""
+    """Yield what is replaced, and by what; `note` hears of every tensor set, by model and name."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_tensor(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:

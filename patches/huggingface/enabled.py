@@ -1,4 +1,4 @@
-"""What was asked for: sharing switched on, for the process, and refused, for one load. No torch."""
+"""Whether sharing is enabled for the process, and whether one load opts out. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class EnabledSwitch:
-    """What `enable` has set, for the whole process: worker threads inherit no context."""
+    """The configuration that `enable` has set.
+
+    It holds for the whole process: worker threads inherit no context.
+    """
 
     def __init__(self) -> None:
         self.config: TensorDedupConfig | None = None
@@ -22,14 +25,17 @@ class EnabledSwitch:
         self._lock = threading.Lock()
 
     def set(self, config: TensorDedupConfig | None) -> TensorDedupConfig | None:
-        """Set, and return what was set before."""
+        """Set the configuration and return the one that was set before."""
         with self._lock:
             before, self.config = self.config, config
         return before
 
 
 class OptOut(threading.local):
-    """Whether a load with `tensor_dedup=False` is under way here: its models are refused too."""
+    """Whether a load with `tensor_dedup=False` is under way in this thread.
+
+    Its models are not shared either.
+    """
 
     depth = 0
 

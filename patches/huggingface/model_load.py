@@ -1,7 +1,13 @@
-"""One load of a pipeline or model by Diffusers or Transformers, and what is shared by it.
+"""Share what one load of a pipeline or model by Diffusers or Transformers brings.
 
-Loading there is not thread-safe (two threads leave weights on the meta device, with or without
-us), so all loads that share wait for each other.
+    with deduplicated(config, name) as load:       # hooks note the tensors that are finished
+        pipeline = call()                          # they are hashed and shared while it goes on
+        report = load.finish(modules_of(pipeline)) # what is left is shared now
+
+`tensor_dedup.loader.post_load.dedup` does the sharing, model by model.
+
+Loading is not thread-safe in these frameworks (two threads leave weights on the meta device, with
+or without this package), so all loads that share wait for each other.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
 
 _log = logging.getLogger(__name__)
-# Modules that some entry of the report speaks of.
+# Modules that some entry of the report is about.
 _reported: Final[WeakSet[nn.Module]] = WeakSet()
 _DIFFUSERS: Final = "diffusers.models.modeling_utils"
 _OFFLOADED: Final = "accelerate moves its weights about"
@@ -55,7 +61,7 @@ _SUMS: Final = (
 
 
 class _State:
-    """The load under way, of the one thread that holds the load lock."""
+    """The load that is under way in the one thread that holds the load lock."""
 
     def __init__(self) -> None:
         self.reset()
@@ -67,21 +73,21 @@ class _State:
 
 
 class ModelLoad:
-    """Everything that one call of `from_pretrained` loads: a pipeline's models, or one model.
+    """Everything that one call of `from_pretrained` loads: the models of a pipeline, or one model.
 
     A context manager: it has files open.
     """
 
     def __init__(self, config: TensorDedupConfig, name: str, *, trust: bool = True) -> None:
-        """`trust`: believe hints, where the config does."""
+        """`trust` says whether hints are believed, if the configuration allows that."""
         self._name = name
         self._config = config
         trust = trust and config.verify == "hint"
-        self._origins = MappedFiles(config.hash_algorithm, trust=trust)
+        self._files = MappedFiles(config.hash_algorithm, trust=trust)
         # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
         provider = host_provider_for(config.memory_manager, name, keep_alignment=True)
-        self._terms = DedupContext(config, provider, self._origins)
-        self._adoptions: dict[int, ModuleDedup] = {}
+        self._context = DedupContext(config, provider, self._files)
+        self._dedups: dict[int, ModuleDedup] = {}
         self._settled: set[int] = set()
         self._left_alone: dict[int, nn.Module] = {}
         self._offloaded: set[int] = set()
@@ -94,95 +100,95 @@ class ModelLoad:
 
     def __exit__(self, *error: object) -> None:
         # A file that is still read may not be closed: its number may be another one's by then.
-        for each in self._adoptions.values():
+        for each in self._dedups.values():
             each.abandon()
-        self._origins.close()
+        self._files.close()
 
     def note(self, model: nn.Module, name: str) -> None:
         """Hear that a loader has set a tensor of a model for good.
 
-        Other threads are not heard: they may load something else, and not for us. What a loader's
-        own threads set is shared when its model is complete.
+        Other threads are ignored: they may load something else. What a loader's own threads set is
+        shared when its model is complete.
         """
         if self.is_here() and not REFUSAL.depth:
-            self._adoption(model).note(name)
+            self._dedup(model).note(name)
 
     @property
     def config(self) -> TensorDedupConfig:
-        """What it was asked for."""
+        """The configuration that this load was asked for."""
         return self._config
 
     def is_here(self) -> bool:
-        """Does this thread do it?"""
+        """Return whether this thread is the one that loads."""
         return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
 
     def leave_alone(self, models: Iterable[nn.Module]) -> None:
-        """Hear that these are parts of what is loaded, and not to be shared."""
+        """Do not share these models, although they are part of what is loaded."""
         self._left_alone.update((id(model), model) for model in models)
 
-    def _adoption(self, model: nn.Module) -> ModuleDedup:
-        found = self._adoptions.get(id(model))
+    def _dedup(self, model: nn.Module) -> ModuleDedup:
+        found = self._dedups.get(id(model))
         if found is None:  # holds the model, so that the id stays its own
-            found = self._adoptions[id(model)] = ModuleDedup(model, self._terms)
+            found = self._dedups[id(model)] = ModuleDedup(model, self._context)
         return found
 
     def settle(self, model: nn.Module) -> None:
-        """A model is complete."""
-        adoption = self._adoption(model)
+        """Share what is left of a model, which is complete."""
+        dedup = self._dedup(model)
         if id(model) in self._settled:
             return
         self._settled.add(id(model))
         if is_offloaded(model):
             self._offloaded.add(id(model))
-            adoption.abandon()
+            dedup.abandon()
             return
-        adoption.settle()
+        dedup.settle()
 
     def finish(
         self, models: Mapping[str, nn.Module], skipped: Iterable[tuple[str, str]] = ()
     ) -> ModelReport:
-        """All that was loaded is complete; `models` are those that came of it, by name.
+        """Settle everything that was loaded and return the report.
 
-        `skipped`: parts that are none of those, with the reason.
+        `models` are those that came of the load, by name; `skipped` other parts, with the reason.
         """
         refused = [(n, _REFUSED) for n, m in models.items() if id(m) in self._left_alone]
         models = {n: m for n, m in models.items() if id(m) not in self._left_alone}
-        for model in [*models.values(), *(a.model for a in list(self._adoptions.values()))]:
+        for model in [*models.values(), *(each.model for each in list(self._dedups.values()))]:
             self.settle(model)
-        self._origins.finish()
+        self._files.finish()
         report = ModelReport(name=self._name, skipped=[*skipped, *refused])
         names = {id(model): name for name, model in models.items()}
-        inside = {id(part) for a in self._adoptions.values() for part in _parts(a.model)}
-        for key, adoption in self._adoptions.items():
-            if key in inside:  # its whole is in the accounts
+        inside = {id(part) for each in self._dedups.values() for part in _parts(each.model)}
+        for key, dedup in self._dedups.items():
+            if key in inside:  # the model that it is a part of accounts for it
                 continue
-            self._enter(report, names.get(key, type(adoption.model).__name__), adoption)
-            _reported.add(adoption.model)
+            self._enter(report, names.get(key, type(dedup.model).__name__), dedup)
+            _reported.add(dedup.model)
         report.skipped.sort()
         if self._config.store is not None:
             report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
-        terms = self._terms
-        if terms.provider.not_lent is not None:
-            report.skipped.append((BETWEEN_PROCESSES, terms.provider.not_lent))
-        report.collisions = terms.collisions
-        report.known = terms.remembered > 0 and terms.unknown == 0
-        report.bytes_hashed = terms.bytes_hashed
-        report.seconds["hash"] = terms.hash_seconds
-        report.seconds["process"] = terms.process_seconds
-        spent = terms.hash_seconds + terms.process_seconds
+        context = self._context
+        if context.provider.not_lent is not None:
+            report.skipped.append((BETWEEN_PROCESSES, context.provider.not_lent))
+        report.collisions = context.collisions
+        report.known = context.remembered > 0 and context.unknown == 0
+        report.bytes_hashed = context.bytes_hashed
+        report.seconds["hash"] = context.hash_seconds
+        report.seconds["process"] = context.process_seconds
+        spent = context.hash_seconds + context.process_seconds
         report.seconds["read"] = max(0.0, time.perf_counter() - self._began - spent)
         return report
 
-    def _enter(self, report: ModelReport, name: str, adoption: ModuleDedup) -> None:
+    def _enter(self, report: ModelReport, name: str, dedup: ModuleDedup) -> None:
         part = ModelReport()
-        adoption.ledger.enter(part)
-        if id(adoption.model) in self._offloaded:
+        dedup.ledger.enter(part)
+        if id(dedup.model) in self._offloaded:
             part.skipped.append(("", _OFFLOADED))
         sums = {key: getattr(part, key) for key in _SUMS}
         for key, value in sums.items():
             setattr(report, key, getattr(report, key) + value)
         if name:
-            kind = type(adoption.model).__name__
+            kind = type(dedup.model).__name__
             report.components.append({"name": name, "class": kind, **sums})
         report.skipped += [(".".join(filter(None, (name, n))), why) for n, why in part.skipped]
 
@@ -195,10 +201,10 @@ _state: Final = _State()
 
 
 def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int]) -> Any:
-    """Call a loader of either framework; share what it loads, and report it.
+    """Call a loader of either framework, share what it loads, and report it.
 
-    `given`: ids of modules that the caller brought, and which are left alone. Waits for other
-    loads. What `call` raises is raised, with everything as it was before.
+    Waits for other loads. `given` are the ids of modules that the caller brought, which are left
+    alone. An error of `call` is raised with everything as it was before.
     """
     with LOAD_LOCK:
         if _state.load is not None:  # a model of a pipeline
@@ -219,7 +225,7 @@ def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: se
 def _run(
     call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int], *, trust: bool
 ) -> Any:
-    with _loading(config, name, trust=trust) as load:
+    with deduplicated(config, name, trust=trust) as load:
         result = call()
         every = modules_of(result)
         skipped = [(name, _GIVEN) for name, model in every.items() if id(model) in given]
@@ -231,7 +237,7 @@ def _run(
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
-    """Bring a pipeline or module to a device, sharing what it has in host memory."""
+    """Bring a pipeline or module to a device, and share what it has in host memory."""
     here = torch.device(device).type == "cpu"
     models = _require_modules(target, "move")
     if not here:
@@ -244,20 +250,23 @@ def move(target: object, device: Any, config: TensorDedupConfig) -> None:
 
 
 def under_way() -> TensorDedupConfig | None:
-    """The config of the load that this thread is in the middle of."""
+    """Return the configuration of the load that this thread is in the middle of, if any."""
     load = _state.load
     return load.config if load is not None and load.is_here() else None
 
 
 def leave_alone(loaded: object) -> None:
-    """What was loaded with `tensor_dedup=False` as a part of a load that shares."""
+    """Do not share what was loaded with `tensor_dedup=False` as part of a load that shares."""
     load = _state.load
     if load is not None and load.is_here():
         load.leave_alone(modules_of(loaded).values())
 
 
 def share(target: object, config: TensorDedupConfig) -> ModelReport:
-    """Share what a pipeline or module holds now. UnsupportedError for anything else."""
+    """Share what a pipeline or module holds now.
+
+    Raises `UnsupportedError` for anything else.
+    """
     models = _require_modules(target, "sweep")
     with LOAD_LOCK:
         known = all(model in _reported for model in models.values())
@@ -283,13 +292,17 @@ def _require_modules(target: object, verb: str) -> dict[str, nn.Module]:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """While no other thread converts. False: a load is under way in this one."""
+    """Keep other threads from converting; yield False if a load is under way in this one."""
     with MOVE_LOCK:
         yield under_way() is None
 
 
 @contextmanager
-def _loading(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[ModelLoad]:
+def deduplicated(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[ModelLoad]:
+    """Share what this thread loads within the context, and afterwards what it converts.
+
+    The caller holds the load lock. `trust` says whether hints are believed.
+    """
     load = ModelLoad(config, name, trust=trust)
     with load, Replacements(_replacements(load)):
         _state.load = load
@@ -319,7 +332,10 @@ def _replacements(load: ModelLoad) -> Iterator[Any]:
 
 
 def modules_of(loaded: object) -> dict[str, nn.Module]:
-    """The modules of a pipeline by name, or a module as ""; of a tuple, those of its first part."""
+    """Return the modules of a pipeline by name, or a module as "".
+
+    Of a tuple, its first part counts.
+    """
     if isinstance(loaded, tuple) and loaded:
         loaded = loaded[0]  # with output_loading_info the model comes with other things
     if isinstance(loaded, nn.Module):
@@ -332,7 +348,7 @@ def modules_of(loaded: object) -> dict[str, nn.Module]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Has accelerate taken the weights away, to bring them for each use?"""
+    """Return whether accelerate has taken the weights away, to bring them for each use."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     every = (each for hook in hooks for each in getattr(hook, "hooks", (hook,)))
     return any(getattr(each, "offload", False) for each in every)

@@ -1,7 +1,7 @@
-"""Group offloading of Diffusers: what was shared in host memory comes back to it shared.
+"""Keep host memory shared under group offloading of Diffusers.
 
-Diffusers copies a group of layers to a device before each use, and back afterwards, into memory of
-its own each time. What was not written on the device is given the mapping back that it had.
+Diffusers copies a group of layers to a device before each use, and back into new private memory
+afterwards. Parameters that were not written on the device get their mapping back instead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _away: Final[MutableMapping[torch.Tensor, torch.Tensor]] = WeakTensorKeyDictiona
 
 @functools.cache
 def install() -> None:
-    """Wrap what moves groups, loaded already or later. Once a process; idle where none shares."""
+    """Wrap what moves groups, now or when Diffusers imports it. Calling it again does nothing."""
     wrapt.when_imported("diffusers.hooks.group_offloading")(_patch)
 
 
@@ -60,7 +60,7 @@ def _patch(module: ModuleType) -> None:
 
 
 def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Put a parameter onto its device, and keep the mapping that it had."""
+    """Wrap the way to the device, so that the mapping of a parameter is kept."""
 
     @functools.wraps(original)
     def transfer(self: Any, tensor: Any, source_tensor: Any, default_stream: Any) -> Any:
@@ -75,7 +75,7 @@ def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Take a group back to host memory: to its mappings, where nobody wrote on the device."""
+    """Wrap the way back, so that parameters nobody wrote on the device get their mappings."""
 
     @functools.wraps(original)
     def offload(self: Any) -> Any:
@@ -95,11 +95,9 @@ def _come_back(parameter: torch.Tensor) -> None:
 
 
 def _is_as(there: torch.Tensor, mapping: torch.Tensor) -> bool:
-    """By bytes, for torch counts no writes through `.data`; plain Diffusers copies them as well."""
-    if (there.dtype, there.shape, there.stride()) != (
-        mapping.dtype,
-        mapping.shape,
-        mapping.stride(),
-    ):
+    """Compare bytes: torch counts no writes through `.data`, and plain Diffusers copies as much."""
+    if (there.dtype, there.shape) != (mapping.dtype, mapping.shape):
+        return False
+    if there.stride() != mapping.stride():
         return False
     return same_bytes(there.to(mapping.device), param_data(mapping))

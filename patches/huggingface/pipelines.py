@@ -1,7 +1,8 @@
-"""`enable`, `disable`, `sweep`, and `tensor_dedup=` for Diffusers and Transformers.
+"""Switch sharing on and off for Diffusers and Transformers: `enable`, `disable`, `sweep`, `move`.
 
-Importing this module loads neither framework, nor torch: their functions are wrapped when they are
-imported, by whomever.
+This is where their loaders learn the argument `tensor_dedup=`, too.
+Importing this module imports neither framework, nor torch: their loaders are wrapped when somebody
+imports them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 _KEYWORD: Final = "tensor_dedup"
 # Imported with the first load, for it needs torch.
 _LOADS: Final = "tensor_dedup.patches.huggingface.model_load"
-# What loads: class methods whose first argument says what to load. Modules, with the class and
-# the method each of them has; a class that is gone is left out.
+# The loaders: class methods whose first argument says what to load, by module. A class that is
+# gone is left out.
 _ENTRIES: Final = {
     "transformers.modeling_utils": ("PreTrainedModel", "from_pretrained"),
     "diffusers.models.modeling_utils": ("ModelMixin", "from_pretrained"),
@@ -37,7 +38,7 @@ _ENTRIES: Final = {
 
 
 class Enabled:
-    """What `enable` returns: as a context manager it takes back, at its end, what was enabled."""
+    """What `enable` returns; as a context manager it restores what was enabled before."""
 
     def __init__(self, config: TensorDedupConfig, before: TensorDedupConfig | None) -> None:
         self.config: Final = config
@@ -56,11 +57,11 @@ class Enabled:
 
 
 def enable(config: object = True) -> Enabled:
-    """Share the tensors of all pipelines and models that are loaded from now on, by any thread.
+    """Share the tensors of all pipelines and models that any thread loads from now on.
 
-    Use it as a call, until `disable`, or as a context manager. `config`: whatever
-    `TensorDedupConfig.from_any` takes. What was loaded before stays as it is; see `sweep`.
-    Raises ConfigError.
+    Call it, and `disable` later, or use it as a context manager. `config` is anything that
+    `TensorDedupConfig.from_any` takes. What was loaded before stays as it is; `sweep` shares it.
+    Raises `ConfigError` if the configuration is not valid.
     """
     chosen = TensorDedupConfig.from_any(config)
     install()
@@ -68,16 +69,17 @@ def enable(config: object = True) -> Enabled:
 
 
 def disable() -> None:
-    """Load plainly from now on. What is shared stays shared."""
+    """Load without sharing from now on. What is shared stays shared."""
     SWITCH.set(None)
 
 
 def sweep(target: object, config: object = None) -> ModelReport:
-    """Share the parameters of a pipeline or module that is in memory already.
+    """Share the parameters of a pipeline or module that is in memory already, and return a report.
 
-    Each parameter keeps its object, and gets the memory of a resident with equal bytes, or becomes
-    one. Nobody may write to it meanwhile, nor run it in another thread. `config` is by default
-    what is enabled. In the `report` when no load of this module is. Raises UnsupportedError.
+    Each parameter keeps its object and gets the memory of a resident with equal bytes, or becomes
+    one. Nobody may write to the models meanwhile, nor run them in another thread. `config` defaults
+    to what is enabled. `report()` lists the sweep unless it lists a load of the same module.
+    Raises `UnsupportedError` for anything but a pipeline or a module.
     """
     from tensor_dedup.patches.huggingface import model_load
 
@@ -87,11 +89,12 @@ def sweep(target: object, config: object = None) -> ModelReport:
 def move(target: object, device: object, config: object = None) -> None:
     """Bring a pipeline or module to a device, as `.to(device)` does, and share what it has.
 
-    Of tensors that others have there already nothing is copied. What is private in host memory is
-    shared first, as by `sweep`; what is private elsewhere stays so. In memory of other devices a
-    write in place would reach the neighbours: peft, `load_state_dict`, textual inversion and
-    optimizers are kept from it, any other writer needs `unshare` first. Nobody may use the models
-    meanwhile. Raises UnsupportedError for anything but a pipeline or a module, and what `.to` does.
+    Tensors that other models have there already are not copied. What is private in host memory is
+    shared first, as by `sweep`; what is private elsewhere stays private. On other devices a write
+    in place would reach the models that share the memory: peft, `load_state_dict`, textual
+    inversion and optimizers get private memory first, any other writer needs `unshare`. Nobody may
+    use the models meanwhile. Raises `UnsupportedError` for anything but a pipeline or a module, and
+    whatever `.to` raises.
     """
     from tensor_dedup.patches.huggingface import model_load
 
@@ -104,7 +107,10 @@ def _chosen(config: object) -> TensorDedupConfig:
 
 
 def install() -> None:
-    """Wrap the loaders of both frameworks now, or when they are imported. Idempotent."""
+    """Wrap the loaders of both frameworks now, or when they are imported.
+
+    Calling it again does nothing.
+    """
     for name in _ENTRIES:
         module = sys.modules.get(name)
         if module is None:
@@ -147,13 +153,13 @@ def _wrapped(original: Any) -> Any:
 
 
 def _in_force() -> TensorDedupConfig | None:
-    """What is enabled; within a load, what that one was asked for."""
+    """Return what is enabled, or else what the load under way was asked for."""
     loads = sys.modules.get(_LOADS)
     return SWITCH.config or (None if loads is None else loads.under_way())
 
 
 def _refused(call: Callable[[], Any]) -> Any:
-    """Load with `tensor_dedup=False`, maybe as a part of a load that shares."""
+    """Load with `tensor_dedup=False`, perhaps as part of a load that shares."""
     with REFUSAL:
         result = call()
     loads = sys.modules.get(_LOADS)
@@ -163,7 +169,7 @@ def _refused(call: Callable[[], Any]) -> Any:
 
 
 def _name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What is loaded, for people: a path or an identifier, or else the class."""
+    """Return what is loaded, for people: a path or an identifier, or else the class."""
     named = (each for key, each in kwargs.items() if key.startswith("pretrained_model"))
     first = next(iter(args), next(named, None))
     return os.fspath(first) if isinstance(first, str | os.PathLike) else cls.__name__

@@ -1,4 +1,4 @@
-"""What is replaced in Transformers during a load, checked by signature when it is installed."""
+"""The functions of Transformers that are replaced during a load, if they are as recorded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
-    """What to put where; `note` hears of every tensor that is set, with model and name."""
+    """Yield what is replaced, and by what; `note` hears of every tensor set, by model and name."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_param_for_module(model: nn.Module, target_name: str, *args: Any, **kw: Any) -> Any:
@@ -48,5 +48,5 @@ def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
 
 
 def idle(_original: Callable[..., Any]) -> Callable[..., None]:
-    """A function that does nothing."""
+    """Return a function that does nothing."""
     return lambda *_args, **_kwargs: None

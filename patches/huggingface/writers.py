@@ -1,8 +1,8 @@
-"""What writes weights in place: it gets memory of its own first, where the kernel gives it none.
+"""Give writers in place private memory before they write, where the kernel cannot.
 
 Mappings in host memory are copied on write and need none of this. It is installed when the first
-memory of another kind is shared (`tensor_dedup.loader.unsharing.private`), and stays: where nothing
-is shared, nothing is done.
+memory of another kind is shared (`tensor_dedup.loader.unsharing.private`) and stays installed:
+where nothing is shared, it does nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ PLANNED: Final = ReplacedSeam(
     "call unshare before state_dict(), for models on a device",
     "torch 2.13",
 )
-# What the layers of adapters do to the layer they stand for. Some ways to begin one take from the
-# weight what the adapter adds (`pissa_init` and its like).
+# Methods of adapter layers that write to the layer they stand for. Some ways to initialise an
+# adapter take from the weight what the adapter adds (`pissa_init` and the like).
 _WRITING: Final = ("merge", "unmerge")
 _BEGINNING: Final = "_init"
 
@@ -68,7 +68,7 @@ Before = Callable[..., Iterable[torch.Tensor]]
 
 @functools.cache
 def install() -> None:
-    """Guard whatever writes, loaded already or later. Once a process."""
+    """Guard all known writers, imported already or later. Calling it again does nothing."""
     _guard(LOAD_STATE, _copied_into)
     register_optimizer_step_pre_hook(_before_step)
     wrapt.when_imported("peft.tuners.tuners_utils")(_guard_adapters)
@@ -78,7 +78,7 @@ def install() -> None:
 
 
 def _guard(seam: ReplacedSeam, written: Before) -> None:
-    """Make what a method is about to write private; `written` is called as the method is."""
+    """Make private what a method is about to write; `written` takes its arguments and says what."""
     if usable(seam):
         holder, name = holder_of(seam.target)
         setattr(holder, name, _guarded(getattr(holder, name), written))
@@ -113,7 +113,7 @@ def _guarded_average(original: Method) -> Method:
 
 
 def _guard_plans(_: ModuleType) -> None:
-    """Refuse: the parameters cannot be found from what their `state_dict()` gave."""
+    """Refuse shared memory: the parameters cannot be found from what `state_dict()` gave."""
     if not usable(PLANNED):
         return
     holder, name = holder_of(PLANNED.target)
@@ -165,7 +165,7 @@ def _tables(
 
 
 def _guard_adapters(module: ModuleType) -> None:
-    """All classes of peft's that stand for a layer, those defined by now and those to come."""
+    """Guard all classes of peft that stand for a layer, those defined by now and those to come."""
     base: Any = module.BaseTunerLayer
     for each in _family(base):
         _guard_adapter(each)

@@ -134,7 +134,7 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
         found.set_result(f"{algorithm}:" + "0" * 16)
         return found
 
-    monkeypatch.setattr("tensor_dedup.loader.post_load.slab_fill.submit", submit)
+    monkeypatch.setattr("tensor_dedup.loader.post_load.batch.submit", submit)
     terms = DedupContext(
         TensorDedupConfig(hash_algorithm="xxhash64"), HostProvider(keep_alignment=True)
     )
@@ -277,12 +277,12 @@ def test_a_range_that_was_written_in_memory_is_not_the_files(tmp_path: Path) -> 
     path.write_bytes(as_file(1.0))
     origins = MappedFiles("blake3", trust=True)
     model = mapped(path)
-    place = origins.place(model.weight, ProcessMappings())
+    place = origins.range_of(model.weight, ProcessMappings())
     assert place is not None
     assert (place.start, place.nbytes) == (0, 4 * COUNT)
     with torch.no_grad():
         model.weight[5] = 3.0
-    assert origins.place(model.weight, ProcessMappings()) is None
+    assert origins.range_of(model.weight, ProcessMappings()) is None
     origins.close()
 
 
@@ -296,5 +296,5 @@ def test_a_path_that_leads_to_another_file_by_now_says_nothing(tmp_path: Path, n
     origins = MappedFiles("blake3", trust=True)
     memory = ProcessMappings()
     assert memory.file(model.weight) is not None
-    assert origins.place(model.weight, memory) is None
+    assert origins.range_of(model.weight, memory) is None
     origins.close()

@@ -153,7 +153,7 @@ def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> 
         ModuleDedup(model, terms).settle()
     origins.close()
     assert shares_memory(first.weight, second.weight)
-    slabs = {id(each.slab): each.slab for each in terms.own}
+    slabs = {id(each.slab): each.slab for each in terms.built}
     assert len(slabs) == 2
     held = sum(os.fstat(slab.fileno).st_blocks * 512 for slab in slabs.values())
     assert held <= 2 * 4 * count + (64 << 10)

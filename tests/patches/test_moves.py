@@ -105,7 +105,7 @@ def test_a_cast_that_was_made_already_is_neither_made_nor_hashed_again(
 ) -> None:
     first, second = pair()
     first.float()
-    monkeypatch.setattr("tensor_dedup.loader.post_load.slab_fill.submit", forbidden)
+    monkeypatch.setattr("tensor_dedup.loader.post_load.batch.submit", forbidden)
     second.float()
     assert shared(first, second) == equal(first, second) == parameters(first).keys()
     assert verify().ok
@@ -258,7 +258,7 @@ def test_what_only_has_the_same_forgeable_digest_is_not_what_another_becomes(
     twin: Any = nn.Sequential(nn.Linear(64, 64, bias=False))
     nn.init.ones_(twin[0].weight)
     with monkeypatch.context() as patched:
-        patched.setattr("tensor_dedup.loader.post_load.slab_fill.submit", one_digest)
+        patched.setattr("tensor_dedup.loader.post_load.batch.submit", one_digest)
         sweep(models[0], WEAK)
         sweep(twin, WEAK)
         assert shared(models[0], twin) == {"0.weight"}
