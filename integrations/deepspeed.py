@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
-from tensor_dedup.seams import ReplacedSeam, Replacements, usable
+from tensor_dedup.seams import Replacements, Seam, usable
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
@@ -40,12 +40,12 @@ __all__ = ["StoreEngine", "enable"]
 KEY: Final = "tensor_dedup"
 _FIELDS: Final = frozenset({"store", "run"})
 _VERSIONS: Final = "DeepSpeed 0.19.8"
-_SEAM: Final = ReplacedSeam(
+_SEAM: Final = Seam(
     "deepspeed.runtime.engine:create_checkpoint_engine",
-    "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
-    "it makes the engine that saves and loads",
     "DeepSpeed saves to its own files",
-    _VERSIONS,
+    "it makes the engine that saves and loads",
+    "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
+    versions=(_VERSIONS,),
 )
 # A pointer file is a JSON list that begins with this title, and is no longer than this.
 _TITLE: Final = "tensor-dedup step"

@@ -41,19 +41,19 @@ from tensor_dedup.loader.unsharing.lookup import is_mapped, is_on_gpu, replica_k
 from tensor_dedup.loader.unsharing.private import map_shared, read_only
 from tensor_dedup.patches.huggingface import writers
 from tensor_dedup.patches.huggingface.gpu_conversions import GpuConversion, PendingTransfer
-from tensor_dedup.seams import ReplacedSeam, usable
+from tensor_dedup.seams import Seam, usable
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.residents.resident import Resident
 
-APPLY: Final = ReplacedSeam(
+APPLY: Final = Seam(
     "torch.nn.modules.module:Module._apply",
-    "(self, fn, recurse=True)",
-    "every conversion of a module's parameters goes through it",
     "a module that is converted gets private weights",
-    "torch 2.13",
+    "every conversion of a module's parameters goes through it",
+    "(self, fn, recurse=True)",
+    versions=("torch 2.13",),
 )
 # The functions of torch that give a parameter the same values in another form. Others move
 # memory to where it must stay (share_memory), or have no values (to_empty).

@@ -6,35 +6,39 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from tensor_dedup.patches.huggingface.transformers import Note, Wrap, idle
-from tensor_dedup.seams import ReplacedSeam
+from tensor_dedup.seams import Seam
 
 if TYPE_CHECKING:
     from torch import nn
 
 _VERSIONS: Final = "diffusers 0.42 with accelerate 1.15"
 
-SET_TENSOR: Final = ReplacedSeam(
+SET_TENSOR: Final = Seam(
     "diffusers.models.model_loading_utils:set_module_tensor_to_device",
-    "(module, tensor_name, device, value=None, dtype=None, fp16_statistics=None, "
-    "tied_params_map=None, non_blocking=False, clear_cache=True)",
-    "accelerate's function, as files of every kind are loaded with it: a tensor becomes a "
-    "parameter here, after the cast; sharing it at once keeps a model from being there twice",
     "weights are shared when their model is complete, with a higher peak",
-    _VERSIONS,
+    (
+        "accelerate's function, as files of every kind are loaded with it: a tensor becomes a "
+        "parameter here, after the cast; sharing it at once keeps a model from being there twice"
+    ),
+    (
+        "(module, tensor_name, device, value=None, dtype=None, fp16_statistics=None, "
+        "tied_params_map=None, non_blocking=False, clear_cache=True)"
+    ),
+    versions=(_VERSIONS,),
 )
 WARM_UPS: Final = tuple(
-    ReplacedSeam(
+    Seam(
         f"{module}:_caching_allocator_warmup",
-        "(model, expanded_device_map, dtype, hf_quantizer)",
-        "reserves device memory for half a model, before it is known which weights are there",
         "the allocator of a device is warmed up for whole models",
-        _VERSIONS,
+        "reserves device memory for half a model, before it is known which weights are there",
+        "(model, expanded_device_map, dtype, hf_quantizer)",
+        versions=(_VERSIONS,),
     )
     for module in ("diffusers.models.modeling_utils", "diffusers.loaders.single_file_model")
 )
 
 
-def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
+def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
     """Yield what is replaced, and by what; `note` hears of every tensor set, by model and name."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:

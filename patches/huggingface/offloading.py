@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tensor_dedup.loader.residents.compare import same_bytes
 from tensor_dedup.loader.residents.param_data import param_data, set_param_data
 from tensor_dedup.loader.unsharing.lookup import is_mapped
-from tensor_dedup.seams import ReplacedSeam, usable
+from tensor_dedup.seams import Seam, usable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 _WITHOUT: Final = "pipelines with group offloading have host memory of their own"
 _VERSIONS: Final = "diffusers 0.42"
-ONLOAD: Final = ReplacedSeam(
+ONLOAD: Final = Seam(
     "diffusers.hooks.group_offloading:ModuleGroup._transfer_tensor_to_device",
-    "(self, tensor, source_tensor, default_stream)",
+    _WITHOUT,
     "a parameter goes to the device here; its mapping is kept meanwhile",
-    _WITHOUT,
-    _VERSIONS,
+    "(self, tensor, source_tensor, default_stream)",
+    versions=(_VERSIONS,),
 )
-OFFLOAD: Final = ReplacedSeam(
+OFFLOAD: Final = Seam(
     "diffusers.hooks.group_offloading:ModuleGroup._offload_to_memory",
-    "(self)",
-    "parameters come back here, and would be copied into private memory",
     _WITHOUT,
-    _VERSIONS,
+    "parameters come back here, and would be copied into private memory",
+    "(self)",
+    versions=(_VERSIONS,),
 )
 
 

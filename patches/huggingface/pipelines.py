@@ -1,8 +1,7 @@
 """Switch sharing on and off for Diffusers and Transformers: `enable`, `disable`, `sweep`, `move`.
 
-This is where their loaders learn the argument `tensor_dedup=`, too.
-Importing this module imports neither framework, nor torch: their loaders are wrapped when somebody
-imports them.
+This is where their loaders learn the argument `tensor_dedup=`, too. Importing this module imports
+neither framework, nor torch: their loaders are wrapped when somebody imports them.
 """
 
 from __future__ import annotations

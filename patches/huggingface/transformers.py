@@ -5,34 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from tensor_dedup.seams import ReplacedSeam
+from tensor_dedup.seams import Seam
 
 if TYPE_CHECKING:
     from torch import nn
 
 _VERSIONS: Final = "transformers 5.19"
 
-SET_PARAMETER: Final = ReplacedSeam(
+SET_PARAMETER: Final = Seam(
     "transformers.core_model_loading:set_param_for_module",
-    "(model, target_name, param_value, loading_info, hf_quantizer)",
-    "a tensor becomes a parameter here, after casts, merges of experts and renamings; sharing it "
-    "at once keeps a model from being in memory twice",
     "weights are shared when their model is complete, with a higher peak",
-    _VERSIONS,
+    (
+        "a tensor becomes a parameter here, after casts, merges of experts and renamings; sharing it "
+        "at once keeps a model from being in memory twice"
+    ),
+    "(model, target_name, param_value, loading_info, hf_quantizer)",
+    versions=(_VERSIONS,),
 )
-WARM_UP: Final = ReplacedSeam(
+WARM_UP: Final = Seam(
     "transformers.modeling_utils:caching_allocator_warmup",
-    "(model, expanded_device_map, hf_quantizer)",
-    "reserves device memory for all weights of a model, before it is known which are there",
     "the allocator of a device is warmed up for whole models",
-    _VERSIONS,
+    "reserves device memory for all weights of a model, before it is known which are there",
+    "(model, expanded_device_map, hf_quantizer)",
+    versions=(_VERSIONS,),
 )
 
 Note = Callable[["nn.Module", str], None]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def replacements(note: Note) -> Iterator[tuple[ReplacedSeam, Wrap]]:
+def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
     """Yield what is replaced, and by what; `note` hears of every tensor set, by model and name."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:

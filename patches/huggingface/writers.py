@@ -20,42 +20,44 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.unsharing.private import make_private, needs_private_copy
-from tensor_dedup.seams import ReplacedSeam, holder_of, usable
+from tensor_dedup.seams import Seam, holder_of, usable
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-LOAD_STATE: Final = ReplacedSeam(
+LOAD_STATE: Final = Seam(
     "torch.nn.modules.module:Module.load_state_dict",
-    "(self, state_dict, strict=True, assign=False)",
-    "copies into the parameters that are there",
     "call unshare before it, for models on a device",
-    "torch 2.13",
+    "copies into the parameters that are there",
+    "(self, state_dict, strict=True, assign=False)",
+    versions=("torch 2.13",),
 )
-INVERSION: Final = ReplacedSeam(
+INVERSION: Final = Seam(
     "diffusers.loaders.textual_inversion:TextualInversionLoaderMixin.load_textual_inversion",
-    "(self, pretrained_model_name_or_path, token=None, tokenizer=None, text_encoder=None, "
-    "**kwargs)",
-    "writes the new words into the table of embeddings, where it has room for them",
     "call unshare on the text encoder before it, on a device",
-    "diffusers 0.42",
+    "writes the new words into the table of embeddings, where it has room for them",
+    (
+        "(self, pretrained_model_name_or_path, token=None, tokenizer=None, text_encoder=None, "
+        "**kwargs)"
+    ),
+    versions=("diffusers 0.42",),
 )
 AVERAGES: Final = tuple(
-    ReplacedSeam(
+    Seam(
         f"diffusers.training_utils:EMAModel.{name}",
-        "(self, parameters)",
-        "copies into the parameters it is given",
         "call unshare before it, for models on a device",
-        "diffusers 0.42",
+        "copies into the parameters it is given",
+        "(self, parameters)",
+        versions=("diffusers 0.42",),
     )
     for name in ("copy_to", "restore")
 )
-PLANNED: Final = ReplacedSeam(
+PLANNED: Final = Seam(
     "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.resolve_tensor",
-    "(self, read_item)",
-    "what it returns is written, and is no parameter but another tensor over its memory",
     "call unshare before state_dict(), for models on a device",
-    "torch 2.13",
+    "what it returns is written, and is no parameter but another tensor over its memory",
+    "(self, read_item)",
+    versions=("torch 2.13",),
 )
 # Methods of adapter layers that write to the layer they stand for. Some ways to initialise an
 # adapter take from the weight what the adapter adds (`pissa_init` and the like).
@@ -77,7 +79,7 @@ def install() -> None:
     wrapt.when_imported("torch.distributed.checkpoint.default_planner")(_guard_plans)
 
 
-def _guard(seam: ReplacedSeam, written: Before) -> None:
+def _guard(seam: Seam, written: Before) -> None:
     """Make private what a method is about to write; `written` takes its arguments and says what."""
     if usable(seam):
         holder, name = holder_of(seam.target)

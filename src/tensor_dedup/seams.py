@@ -1,6 +1,8 @@
-"""Functions of a framework that we wrap or rely on, and what is installed in their place.
+"""Names of a framework that we replace or rely on, compared with what is installed.
 
-A signature is compared by names, kinds and defaults of its parameters; annotations may change.
+A signature is compared by the names, kinds and defaults of its parameters; annotations may change.
+What follows from a difference is up to the user of a seam: `usable` and `Replacements` leave one
+function alone, vLLM's table (`tensor_dedup.patches.vllm.seams`) gives up a whole part.
 """
 
 import functools
@@ -9,49 +11,99 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ReplacedSeam:
-    """One function we replace: `target` is "module:qualified name".
+class Seam:
+    """One name of a framework, "module:qualified name", as it was recorded.
 
-    `signature` is the whole recorded one; `reason` says why it is replaced, `without` what a load
-    does when it is not what was recorded, `versions` against which versions it was checked.
+    `part` says what a load does without it, in a sentence, or names a part of a table that has one
+    for each. `reason` says why the name matters. Recorded is one of these: the whole `signature`;
+    the parameters it `needs`, of a generated `__init__` whose hundreds of parameters grow with
+    every release; what a class or an object `has`, fields included; or only that it is there.
+    `earlier` signatures of older versions serve as well. An `optional` name may be missing.
+    `versions` are those in which it was seen, oldest first.
     """
 
+    framework: ClassVar[str] = ""  # what stands before a version in a message
+
     target: str
-    signature: str
+    part: str
     reason: str
-    without: str
-    versions: str
+    signature: str = ""
+    needs: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    optional: bool = False
+    versions: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        """The framework and its newest version in which the name was seen."""
+        return f"{self.framework}{self.versions[-1]}"
 
 
-@functools.cache
-def usable(seam: ReplacedSeam) -> bool:
-    """Is the installed function what was recorded? Otherwise logged once in this process."""
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A seam that is not what was recorded; `found` says what is there instead."""
+
+    seam: Seam
+    found: str
+
+    def __str__(self) -> str:
+        seam = self.seam
+        names = ", ".join(seam.needs or seam.has)
+        kind = "parameters" if seam.needs else "attributes"
+        wanted = seam.signature or (f"{kind} {names}" if names else "it")
+        return f"{seam.target} is {self.found}, {seam.version} had {wanted}"
+
+
+def compare(seam: Seam) -> Mismatch | None:
+    """Return how a seam differs from what is installed, or None. Imports what it compares."""
     try:
-        found = plain(inspect.signature(resolve(seam.target)))
+        found = resolve(seam.target)
     except (ImportError, AttributeError) as error:
-        found = f"missing ({error})"
-    if found != seam.signature:
-        _log.warning(
-            "%s is %s, in %s it was %s: %s",
-            *(seam.target, found, seam.versions, seam.signature, seam.without),
-        )
-    return found == seam.signature
+        return None if seam.optional else Mismatch(seam, f"missing ({error})")
+    if seam.has:
+        return _lacking(seam, [name for name in seam.has if not _has(found, name)])
+    if not seam.signature and not seam.needs:
+        return None
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError) as error:  # no function any more, or none of Python
+        return Mismatch(seam, f"without a signature ({error})")
+    if seam.signature and _plain(signature) not in (seam.signature, *seam.earlier):
+        return Mismatch(seam, _plain(signature))
+    return _lacking(seam, [name for name in seam.needs if name not in signature.parameters])
+
+
+def _lacking(seam: Seam, absent: list[str]) -> Mismatch | None:
+    return Mismatch(seam, f"without {', '.join(absent)}") if absent else None
+
+
+def _has(found: Any, name: str) -> bool:
+    """Return whether it has an attribute, or, as a class, annotates it for its objects."""
+    classes = found.__mro__ if isinstance(found, type) else ()
+    return hasattr(found, name) or any(name in vars(c).get("__annotations__", {}) for c in classes)
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Return a signature as text, without annotations."""
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function of that name. ImportError or AttributeError when it is gone."""
+    """Return what has that name. Raises `ImportError` or `AttributeError` if it is gone."""
     holder, name = holder_of(target)
     return cast("Callable[..., Any]", getattr(holder, name))
 
 
 def holder_of(target: str) -> tuple[Any, str]:
-    """The module or class that a function is an attribute of, and its name there."""
+    """Return the module or class that has a name as an attribute, and the attribute's name."""
     module, _, qualified = target.partition(":")
     *path, name = qualified.split(".")
     found: Any = importlib.import_module(module)
@@ -60,30 +112,34 @@ def holder_of(target: str) -> tuple[Any, str]:
     return found, name
 
 
-def plain(signature: inspect.Signature) -> str:
-    """A signature as text, without annotations."""
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+@functools.cache
+def usable(seam: Seam) -> bool:
+    """Return whether a function is as recorded; otherwise say so once in this process."""
+    mismatch = compare(seam)
+    if mismatch is not None:
+        _log.warning(
+            "%s is %s, in %s it was %s: %s",
+            *(seam.target, mismatch.found, seam.version, seam.signature, seam.part),
+        )
+    return mismatch is None
 
 
 class Replacements:
-    """Functions in place of others for a while; a context manager. One thread."""
+    """A context manager that puts functions in the place of others. One thread."""
 
-    def __init__(
-        self, wanted: Iterable[tuple[ReplacedSeam, Callable[[Callable[..., Any]], Any]]]
-    ) -> None:
-        """`wanted`: a seam, and what makes the function to put there of the one that is there."""
+    def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:
+        """Take seams, each with what makes the new function out of the one that is there."""
         self._wanted = list(wanted)
-        self._before: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> None:
         for seam, make in self._wanted:
             if usable(seam):
                 holder, name = holder_of(seam.target)
                 original = getattr(holder, name)
-                self._before.append((holder, name, original))
+                self._originals.append((holder, name, original))
                 setattr(holder, name, functools.wraps(original)(make(original)))
 
     def __exit__(self, *error: object) -> None:
-        while self._before:
-            setattr(*self._before.pop())
+        while self._originals:
+            setattr(*self._originals.pop())

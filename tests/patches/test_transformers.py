@@ -17,7 +17,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.huggingface import diffusers as diffusers_seams
 from tensor_dedup.patches.huggingface import transformers as transformers_seams
-from tensor_dedup.seams import ReplacedSeam, Replacements, resolve, usable
+from tensor_dedup.seams import Replacements, Seam, resolve, usable
 from tiny_pipelines import equal, nbytes, parameters, shared
 
 SEAMS = (
@@ -206,8 +206,8 @@ def test_without_its_seams_a_load_shares_all_the_same(
 
 
 def test_a_function_that_changed_is_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    seam = ReplacedSeam("json:dumps", "(obj)", "a test", "it stays", "json 0")
-    gone = ReplacedSeam("json:no_such_function", "(obj)", "a test", "it stays", "json 0")
+    seam = Seam("json:dumps", "it stays", "a test", "(obj)", versions=("json 0",))
+    gone = Seam("json:no_such_function", "it stays", "a test", "(obj)", versions=("json 0",))
     before = resolve(seam.target)
     wrap: Callable[..., Any] = transformers_seams.idle
     with caplog.at_level(logging.WARNING), Replacements([(seam, wrap), (gone, wrap)]):
