@@ -16,8 +16,8 @@ SET_PARAMETER: Final = Seam(
     "transformers.core_model_loading:set_param_for_module",
     "weights are shared when their model is complete, with a higher peak",
     (
-        "a tensor becomes a parameter here, after casts, merges of experts and renamings; sharing it "
-        "at once keeps a model from being in memory twice"
+        "a tensor becomes a parameter here, after casts, merges of experts and renamings; sharing "
+        "it at once keeps a model from being in memory twice"
     ),
     "(model, target_name, param_value, loading_info, hf_quantizer)",
     versions=(_VERSIONS,),

@@ -6,16 +6,10 @@ vllm or torch is imported before that.
 
 import functools
 import logging
-from typing import Final
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal
 
-from tensor_dedup.patches.vllm.seam import (
-    RECORDED_VERSION,
-    WITHOUT,
-    Mismatch,
-    Part,
-    Seam,
-    compare,
-)
+from tensor_dedup.seams import Mismatch, Seam, compare
 
 __all__ = [
     "RECORDED_VERSION",
@@ -23,7 +17,7 @@ __all__ = [
     "WITHOUT",
     "Mismatch",
     "Part",
-    "Seam",
+    "VllmSeam",
     "check",
     "compare",
     "usable",
@@ -31,6 +25,30 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+# Versions of vLLM under which this package was tried, oldest first.
+RECORDED_VERSION: Final = "0.32"
+EVERY: Final = ("0.26", "0.28", RECORDED_VERSION)
+
+Part = Literal["arguments", "loader", "reload", "updates", "profile"]
+# What a load does without that part; one sentence, so that the log can say it.
+WITHOUT: Final[dict[str, str]] = {
+    "arguments": "`tensor_dedup=` loads weights plainly and `--tensor-dedup` is not offered",
+    "loader": "weights are loaded plainly, without sharing",
+    "reload": "weights are loaded plainly, because a reload might reach other models",
+    "updates": "a weight update keeps the memory that was shared before it, as long as the model",
+    "profile": "on a GPU it may count shared weights otherwise than once",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSeam(Seam):
+    """A name of vLLM, of one of the parts that have a sentence in `WITHOUT`."""
+
+    framework: ClassVar[str] = "vLLM "
+
+    versions: tuple[str, ...] = EVERY
+
 
 _ARG_UTILS = "vllm.engine.arg_utils"
 _MODELS = "vllm.model_executor"
@@ -50,57 +68,57 @@ _ENGINE_SETTINGS = (
 )
 _RELOAD = "(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True)"
 
-SEAMS: Final[tuple[Seam, ...]] = (
-    Seam(
+SEAMS: Final[tuple[VllmSeam, ...]] = (
+    VllmSeam(
         f"{_ARG_UTILS}:EngineArgs.__init__",
         "arguments",
         "wrapped: takes `tensor_dedup` (LLM passes it on) and refuses settings that move weights",
         needs=_ENGINE_SETTINGS,
     ),
-    Seam(
+    VllmSeam(
         f"{_ARG_UTILS}:AsyncEngineArgs.__init__",
         "arguments",
         "wrapped: a dataclass of its own generated __init__, which never calls EngineArgs'",
         needs=_ENGINE_SETTINGS,
     ),
-    Seam(
+    VllmSeam(
         f"{_ARG_UTILS}:EngineArgs.add_cli_args",
         "arguments",
         "wrapped: offers --tensor-dedup to `vllm serve` and every other command with an engine",
         "(parser)",
     ),
-    Seam(
+    VllmSeam(
         f"{_ARG_UTILS}:EngineArgs.from_cli_args",
         "arguments",
         "wrapped: it copies dataclass fields only, so the flag would be lost without a word",
         "(args)",
     ),
-    Seam(
+    VllmSeam(
         f"{_ARG_UTILS}:EngineArgs.create_engine_config",
         "arguments",
         "wrapped: a stored checkpoint without `tensor_dedup` is refused in words of ours",
         needs=("self",),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}:register_model_loader",
         "loader",
         "called: makes `tensor_dedup` a load format (public)",
         "(load_format)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}:get_model_loader",
         "loader",
         "wrapped: a plug-in puts its own format in place of ours, and our settings would be lost; "
         "called for such a format's own loader",
         "(load_config)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.base_loader:BaseModelLoader.load_model",
         "loader",
         "overridden: the order of building, loading and processing is the loader's own",
         "(self, vllm_config, model_config, prefix='')",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.base_loader:BaseModelLoader.create_model",
         "loader",
         "called between the parts of load_model: builds the module tree; where it is missing, "
@@ -109,20 +127,20 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader.load_weights",
         "loader",
         "called while source tensors are deferred: filters, checks and tracks as vLLM does",
         "(self, model, model_config)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader._get_weights_iterator",
         "loader",
         "relied on: chooses among the iterators below, by the names of its module; overridden for "
         "stored checkpoints, which have no files",
         "(self, source)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader._prepare_weights",
         "loader",
         "relied on: which files hold the weights, downloaded where they are not local; "
@@ -130,7 +148,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "(self, model_name_or_path, subfolder, revision, fall_back_to_pt, "
         "allow_patterns_overrides)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:safetensors_weights_iterator",
         "loader",
         "replaced: yields deferred tensors while one of our loads is under way in its thread",
@@ -138,14 +156,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "local_expert_ids=None, *, safetensors_prefetch_num_threads=8, "
         "safetensors_prefetch_block_size=16777216)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:multi_thread_safetensors_weights_iterator",
         "loader",
         "replaced: as above",
         "(hf_weights_files, use_tqdm_on_load, max_workers=4)",
     ),
     *(
-        Seam(
+        VllmSeam(
             f"{_LOADERS}.default_loader:{name}",
             "loader",
             "replaced: as above, for files of torch.save",
@@ -154,7 +172,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         for name in ("pt_weights_iterator", "multi_thread_pt_weights_iterator")
     ),
     *(
-        Seam(
+        VllmSeam(
             f"{_LOADERS}.default_loader:{name}",
             "loader",
             "replaced: makes a load of ours go on plainly, for it has a way of reading of its own",
@@ -166,32 +184,32 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "instanttensor_weights_iterator",
         )
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.ep_weight_filter:should_skip_weight",
         "loader",
         "called: which experts of a file belong to another rank",
         "(weight_name, local_expert_ids)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.weight_utils:_natural_sort_key",
         "loader",
         "called: the order in which vLLM reads a checkpoint's files",
         "(filepath)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.utils:process_weights_after_loading",
         "loader",
         "called: drives the per-layer processing that is taken over layer by layer",
         "(model, model_config, target_device)",
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.layers.quantization.base_config:"
         "QuantizeMethodBase.process_weights_after_loading",
         "loader",
         "shadowed by an attribute of each method during a load: a layer is shared or processed",
         "(self, layer)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.weight_tying:maybe_retie_word_embeddings",
         "loader",
         "stood in for: it compares the bytes of weights that are not there yet",
@@ -199,7 +217,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.weight_tying:_get_untied_lm_head",
         "loader",
         "called in its stead: which two layers it would compare and tie",
@@ -207,7 +225,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.utils:weights_already_processed",
         "loader",
         "entered on a hit: processing sets a layer up without touching its finished weights",
@@ -215,13 +233,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.layers.utils:dispatch_cpu_unquantized_gemm",
         "loader",
         "relied on: packs a weight for oneDNN; the packed handler is what can be shared",
         "(layer, remove_weight)",
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.layers.fused_moe.unquantized_fused_moe_method:"
         "UnquantizedFusedMoEMethod._init_moe_kernel",
         "loader",
@@ -230,14 +248,14 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.reload.layerwise:initialize_layerwise_reload",
         "reload",
         "relied on: from here a reload writes weights in place, into pages of its own, because "
         "residents are mapped copy-on-write",
         "(model)",
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.reload.inplace:reload_weights",
         "reload",
         "relied on: writes weights in kernel format straight into parameters, as above",
@@ -245,13 +263,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_RUNNER}.gpu_model_runner:GPUModelRunner.reload_weights",
         "reload",
         "relied on: how an engine reloads; CPUModelRunner inherits it",
         _RELOAD,
     ),
-    Seam(
+    VllmSeam(
         f"{_RUNNER}.gpu.model_runner:GPUModelRunner.reload_weights",
         "reload",
         "relied on: the same in the second generation of runners, on GPU and on CPU",
@@ -259,7 +277,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         earlier=("(self, *args, **kwargs)",),
     ),
     *(
-        Seam(
+        VllmSeam(
             f"{_RUNNER}.gpu_worker:Worker.{name}",
             "updates",
             "wrapped: what it wrote is copied on write, and what that was before is let go then",
@@ -272,7 +290,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
             ("finish_weight_update", "(self)"),
         )
     ),
-    Seam(
+    VllmSeam(
         f"{_RUNNER}.gpu_worker:Worker.get_draft_model",
         "updates",
         "called: an update may be of a speculative model",
@@ -281,26 +299,26 @@ SEAMS: Final[tuple[Seam, ...]] = (
         versions=(RECORDED_VERSION,),
     ),
     # From here on: what nobody replaces, but is imported, read or called.
-    Seam(
+    VllmSeam(
         "vllm.plugins:load_plugins_by_group",
         "arguments",
         "relied on: calls our two entry points, in every process, before arguments are read",
         "(group)",
     ),
-    Seam(
+    VllmSeam(
         "vllm.config.load:LoadConfig",
         "loader",
         "relied on: carries our configuration, beside the loader's own keys, to every process",
         needs=("load_format", "model_loader_extra_config", "device"),
     ),
-    Seam(
+    VllmSeam(
         "vllm.config:VllmConfig",
         "loader",
         "read: where the model goes, this worker's rank, what layers entered, whether weights are "
         "written later",
         has=("device_config", "parallel_config", "compilation_config", "weight_transfer_config"),
     ),
-    Seam(
+    VllmSeam(
         "vllm.config:CompilationConfig",
         "loader",
         "put back as it was when a load is begun again: layers enter themselves there once",
@@ -311,13 +329,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
             "disabled_custom_ops",
         ),
     ),
-    Seam(
+    VllmSeam(
         "vllm.config:ModelConfig",
         "loader",
         "read: the checkpoint's path, and the dtype of what is loaded",
         has=("model", "dtype"),
     ),
-    Seam(
+    VllmSeam(
         "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",
         "loader",
         "set while we compare a head with the embedding by recipe; where there is none, vLLM does "
@@ -325,13 +343,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader",
         "loader",
         "subclassed: `local_expert_ids` is set by its __init__",
         has=("Source", "counter_before_loading_weights"),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.base_loader:BaseModelLoader.get_external_weight_memory",
         "loader",
         "overridden: what others hold of a model is no part of the engine's own memory; without "
@@ -340,7 +358,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         "vllm.utils.mem_utils:memory_profiling",
         "profile",
         "relied on: an engine's own memory is what disappears of a GPU's free memory meanwhile, "
@@ -349,7 +367,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_RUNNER}.utils:request_memory",
         "profile",
         "relied on: takes what others hold already off the engine's part of a GPU; before 0.32 it "
@@ -359,27 +377,27 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader.track_weights_loading",
         "loader",
         "overridden: that it is called says that the model tells what it has loaded, so that "
         "what no tensor fills is missing from the checkpoint",
         needs=("model", "loaded_weights"),
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader.get_all_weights",
         "loader",
         "overridden: what a reload reads, from the loader of the format that was loaded",
         needs=("model_config", "model"),
     ),
-    Seam(
+    VllmSeam(
         "vllm.config:SpeculativeConfig",
         "loader",
         "read: which model is a draft, that may take weights from its target",
         has=("draft_model_config", "target_model_config"),
     ),
     *(
-        Seam(
+        VllmSeam(
             target,
             "loader",
             f"{how}; without it that load format is not one of those that share",
@@ -405,19 +423,19 @@ SEAMS: Final[tuple[Seam, ...]] = (
             ),
         )
     ),
-    Seam(
+    VllmSeam(
         f"{_LOADERS}.utils:initialize_model",
         "loader",
         "called where BaseModelLoader.create_model is missing, as its load_model does",
         "(vllm_config, *, prefix='', model_class=None, model_config=None)",
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.layers.quantization.base_config:QuantizeMethodBase",
         "loader",
         "read: whether weights are quantised while they are loaded, which cannot be deferred",
         has=("uses_meta_device",),
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.layers.quantization.base_config:QuantizeMethodBase.supports_pre_processed_weights",
         "loader",
         "read: whether a layer may be given weights that were processed before; where there is "
@@ -425,7 +443,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         optional=True,
         versions=(RECORDED_VERSION,),
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
         "loader",
         "looked at: where it does not ask for `_cpu_skip_gemm_dispatch`, `dispatch_cpu_"
@@ -433,54 +451,54 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "(self, layer)",
     ),
     *(
-        Seam(target, "loader", "named: its layers are shared by key")
+        VllmSeam(target, "loader", "named: its layers are shared by key")
         for target in (
             f"{_MODELS}.layers.linear:UnquantizedLinearMethod",
             f"{_MODELS}.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
         )
     ),
-    Seam(
+    VllmSeam(
         f"{_MODELS}.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
         "loader",
         "named: its layers are shared by key; `moe_kernel` and `moe_quant_config` of its objects "
         "are set by its __init__",
     ),
-    Seam(
+    VllmSeam(
         "vllm._custom_ops:CPUDNNLGEMMHandler",
         "loader",
         "recognised: what owns a packed weight; `n` and `k` of its objects are their sizes",
     ),
-    Seam(
+    VllmSeam(
         "vllm._custom_ops:create_onednn_scaled_mm",
         "loader",
         "replaced while a layer is processed: its handler knows the scales by their address, so "
         "they are kept as long as it",
         "(weight, weight_scales, output_type, dynamic_quant, use_azp, primitive_cache_size=128)",
     ),
-    Seam(
+    VllmSeam(
         "vllm.model_executor.kernels.linear.scaled_mm.cpu:ops.create_onednn_scaled_mm",
         "loader",
         "relied on: looks the function above up in its module whenever it calls it",
     ),
-    Seam(
+    VllmSeam(
         "vllm._custom_ops:_supports_onednn",
         "loader",
         "read for the layer key: is there oneDNN",
     ),
-    Seam(
+    VllmSeam(
         "vllm.platforms:current_platform",
         "loader",
         "read: may weights be packed, as on a CPU, and does this CPU do it in another way",
         has=("is_cpu", "is_zen_cpu"),
     ),
-    Seam(
+    VllmSeam(
         "vllm.utils.torch_utils:set_default_torch_dtype",
         "loader",
         "entered, as the overridden load_model does",
         "(dtype)",
     ),
     *(
-        Seam(
+        VllmSeam(
             f"{_RUNNER}.{module}:GPUModelRunner.get_model",
             "reload",
             "called: the model whose weights a reload is about to write",
@@ -489,7 +507,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         for module in ("gpu_model_runner", "gpu.model_runner")
     ),
     *(
-        Seam(
+        VllmSeam(
             f"vllm.model_executor.{target}",
             "loader",
             "looked up: tells which quantised layers a layer key may stand for; where it is "

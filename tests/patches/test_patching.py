@@ -69,7 +69,7 @@ def test_on_another_vllm_the_argument_loads_plainly_and_the_flag_is_absent(
     plain = EngineArgs(model=model)
     assert EngineArgs(model=model, tensor_dedup=True) != plain
     unpatch()
-    changed = seams.Seam(
+    changed = seams.VllmSeam(
         "vllm.engine.arg_utils:EngineArgs.from_cli_args", "arguments", "a test", "(args, env)"
     )
     monkeypatch.setattr(seams, "SEAMS", (changed,))

@@ -13,7 +13,7 @@ import pytest
 import engines
 import plain
 from tensor_dedup.patches import vllm as patches
-from tensor_dedup.patches.vllm import load_formats, seam, seams, unusable
+from tensor_dedup.patches.vllm import load_formats, seams, unusable
 
 EVERY_TARGET = [each.target for each in seams.SEAMS]
 # Names that say only what a class or a module is called; what we use of it has entries of its own.
@@ -38,7 +38,7 @@ def _forget() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seam", seams.SEAMS, ids=EVERY_TARGET)
-def test_the_installed_vllm_is_as_recorded(seam: seams.Seam) -> None:
+def test_the_installed_vllm_is_as_recorded(seam: seams.VllmSeam) -> None:
     assert seams.compare(seam) is None
 
 
@@ -46,10 +46,10 @@ def test_every_seam_of_the_newest_version_is_there() -> None:
     """What may be missing in older versions is in the newest, or the row would say nothing."""
     import vllm
 
-    if not vllm.__version__.startswith(seam.RECORDED_VERSION):
-        pytest.skip(f"vLLM {vllm.__version__} is not {seam.RECORDED_VERSION}")
+    if not vllm.__version__.startswith(seams.RECORDED_VERSION):
+        pytest.skip(f"vLLM {vllm.__version__} is not {seams.RECORDED_VERSION}")
     for each in seams.SEAMS:
-        if seam.RECORDED_VERSION in each.versions:
+        if seams.RECORDED_VERSION in each.versions:
             strict = dataclasses.replace(each, optional=False)
             assert seams.compare(strict) is None
 
@@ -61,9 +61,9 @@ def test_every_seam_is_listed_once_and_says_why_and_what() -> None:
         assert each.part in seams.WITHOUT
         assert sum(map(bool, (each.signature, each.needs, each.has))) <= 1
         assert not each.earlier or each.signature
-        assert set(each.versions) <= set(seam.EVERY)
+        assert set(each.versions) <= set(seams.EVERY)
         assert each.versions
-        assert each.optional or each.versions == seam.EVERY, each.target
+        assert each.optional or each.versions == seams.EVERY, each.target
 
 
 def test_every_name_we_import_from_vllm_is_listed() -> None:
@@ -119,7 +119,7 @@ def test_every_function_we_replace_is_listed() -> None:
 def test_a_change_is_a_mismatch_that_says_what_is_there(
     target: str, signature: str, needs: tuple[str, ...], found: str
 ) -> None:
-    seam = seams.Seam(target, "loader", "a test", signature, needs)
+    seam = seams.VllmSeam(target, "loader", "a test", signature, needs)
 
     mismatch = seams.compare(seam)
 
@@ -132,7 +132,7 @@ def test_a_change_is_a_mismatch_that_says_what_is_there(
 def test_a_mismatch_is_logged_once_and_only_its_part_is_unusable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone = seams.Seam("vllm.version:no_such_name", "reload", "a test", "()")
+    gone = seams.VllmSeam("vllm.version:no_such_name", "reload", "a test", "()")
     monkeypatch.setattr(seams, "SEAMS", (gone,))
 
     with caplog.at_level(logging.WARNING):
@@ -144,9 +144,9 @@ def test_a_mismatch_is_logged_once_and_only_its_part_is_unusable(
     assert seams.WITHOUT["reload"] in caplog.text
 
 
-def moved(part: seams.Part) -> seams.Seam:
+def moved(part: seams.Part) -> seams.VllmSeam:
     """A function that every vLLM has, with a signature that none has."""
-    return seams.Seam("vllm.plugins:load_plugins_by_group", part, "a test", "(group, *, moved)")
+    return seams.VllmSeam("vllm.plugins:load_plugins_by_group", part, "a test", "(group, *, moved)")
 
 
 def answers_shared_with_itself(model: str) -> tuple[plain.Answer, ...]:
