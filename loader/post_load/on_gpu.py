@@ -102,16 +102,15 @@ class GpuModuleDedup:
         self, gpu: SharedGpu, batch: Sequence[NamedParameter], manager: DeviceManagerResidents
     ) -> None:
         keys = [self._replica_key(parameter) for _, parameter in batch]
-        held = [gpu.lookup(each) is not None for each in keys]
         wanted = [
             (each, f"content:{each.key}", gpu.copy_of(param_data(parameter)))
             for each, (_, parameter) in zip(keys, batch, strict=True)
         ]
         views = gpu.views_of(root_module(self._model))
-        made = gpu.get_or_build(wanted, manager)
-        for (_, parameter), (resident, new), before in zip(batch, made, held, strict=True):
+        found = gpu.get_or_build(wanted, manager)
+        for (_, parameter), (resident, made) in zip(batch, found, strict=True):
             set_param_data(parameter, views.tensor(resident))
-            self.shares[id(parameter)] = GpuShare(new, before or not new)
+            self.shares[id(parameter)] = GpuShare(made=made, before=not made)
 
     def _replica_key(self, parameter: nn.Parameter) -> ReplicaKey:
         """Hash the parameter; return the first replica that no other name of the model has."""

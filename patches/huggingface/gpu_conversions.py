@@ -93,14 +93,11 @@ class GpuConversion:
     def _residents(
         self, batch: Sequence[PendingTransfer], function: Function, uploads: _Uploads
     ) -> list[DeviceResident]:
-        found = [self._gpu.lookup(each.target) for each in batch]
-        missing = [each for each, one in zip(batch, found, strict=True) if one is None]
         wanted = [
             (each.target, f"content:{each.target.key}", self._writer(each, function, uploads))
-            for each in missing
+            for each in batch
         ]
-        made = iter(self._gpu.get_or_build(wanted, self._manager) if wanted else [])
-        return [one if one is not None else next(made)[0] for one in found]
+        return [resident for resident, _ in self._gpu.get_or_build(wanted, self._manager)]
 
     def _writer(self, each: PendingTransfer, function: Function, uploads: _Uploads) -> Write:
         resident = registry.lookup(*each.source)

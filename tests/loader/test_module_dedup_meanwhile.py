@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import kernel
-from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
+from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.deferred.session import SHARED_STORAGE
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.usefixtures("nothing_stays")
 def being_read(path: Path, count: int = LARGE) -> tuple[Any, ModuleDedup, MappedFiles]:
     """A model whose one parameter, of a file, is being read."""
     path.write_bytes(as_file(1.0, count))
-    model, origins = mapped(path, count), MappedFiles("blake3", trust=True)
+    model, files = mapped(path, count), MappedFiles("blake3", trust=True)
     where = model.weight.data_ptr()
-    found = adoption(model, origins)
+    found = dedup_of(model, files)
     found.note("weight")
     assert model.weight.data_ptr() == where, "the loader waited"
-    return model, found, origins
+    return model, found, files
 
 
-def is_shared_in_the_end(model: Any, found: ModuleDedup, origins: MappedFiles) -> None:
+def is_shared_in_the_end(model: Any, found: ModuleDedup, files: MappedFiles) -> None:
     found.settle()
-    origins.close()
+    files.close()
     assert found.ledger.skipped == {}
     other = model_of(weight=torch.ones(LARGE))
     shared(other)
@@ -45,21 +45,21 @@ def is_shared_in_the_end(model: Any, found: ModuleDedup, origins: MappedFiles) -
 
 
 def test_what_is_read_while_the_loader_goes_on_is_shared_in_the_end(tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
     found.note("weight")
-    is_shared_in_the_end(model, found, origins)
+    is_shared_in_the_end(model, found, files)
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["alone", "before one in memory"])
 def test_a_write_while_it_is_read_is_not_lost(also: bool, tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
     with torch.no_grad():
         model.weight[5] = 3.0
     if also:
         model.register_parameter("other", nn.Parameter(torch.zeros(LARGE)))
         found.note("other")
     found.settle()
-    origins.close()
+    files.close()
     expected = torch.ones(LARGE)
     assert not torch.equal(model.weight, expected)
     expected[5] = 3.0
@@ -73,10 +73,10 @@ def test_a_write_while_it_is_read_is_not_lost(also: bool, tmp_path: Path) -> Non
 def test_a_parameter_that_is_set_again_while_it_is_read_is_what_it_was_set_to(
     tmp_path: Path,
 ) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
     model.weight.data = torch.full((LARGE,), 2.0)
     found.settle()
-    origins.close()
+    files.close()
     assert (model.weight == 2).all()
     other = model_of(weight=torch.full((LARGE,), 2.0))
     shared(other)
@@ -84,12 +84,12 @@ def test_a_parameter_that_is_set_again_while_it_is_read_is_what_it_was_set_to(
 
 
 def test_names_that_are_tied_while_one_is_read_stay_tied(tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
     model.register_parameter("twin", nn.Parameter(model.weight.detach()))
     model.register_buffer("view", model.weight.detach()[:8])
     found.note("twin")
     found.settle()
-    origins.close()
+    files.close()
     assert found.ledger.skipped == dict.fromkeys(("weight", "twin"), SHARED_STORAGE)
     with torch.no_grad():
         model.twin[3] = 4.0
@@ -108,7 +108,7 @@ def test_files_are_closed_when_nobody_reads_them_any_more(
         read(self, into, offset)
 
     monkeypatch.setattr(FileRange, "read", slowly)
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
     assert reading.wait(60)
     ended = threading.Thread(target=found.abandon)
     ended.start()
@@ -117,7 +117,7 @@ def test_files_are_closed_when_nobody_reads_them_any_more(
     go_on.set()
     ended.join(60)
     assert not ended.is_alive()
-    origins.close()
+    files.close()
     assert (model.weight == 1).all()
     assert not any(str(tmp_path) in each for each in kernel.descriptors())
 
@@ -133,11 +133,11 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(
         read(self, into, offset)
 
     monkeypatch.setattr(FileRange, "read", cut)
-    _, found, origins = being_read(path)
+    _, found, files = being_read(path)
     with pytest.raises(ChangedFileError, match="became shorter while it was being loaded"):
         found.settle()
     found.abandon()
-    origins.close()
+    files.close()
 
 
 def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> None:
@@ -147,20 +147,20 @@ def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> 
     path.write_bytes(as_file(1.0, count))
     first, second = mapped(path, count), mapped(path, count)
     second.register_parameter("more", nn.Parameter(torch.full((count,), 3.0)))
-    origins = MappedFiles("blake3", trust=True)
-    terms = DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), origins)
+    files = MappedFiles("blake3", trust=True)
+    context = DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), files)
     for model in (first, second):
-        ModuleDedup(model, terms).settle()
-    origins.close()
+        ModuleDedup(model, context).settle()
+    files.close()
     assert shares_memory(first.weight, second.weight)
-    slabs = {id(each.slab): each.slab for each in terms.built}
+    slabs = {id(each.slab): each.slab for each in context.built}
     assert len(slabs) == 2
     held = sum(os.fstat(slab.fileno).st_blocks * 512 for slab in slabs.values())
     assert held <= 2 * 4 * count + (64 << 10)
 
 
 def test_a_write_through_a_view_of_what_was_read_is_not_lost(tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
     view = model.weight.data[:4]
     for name in ("second", "third"):
         path = tmp_path / name
@@ -170,7 +170,7 @@ def test_a_write_through_a_view_of_what_was_read_is_not_lost(tmp_path: Path) -> 
     assert model.weight.data_ptr() != view.data_ptr(), "the first is shared by now"
     view.mul_(3)
     found.settle()
-    origins.close()
+    files.close()
     assert model.weight[:5].tolist() == [3, 3, 3, 3, 1]
     assert (model.second == 2).all()
     assert verify().ok
@@ -199,8 +199,8 @@ def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
         whole = torch.empty(0).set_(storage)
         model = model_of(small=whole[:COUNT], large=whole[COUNT:])
         config = TensorDedupConfig(hash_algorithm=algorithm)
-        origins = MappedFiles(algorithm, trust=True)
-        found = ModuleDedup(model, DedupContext(config, HostProvider(keep_alignment=True), origins))
+        files = MappedFiles(algorithm, trust=True)
+        found = ModuleDedup(model, DedupContext(config, HostProvider(keep_alignment=True), files))
         with monkeypatch.context() as patched:
             if short and write:
                 patched.setattr(SlabWriter, "put", refused)
@@ -208,11 +208,11 @@ def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
             if write:
                 model.small.data[3] = -1.0
             found.settle()
-        origins.finish()
-        remembered = {p for f in origins._files.values() if f for p in (*f.known, *f.learned)}
-        origins.close()
+        files.finish()
+        remembered = {p for f in files._files.values() if f for p in (*f.known, *f.learned)}
+        files.close()
         assert ((0, 4 * COUNT) in remembered) == (not write)
-        return model, origins
+        return model, files
 
     first, _ = load(write=True)
     assert first.small[3] == -1
@@ -223,9 +223,9 @@ def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
 
 
 def test_a_parameter_that_is_wrapped_anew_while_it_is_read_is_shared(tmp_path: Path) -> None:
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
     model.weight = nn.Parameter(model.weight.data)
-    is_shared_in_the_end(model, found, origins)
+    is_shared_in_the_end(model, found, files)
 
 
 def test_a_child_that_is_forked_while_it_is_read_does_not_wait(
@@ -239,7 +239,7 @@ def test_a_child_that_is_forked_while_it_is_read_does_not_wait(
         read(self, into, offset)
 
     monkeypatch.setattr(FileRange, "read", slowly)
-    model, found, origins = being_read(tmp_path / "weights")
+    model, found, files = being_read(tmp_path / "weights")
 
     def child() -> bool:
         found.abandon()
@@ -248,5 +248,5 @@ def test_a_child_that_is_forked_while_it_is_read_does_not_wait(
     assert kernel.forked(child)
     go_on.set()
     found.settle()
-    origins.close()
+    files.close()
     assert found.ledger.skipped == {}

@@ -1,4 +1,4 @@
-"""Models to adopt, in memory and in mapped files."""
+"""Models whose parameters are shared, in memory and in mapped files."""
 
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ LARGE = 4 << 20
 COUNT = 16 << 10
 
 
-def adoption(model: nn.Module, origins: MappedFiles | None = None) -> ModuleDedup:
+def dedup_of(model: nn.Module, files: MappedFiles | None = None) -> ModuleDedup:
     return ModuleDedup(
-        model, DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), origins)
+        model, DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), files)
     )
 
 
 def shared(model: nn.Module) -> ModuleDedup:
-    found = adoption(model)
+    found = dedup_of(model)
     found.settle()
     return found
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import kernel
-from adopting import COUNT, LARGE, adoption, as_file, mapped, model_of, shared
+from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.deferred.session import SHARED_STORAGE
@@ -33,7 +33,7 @@ def test_names_that_a_file_ties_stay_tied_though_one_was_shared_before(offset: i
     storage = torch.arange(LARGE + 2000, dtype=torch.float32)
     model = model_of(first=storage[:LARGE])
     where = model.first.data_ptr()
-    found = adoption(model)
+    found = dedup_of(model)
     found.note("first")
     assert model.first.data_ptr() != where
     model.register_parameter("second", nn.Parameter(storage[offset : offset + LARGE]))
@@ -50,7 +50,7 @@ def test_names_that_a_file_ties_stay_tied_though_one_was_shared_before(offset: i
 def test_neighbours_in_one_storage_are_not_taken_for_ties() -> None:
     storage = torch.arange(2 * LARGE, dtype=torch.float32)
     model = model_of(first=storage[:LARGE])
-    found = adoption(model)
+    found = dedup_of(model)
     found.note("first")
     model.register_parameter("second", nn.Parameter(storage[LARGE:]))
     found.note("second")
@@ -74,7 +74,7 @@ def test_a_buffer_that_is_a_view_of_a_parameter_stays_one() -> None:
 def test_a_buffer_that_is_a_view_of_what_was_shared_before_becomes_one_again() -> None:
     storage = torch.arange(LARGE, dtype=torch.float32)
     model = model_of(weight=storage)
-    found = adoption(model)
+    found = dedup_of(model)
     found.note("weight")
     model.register_buffer("view", storage[:8])
     found.note("view")
@@ -89,11 +89,11 @@ def test_a_buffer_that_is_a_view_of_what_was_shared_before_becomes_one_again() -
 @pytest.mark.parametrize("loading", [False, True])
 def test_names_that_are_tied_after_one_was_shared_stay_tied(loading: bool, written: bool) -> None:
     model = model_of(first=torch.zeros(LARGE), second=torch.ones(64))
-    found = adoption(model)
+    found = dedup_of(model)
     found.note("first")
     if not loading:
         found.settle()
-        found = adoption(model)
+        found = dedup_of(model)
     model.second = nn.Parameter(model.first.detach())
     if written:
         with torch.no_grad():
@@ -135,13 +135,13 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
         return found
 
     monkeypatch.setattr("tensor_dedup.loader.post_load.batch.submit", submit)
-    terms = DedupContext(
+    context = DedupContext(
         TensorDedupConfig(hash_algorithm="xxhash64"), HostProvider(keep_alignment=True)
     )
     one = model_of(p=torch.full((LARGE,), 1.0), q=torch.full((LARGE,), 2.0))
-    ModuleDedup(one, terms).settle()
+    ModuleDedup(one, context).settle()
     two = model_of(x=torch.full((LARGE,), 2.0), y=torch.full((LARGE,), 1.0))
-    found = ModuleDedup(two, terms)
+    found = ModuleDedup(two, context)
     found.note("y")
     found.note("x")
     found.settle()
@@ -152,7 +152,7 @@ def test_names_of_one_forgeable_digest_keep_their_bytes_in_whatever_order_they_c
 
 def test_a_parameter_that_a_loader_sets_twice_is_what_it_was_set_to_last() -> None:
     model = model_of(weight=torch.zeros(LARGE))
-    found = adoption(model)
+    found = dedup_of(model)
     found.note("weight")
     model.weight.data = torch.ones(LARGE)
     found.settle()
@@ -227,12 +227,12 @@ def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
     model = mapped(path)
     if twins:
         model.register_parameter("twin", mapped(path).weight)
-    origins = MappedFiles("blake3", trust=True)
+    files = MappedFiles("blake3", trust=True)
     provider = Meddling(keep_alignment=True, path=path)
-    terms = DedupContext(TensorDedupConfig(), provider, origins if hints else None)
+    context = DedupContext(TensorDedupConfig(), provider, files if hints else None)
     with pytest.raises(ChangedFileError, match="changed while it was being loaded"):
-        ModuleDedup(model, terms).settle()
-    origins.close()
+        ModuleDedup(model, context).settle()
+    files.close()
     assert not any(str(path) in each for each in kernel.descriptors())
     other = model_of(weight=torch.ones(COUNT))
     shared(other)
@@ -258,13 +258,13 @@ def test_what_is_hashed_is_what_was_copied(
 
     monkeypatch.setattr(SlabWriter, step, meddle)
     model, other = mapped(path, count), model_of(weight=torch.ones(count))
-    origins = MappedFiles("blake3", trust=True) if read else None
+    files = MappedFiles("blake3", trust=True) if read else None
     ModuleDedup(
-        model, DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), origins)
+        model, DedupContext(TensorDedupConfig(), HostProvider(keep_alignment=True), files)
     ).settle()
     assert mapped(path, count).weight[0] == 2
-    if origins is not None:
-        origins.close()
+    if files is not None:
+        files.close()
     monkeypatch.undo()
     shared(other)
     assert shares_memory(model.weight, other.weight)
@@ -275,15 +275,15 @@ def test_what_is_hashed_is_what_was_copied(
 def test_a_range_that_was_written_in_memory_is_not_the_files(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(as_file(1.0))
-    origins = MappedFiles("blake3", trust=True)
+    files = MappedFiles("blake3", trust=True)
     model = mapped(path)
-    place = origins.range_of(model.weight, ProcessMappings())
+    place = files.range_of(model.weight, ProcessMappings())
     assert place is not None
     assert (place.start, place.nbytes) == (0, 4 * COUNT)
     with torch.no_grad():
         model.weight[5] = 3.0
-    assert origins.range_of(model.weight, ProcessMappings()) is None
-    origins.close()
+    assert files.range_of(model.weight, ProcessMappings()) is None
+    files.close()
 
 
 @pytest.mark.parametrize("name", ["weights", "weights (deleted)"])
@@ -293,8 +293,8 @@ def test_a_path_that_leads_to_another_file_by_now_says_nothing(tmp_path: Path, n
     model = mapped(path)
     path.unlink()
     (tmp_path / name).write_bytes(as_file(2.0))
-    origins = MappedFiles("blake3", trust=True)
+    files = MappedFiles("blake3", trust=True)
     memory = ProcessMappings()
     assert memory.file(model.weight) is not None
-    assert origins.range_of(model.weight, memory) is None
-    origins.close()
+    assert files.range_of(model.weight, memory) is None
+    files.close()
