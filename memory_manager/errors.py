@@ -11,8 +11,7 @@ MemoryManagerError
       - NoMemoryError       the system refused memory or a descriptor
       - StillWritableError  somebody still maps the slab writable
       - NotSealedError      an offered descriptor is not sealed memory of that size
-      - DeviceError         a call of the CUDA driver failed
-          - NoDriverError     there is no CUDA driver, or no cuda-bindings to call it with
+      - DeviceError         a call of the CUDA driver failed, or there is no driver to call
 """
 
 from tensor_dedup.errors import TensorDedupError
@@ -52,7 +51,7 @@ class LeaseClosedError(MemoryManagerError):
 
 
 class BackendError(MemoryManagerError):
-    """Memory could not be reserved, sealed or taken back."""
+    """Memory could not be had, written, sealed or taken back."""
 
 
 class NoMemoryError(BackendError):
@@ -68,8 +67,7 @@ class NotSealedError(BackendError):
 
 
 class DeviceError(BackendError):
-    """A call of the CUDA driver failed; `call` and `code` (a CUresult) are among the facts."""
+    """A call of the CUDA driver failed; `call` and `code` (a CUresult) are among the facts.
 
-
-class NoDriverError(DeviceError):
-    """There is no CUDA driver here, or nothing to call it with."""
+    Without a driver, or without cuda-bindings to call it with, the fact `kind` is "no_driver".
+    """

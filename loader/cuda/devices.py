@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def _open_cuda(device: torch.device) -> SharedGpu:
-    """A GPU of NVIDIA's. UnsupportedError, NoDriverError, DeviceError."""
+    """A GPU of NVIDIA's. UnsupportedError, DeviceError."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise UnsupportedError("this torch is not built for CUDA, or sees no GPU")
     ask: Any = torch.cuda.get_device_properties  # without types

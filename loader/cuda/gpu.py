@@ -98,7 +98,7 @@ def _forget(address: int, extents: Sequence[MappedExtent]) -> None:
 
 
 class Gpu:
-    """See the module. Safe from any thread. NoDriverError, DeviceError from every method."""
+    """See the module. Safe from any thread. DeviceError from every method."""
 
     def __init__(
         self, driver: Driver, device: str, let_go: Callable[[], bool] = lambda: False

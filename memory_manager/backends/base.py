@@ -1,5 +1,7 @@
-"""What a kind of memory must be able to do. Every backend is tested against the
-same contract."""
+"""What a backend, the maker of one kind of memory, must be able to do.
+
+Every backend is tested against the same contract.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,26 +60,40 @@ class Backend(Protocol):
         """What it can do; the same for its whole life."""
 
     def reserve(self, nbytes: int) -> Memory:
-        """A slab whose memory exists already: writing to it never fails for want of memory.
+        """Return a slab whose memory exists: writing to it never fails for want of memory.
 
-        Its size cannot be changed by who gets the descriptor. NoMemoryError, BackendError.
+        Whoever gets its descriptor cannot change its size.
+
+        Raises:
+            NoMemoryError: The system has no memory or no descriptor left.
+            BackendError: The memory cannot be had for another reason.
         """
 
     def seal(self, memory: Memory) -> None:
-        """Make the bytes immutable, for everybody and for ever; a second time does nothing.
+        """Make the bytes immutable, for everybody and for ever; once more does nothing.
 
-        StillWritableError while a writable mapping lives anywhere: the slab is then as before.
-        Where it does not seal this only ends the writing: the writer says that it has unmapped.
+        A backend that cannot seal only ends the writing: it believes the writer's word that it has
+        unmapped the slab.
+
+        Raises:
+            StillWritableError: A writable mapping lives somewhere; the slab is as before.
         """
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """Hash a sealed slab's tensors; nothing stays mapped. NoMemoryError, InterruptedError."""
+        """Return the digests of a sealed slab's tensors; nothing stays mapped.
+
+        Raises:
+            NoMemoryError: The slab cannot be mapped.
+            NotSealedError: The backend does not hash, and a digest was not announced.
+            InterruptedError: The backend has been closed.
+        """
 
     def reclaim(self, fd: int, nbytes: int) -> Memory:
-        """Take a sealed slab of an earlier manager; owns `fd` from now on, also when it refuses.
+        """Take back a sealed slab of an earlier manager. It owns `fd`, also when it refuses.
 
-        NotSealedError unless it is memory of this kind, of that size and that nobody can change
-        (the last two where it seals: elsewhere nobody can tell).
+        Raises:
+            NotSealedError: It is not memory of this kind, or not of that size, or can be changed
+                (the last two are known only of a backend that seals).
         """
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class IpcBackend:
         )
 
     def reserve(self, nbytes: int) -> IpcSlab:
-        """See Backend."""
+        """Implement `Backend.reserve`."""
         if self._closed.is_set():
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         number, handle = self._helper.allocate(nbytes)
@@ -94,16 +94,16 @@ class IpcBackend:
             raise NoMemoryError(f"no descriptor for a ticket: {error.strerror}") from error
 
     def seal(self, memory: Memory) -> None:
-        """See Backend."""
+        """Implement `Backend.seal`."""
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """What the writer said. NotSealedError where it said nothing."""
+        """Return what the writer announced: the manager cannot read this memory."""
         if self._closed.is_set():
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         return announced(pieces)
 
     def reclaim(self, fd: int, nbytes: int) -> IpcSlab:
-        """Refuse: the memory went with the helper that had it. NotSealedError."""
+        """Raise NotSealedError: the memory went with the helper that had it."""
         os.close(fd)
         raise NotSealedError("memory of the backend `ipc` does not outlive its manager; load again")
 
@@ -116,7 +116,11 @@ class IpcBackend:
 
 
 def write_ticket(handle: bytes, nbytes: int) -> int:
-    """A descriptor of a sealed file that says how to open so much memory; the caller's. OSError."""
+    """Return a descriptor, the caller's, of a sealed file that says how to open so much memory.
+
+    Raises:
+        OSError: No descriptor is left.
+    """
     fd = os.memfd_create("tensor-dedup-ticket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.pwrite(fd, _TICKET.pack(_MAGIC, nbytes, handle), 0)
@@ -128,7 +132,11 @@ def write_ticket(handle: bytes, nbytes: int) -> int:
 
 
 def read_ticket(fd: int) -> tuple[bytes, int]:
-    """The handle, and how much memory it opens. NotSealedError for any other file."""
+    """Return the handle in a ticket, and how many bytes it opens.
+
+    Raises:
+        NotSealedError: The descriptor leads to no ticket.
+    """
     try:
         data = os.pread(fd, _TICKET.size, 0)
     except OSError as error:
@@ -143,33 +151,33 @@ def read_ticket(fd: int) -> tuple[bytes, int]:
 
 
 class HelperAllocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Get so much memory."""
+    """Order: get so much memory."""
 
     nbytes: int
 
 
 class HelperFree(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Let it go. Has no answer."""
+    """Order: let an allocation go. Has no answer."""
 
     number: int
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """First word: which GPU this is, and how much memory it has."""
+    """The helper's first message: which GPU it has, and how much memory that has."""
 
     device: str
     total: int
 
 
 class HelperAllocated(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Answer to Allocate."""
+    """Answer to HelperAllocate."""
 
     number: int
     handle: bytes
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """No. `full`: for want of memory."""
+    """Answer to what could not be done; `full`: for want of memory."""
 
     text: str
     full: bool
@@ -182,12 +190,16 @@ _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class Helper:
-    """The manager's end. Safe from any thread; `free` never waits."""
+    """The manager's end of a helper process. Safe from any thread; `free` never waits."""
 
     def __init__(self, device: str, driver: str = "") -> None:
-        """Start it, and hear which GPU it has. DeviceError, NoMemoryError.
+        """Start the helper, and hear which GPU it has.
 
-        `device`: a UUID or an ordinal. `driver`: what stands for CUDA there, as module:class.
+        `device`: a UUID or an ordinal. `driver`: the `Driver` that it uses, as module:class.
+
+        Raises:
+            DeviceError: There is no such GPU, or the helper does not answer.
+            NoMemoryError: The GPU has no room for a context.
         """
         self._lock = threading.Lock()
         self._unsent: deque[int] = deque()
@@ -209,11 +221,11 @@ class Helper:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The number of the helper's process."""
         return self._process.pid
 
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
-        """Memory: its number here, and the handle that others open it by."""
+        """Get memory: return its number in the helper, and the handle that others open it by."""
         with self._lock:
             try:
                 while not self._send_what_waits():  # first: the memory may be needed
@@ -259,7 +271,10 @@ class Helper:
             self._send_what_waits()
 
     def _send_what_waits(self) -> bool:
-        """Send the frees for which there is room; are those all? OSError: none of them is lost."""
+        """Send the frees for which there is room; return whether those were all.
+
+        OSError is raised when the helper is gone; no free is lost by it.
+        """
         while self._unsent:
             try:
                 number = self._unsent.popleft()
@@ -292,7 +307,7 @@ def _end(ours: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def serve(manager: socket.socket, driver: Driver, device: str) -> None:
-    """Do what the manager says until it has hung up; then give everything back."""
+    """Do what the manager says until it has hung up, then give everything back."""
     driver.init()
     found = find_device(driver, device)
     with current(driver, found.ordinal), Undo() as always:
@@ -330,7 +345,7 @@ def _allocated(
 
 
 def main(device: str, driver: str) -> None:
-    """The helper, on the socket that is its standard input."""
+    """Be the helper, on the socket that is this process's standard input."""
     module, _, name = driver.partition(":")
     with socket.socket(fileno=os.dup(0)) as manager:
         try:

@@ -56,7 +56,7 @@ class MemfdBackend:
         self._closed = threading.Event()
 
     def reserve(self, nbytes: int) -> MemfdSlab:
-        """See Backend."""
+        """Implement `Backend.reserve`."""
         with _refusals(nbytes):
             slab = MemfdSlab(_memory_file(), nbytes)
             os.ftruncate(slab.fileno, nbytes)
@@ -65,14 +65,14 @@ class MemfdBackend:
         return slab
 
     def _fill(self, slab: MemfdSlab) -> None:
-        """Pages now, or a writer meets SIGBUS when memory is short."""
+        """Have the pages made now, or a writer would meet SIGBUS when memory is short."""
         for start in range(0, slab.nbytes, _FILL):
             if self._closed.is_set():
                 raise InterruptedError(errno.EINTR, "the manager is about to end")
             os.posix_fallocate(slab.fileno, start, min(_FILL, slab.nbytes - start))
 
     def seal(self, memory: Memory) -> None:
-        """See Backend."""
+        """Implement `Backend.seal`."""
         if _seals(memory.fileno) & _ALL_SEALS == _ALL_SEALS:
             return
         try:
@@ -85,7 +85,7 @@ class MemfdBackend:
             raise BackendError(f"sealing: {error.strerror}", errno=error.errno) from error
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """See Backend."""
+        """Implement `Backend.digests`."""
         with _refusals(memory.nbytes), _mapped(memory) as view:
             jobs = [self._submit(view, offset, nbytes) for offset, nbytes, _ in pieces]
             # All of them, also after a failure: the mapping must not go under a thread's feet.
@@ -108,7 +108,7 @@ class MemfdBackend:
             return leaf_digests(piece)
 
     def reclaim(self, fd: int, nbytes: int) -> MemfdSlab:
-        """See Backend."""
+        """Implement `Backend._hash`."""
         slab = MemfdSlab(fd, nbytes)
         if not _is_ours(fd) or _seals(fd) & _ALL_SEALS != _ALL_SEALS:
             raise NotSealedError("the descriptor is no sealed memory file of tensor-dedup")
@@ -118,7 +118,7 @@ class MemfdBackend:
         return slab
 
     def close(self) -> None:
-        """See Backend."""
+        """Implement `Backend.close`."""
         # The threads stay for the jobs that are being ended; they go with this object.
         self._closed.set()
 
@@ -170,7 +170,7 @@ def _is_ours(fd: int) -> bool:
 
 @contextmanager
 def _refusals(nbytes: int) -> Iterator[None]:
-    """The system's refusals as NoMemoryError."""
+    """Raise the system's refusals as NoMemoryError."""
     try:
         yield
     except InterruptedError:

@@ -31,12 +31,13 @@ class VmmAllocation:
 
 
 class VmmBackend:
-    """The `vmm` backend: one GPU, by its UUID (or its ordinal, for people)."""
+    """The `vmm` backend: one GPU, named by its UUID (or its ordinal, for people)."""
 
     def __init__(self, driver: Driver, device: str, handle: int = 0) -> None:
         """`handle`: what slabs, a handle of the driver each, are multiples of; 0: the least it has.
 
-        NoDriverError; DeviceError, also for a handle that the GPU does not have.
+        Raises:
+            DeviceError: There is no such GPU or no driver, or its handles have another size.
         """
         driver.init()
         self._driver = driver
@@ -67,7 +68,7 @@ class VmmBackend:
         )
 
     def reserve(self, nbytes: int) -> VmmAllocation:
-        """See Backend."""
+        """Implement `Backend.reserve`."""
         if self._closed.is_set():
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         handle = self._driver.create(self.device.ordinal, nbytes)
@@ -78,16 +79,16 @@ class VmmBackend:
             self._driver.release(handle)
 
     def seal(self, memory: Memory) -> None:
-        """See Backend."""
+        """Implement `Backend.seal`."""
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """What the writer said. NotSealedError where it said nothing."""
+        """Return what the writer announced: the manager cannot read this memory."""
         if self._closed.is_set():
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         return announced(pieces)
 
     def reclaim(self, fd: int, nbytes: int) -> VmmAllocation:
-        """See Backend."""
+        """Implement `Backend.reclaim`."""
         slab = VmmAllocation(fd, nbytes)
         try:
             handle = self._driver.import_(fd)
@@ -108,12 +109,16 @@ class VmmBackend:
         return slab
 
     def close(self) -> None:
-        """See Backend."""
+        """Implement `Backend.close`."""
         self._closed.set()
 
 
 def announced(pieces: Pieces) -> list[str]:
-    """The digests that a writer has announced. NotSealedError where one is missing."""
+    """Return the digests that a writer has announced.
+
+    Raises:
+        NotSealedError: One is missing.
+    """
     if not all(digest for _, _, digest in pieces):
         raise NotSealedError(
             "this backend does not hash: announce every digest, at the latest when you seal"

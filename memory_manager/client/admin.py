@@ -1,4 +1,4 @@
-"""What the command line asks of a manager: its numbers and tables, pins, evictions, the end."""
+"""What the command line asks of a manager: its totals and tables, to pin, to evict, to stop."""
 
 import os
 from types import TracebackType
@@ -23,7 +23,7 @@ Table: TypeAlias = Literal["clients", "checkpoints", "residents", "builds"]
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """Everything a manager tells of itself, at about one moment. Sizes in bytes."""
+    """Everything a manager tells about itself, at about one moment. Sizes in bytes."""
 
     totals: Totals
     clients: list[ClientRow]
@@ -32,21 +32,24 @@ class Overview(msgspec.Struct, frozen=True):
     residents: list[ResidentRow]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return it as JSON can hold it."""
         tables = ("clients", "checkpoints", "builds", "residents")
         rows = {name: [msgspec.structs.asdict(r) for r in getattr(self, name)] for name in tables}
         return {"totals": msgspec.structs.asdict(self.totals), **rows}
 
 
 class Admin:
-    """A connection for asking. One thread at a time. ManagerGoneError when nobody answers."""
+    """A connection of the command line's. For one thread at a time.
+
+    Every method raises ManagerGoneError when nobody answers.
+    """
 
     def __init__(self, where: str | os.PathLike[str] | None = None) -> None:
         self.path: Final = paths.socket_path(where)
         self._connection = Connection(self.path, COMMAND)
 
     def totals(self) -> Totals:
-        """The numbers."""
+        """Return the manager's totals."""
         return self._connection.ask(Status(), Totals)[0]
 
     @property
@@ -55,7 +58,7 @@ class Admin:
         return self._connection.welcome.device
 
     def overview(self, *, residents: bool = True) -> Overview:
-        """The numbers and the tables; this command is left out of the clients."""
+        """Return the totals and the tables, without commands such as this one among the clients."""
         clients = [row for page in self._pages("clients") for row in page.clients]
         return Overview(
             self.totals(),
@@ -79,15 +82,15 @@ class Admin:
                 return pages
 
     def pin(self, name: str, *, pinned: bool = True) -> Done:
-        """Keep a checkpoint or a digest in memory, or no longer: tensors and bytes concerned."""
+        """Keep a checkpoint or a digest in memory, or no longer; return how much that concerns."""
         return self._connection.ask(Pin(name, pinned), Done)[0]
 
     def evict(self, name: str) -> Done:
-        """Drop what nobody uses: tensors and bytes that went."""
+        """Drop what nobody uses of a checkpoint or a digest; return how much has gone."""
         return self._connection.ask(Evict(name), Done)[0]
 
     def stop(self) -> None:
-        """End the manager; returns when it has let go of its clients."""
+        """End the manager; return when it has let go of its clients."""
         self._connection.ask(Stop(), Done)
         self._connection.wait_for_end()
 

@@ -50,7 +50,13 @@ class Connection:
     """
 
     def __init__(self, path: Path, name: str, timeout_s: float = REPLY_TIMEOUT_S) -> None:
-        """Connect and say hello. ManagerGoneError, UnsafeSocketError, RefusedError."""
+        """Connect and say hello.
+
+        Raises:
+            ManagerGoneError: Nobody answers.
+            UnsafeSocketError: The socket, its folder or its owner is not this user's alone.
+            RefusedError: The manager has no room for another client.
+        """
         self.path: Final = path
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -66,13 +72,13 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Is it open, and this process's own?"""
+        """Whether it is open, and this process's own."""
         return self._socket is not None and self._owner == os.getpid()
 
     def check(self) -> bool:
-        """Whether the other side is there; closes the connection when it has hung up.
+        """Return whether the other side is there; close the connection when it has hung up.
 
-        While a request is under way its thread finds that out by itself, and this says yes.
+        While a request is under way its thread finds that out, and this returns True.
         """
         if self.alive and self._lock.acquire(blocking=False):
             try:
@@ -83,7 +89,7 @@ class Connection:
         return self.alive
 
     def fileno(self) -> int:
-        """The socket's descriptor, to watch; -1 when closed."""
+        """Return the socket's descriptor, to watch; -1 when it is closed."""
         connection = self._socket
         return connection.fileno() if connection is not None else -1
 
@@ -96,8 +102,13 @@ class Connection:
     ) -> tuple[_Answer, list[int]]:
         """Send a request and return its reply, with the descriptors that came (the caller's now).
 
-        `extra_s`: how much longer than usual the reply may take. RefusedError when the manager
-        says no; ManagerGoneError when it does not answer or not as it should.
+        `extra_s`: how much longer than usual the reply may take.
+
+        Raises:
+            RefusedError: The manager says no; `code` says why.
+            ManagerGoneError: It does not answer.
+            ProtocolError: It answers with something else; the connection is closed.
+            NoMemoryError: This process has no descriptor left for what came with the reply.
         """
         data = _checked(request)
         with self._lock:
@@ -152,7 +163,7 @@ class Connection:
         return reply, datagram.descriptors
 
     def _give_back(self, reply: Reply) -> None:
-        """Release what a reply lent that cannot be used."""
+        """Release the leases of a reply that cannot be used."""
         extents: list[Extent | None] = []
         if isinstance(reply, FoundDigests):
             extents = reply.extents
@@ -180,7 +191,11 @@ class Connection:
         return connection
 
     def tell(self, request: Request) -> None:
-        """Send a request that has no reply. ManagerGoneError."""
+        """Send a request that has no reply.
+
+        Raises:
+            ManagerGoneError: The connection is closed or broken.
+        """
         data = encode(request)
         try:
             with self._lock:
@@ -242,7 +257,7 @@ class Connection:
 
 
 def _checked(request: Request) -> bytes:
-    """The datagram; ProtocolError for what the manager would take for garbage and hang up on."""
+    """Encode a request; raise ProtocolError where the manager would take it for garbage."""
     data = encode(request)
     decode_request(data)
     return data
@@ -263,7 +278,7 @@ def _shut_down(connection: socket.socket) -> None:
 
 
 def _connect(path: Path) -> socket.socket:
-    """A connected socket whose other end is this user's. ManagerGoneError, UnsafeSocketError."""
+    """Return a connected socket whose other end is this user's."""
     try:
         with ExitStack() as undo:
             paths.check_folder(path.parent)

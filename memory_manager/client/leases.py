@@ -1,4 +1,4 @@
-"""What an engine has borrowed: slabs, and leases on tensors in them."""
+"""What an engine has borrowed: slabs, and leases on the tensors in them."""
 
 import itertools
 import os
@@ -26,12 +26,12 @@ class WeakBag(Generic[_Item]):
             self.add(item)
 
     def add(self, item: _Item) -> None:
-        """Put one in, until it dies."""
+        """Add an object; it leaves when it dies."""
         items, number = self._items, next(self._numbers)
         items[number] = weakref.ref(item, lambda _: items.pop(number, None))
 
     def living(self) -> list[_Item]:
-        """Those that are alive, held by the caller from now on."""
+        """Return the objects that are alive; the list keeps them so."""
         return [item for each in list(self._items.values()) if (item := each()) is not None]
 
 
@@ -49,7 +49,7 @@ class SharedSlab:
         weakref.finalize(self, os.close, fd).atexit = False
 
     def spans(self) -> list[DigestSpan]:
-        """What is leased in it now: what to offer to a manager that knows nothing of it."""
+        """Return what is leased in it now, to be offered to a manager that knows nothing of it."""
         leases = self.leases.living()
         found = {each.offset: DigestSpan(each.offset, each.nbytes, each.digest) for each in leases}
         return [found[offset] for offset in sorted(found)]
@@ -75,7 +75,7 @@ class Lease:
 
     @property
     def closed(self) -> bool:
-        """Has it ended?"""
+        """Whether it has ended."""
         return not self._end.alive
 
     def close(self) -> None:
@@ -83,7 +83,11 @@ class Lease:
         self._end()
 
     def renew(self, number: int, connection: Connection) -> None:
-        """Another manager has taken the slab back: this is its lease now. LeaseClosedError."""
+        """Become the lease of this number, of the manager that has taken the slab back.
+
+        Raises:
+            LeaseClosedError: It was closed meanwhile.
+        """
         if self._end.detach() is None:
             raise LeaseClosedError("this lease was closed; look the tensor up again")
         self._end = _finalizer(self, connection, number)
@@ -109,7 +113,7 @@ class SlabTable:
         self._all: WeakBag[SharedSlab] = WeakBag(older)
 
     def enter(self, refs: Sequence[SlabRef], descriptors: Sequence[int]) -> list[SharedSlab]:
-        """The slabs of a reply; descriptors of those that are known are closed."""
+        """Return the slabs of a reply; close the descriptors of those that are known already."""
         found = []
         for ref, fd in zip(refs, descriptors, strict=True):
             slab = self._slabs.get(ref.slab)
@@ -122,14 +126,14 @@ class SlabTable:
         return found
 
     def living(self) -> list[SharedSlab]:
-        """Every slab that somebody in this process still uses."""
+        """Return every slab that is still used in this process."""
         return self._all.living()
 
 
 def lease_of(
     extent: Extent | None, slabs: Sequence[SharedSlab], connection: Connection
 ) -> Lease | None:
-    """The lease that an extent of a reply speaks of."""
+    """Return the lease that an extent of a reply speaks of."""
     if extent is None:
         return None
     place = (extent.offset, extent.nbytes, extent.digest)

@@ -1,4 +1,4 @@
-"""What a manager calls checkpoints and processes."""
+"""The names by which a manager, and the people who look at it, know checkpoints and processes."""
 
 import os
 
@@ -6,9 +6,10 @@ from tensor_dedup.memory_manager.protocol.limits import MAX_NAME
 
 
 def checkpoint_name(given: str) -> str:
-    """Of a path that is there the whole of it, for others start from other folders; else as given.
+    """Return a checkpoint's name: the absolute path of one that exists, or else what was given.
 
-    As much of its end as a name may have.
+    Processes that start in other folders then agree on it. Only as much of its end is kept as a
+    name may have.
     """
     # Not pathlib's: a link keeps its name, and what is too long for a path is no error.
     there = os.path.exists(given)  # noqa: PTH110
@@ -16,5 +17,5 @@ def checkpoint_name(given: str) -> str:
 
 
 def printed(text: str) -> str:
-    """What can be printed of a text, and as much of its end as a name may have."""
+    """Return the printable characters of a text, as many from its end as a name may have."""
     return "".join(char for char in text if char.isprintable())[-MAX_NAME:]

@@ -44,9 +44,9 @@ class ReconnectingClient(Protocol):
 
 
 def watch_manager(client: ReconnectingClient, stop: threading.Event) -> None:
-    """Start the thread that keeps this client connected. It does not keep the client alive."""
+    """Start the thread that keeps this client connected; it does not keep the client alive."""
     threading.Thread(
-        target=_run, args=(weakref.ref(client), stop), name="tensor-dedup-keeper", daemon=True
+        target=_run, args=(weakref.ref(client), stop), name="tensor-dedup-watch", daemon=True
     ).start()
 
 

@@ -197,8 +197,10 @@ class Core:
         return self._effects()
 
     def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
-        """Before the first client: the last manager's pins, and its records, which are entered
-        when `inherit` has brought their tensors."""
+        """Take over the last manager's pins and records, before the first client.
+
+        A record is entered when `inherit` has brought its tensors.
+        """
         reclaim.expect(self._state, records, pins)
 
     def inherit(
@@ -208,7 +210,11 @@ class Core:
         spans: Sequence[DigestSpan],
         checkpoints: Sequence[Sequence[str]],
     ) -> tuple[int, list[Effect]]:
-        """Take a slab of the last manager; the number that its ReclaimSlab has. RefusedError."""
+        """Take a slab of the last manager; return the number that its ReclaimSlab has.
+
+        Raises:
+            RefusedError: There is no room for it.
+        """
         number = reclaim.inherit(self._state, now, nbytes, spans, checkpoints)
         return number, self._effects()
 

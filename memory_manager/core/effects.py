@@ -1,4 +1,4 @@
-"""What the core asks its surroundings to do, in the order given."""
+"""What the core asks the server to do, in the order given."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias

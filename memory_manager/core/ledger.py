@@ -43,7 +43,7 @@ class SlabState:
 
     @property
     def held(self) -> bool:
-        """Is it in use, as far as the manager knows?"""
+        """Whether it is in use, as far as the manager knows."""
         return (
             self.busy
             or self.owned
@@ -171,11 +171,11 @@ class Ledger:
             resident.checkpoints.add(checkpoint)
 
     def pinned(self, resident: ResidentEntry) -> bool:
-        """Is it pinned, by its digest or by the name of a checkpoint?"""
+        """Return whether it is pinned, by its digest or by the name of a checkpoint."""
         return resident.digest in self.pins or not self.pins.isdisjoint(resident.checkpoints)
 
     def pinned_slab(self, slab: SlabState) -> bool:
-        """Is any tensor in it pinned?"""
+        """Return whether any tensor in it is pinned."""
         return bool(self.pins) and any(map(self.pinned, slab.residents.values()))
 
     def named(self, name: str) -> list[ResidentEntry]:

@@ -52,7 +52,7 @@ class PutState:
 
     @property
     def active(self) -> bool:
-        """Does it hold its layers?"""
+        """Whether it still holds its layers."""
         return self.state in ACTIVE
 
     def step(self, event: Event) -> None:
@@ -101,7 +101,7 @@ class ClientState:
 
     @property
     def builds(self) -> bool:
-        """Does it hold a reservation?"""
+        """Whether it holds a reservation."""
         return any(put.active for put in self.puts.values())
 
 
@@ -167,7 +167,7 @@ class ManagerState:
         self.effects.append(Note(event, facts, detail=True))
 
     def may_lease(self, connection: ClientState, count: int) -> bool:
-        """May this client have so many leases more?"""
+        """Return whether this client may have so many more leases."""
         return len(connection.leases) + count <= self.settings.max_leases
 
     def lease(

@@ -33,7 +33,11 @@ def inherit(
     spans: Sequence[DigestSpan],
     checkpoints: Sequence[Sequence[str]],
 ) -> int:
-    """Take a slab that the last manager of this service has left; its number. RefusedError."""
+    """Take a slab that the last manager of this service has left; return its number.
+
+    Raises:
+        RefusedError: There is no room for it.
+    """
     slab = _slab_for(state, now, nbytes, spans)
     names = tuple(tuple(each) for each in checkpoints)
     state.offers[slab.number] = PendingOffer(_NOBODY, tuple(spans), "", names)

@@ -1,7 +1,8 @@
-"""The CUDA driver as we use it: some thirty calls behind one interface, so that a fake can serve.
+"""The CUDA driver as this package uses it: some thirty calls behind one protocol.
 
-Every method is one call of the driver, named in its docstring. Errors are typed here, once, for the
-real driver and for the fake: NoMemoryError when the device is full, DeviceError for all others.
+Every method is one call of the driver, which its docstring names. The results of all drivers, that
+of the tests included, become errors here: NoMemoryError when the device is full, DeviceError for
+all others.
 Handles, addresses and events are numbers; sizes are bytes.
 """
 
@@ -19,7 +20,7 @@ IPC_HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
 class Result(IntEnum):
-    """The CUresults that something here returns or decides by."""
+    """The CUresults that this package returns or decides by."""
 
     SUCCESS = 0
     INVALID_VALUE = 1
@@ -52,14 +53,18 @@ class GpuInfo(NamedTuple):
     ordinal: int
     uuid: str
     nbytes: int
-    descriptors: bool  # can memory be handed on as a file descriptor?
+    descriptors: bool  # whether its memory can be handed on as a file descriptor
 
 
 class Driver(Protocol):
     """Safe from any thread. Useless in a forked child, as CUDA is: every call then fails."""
 
     def init(self) -> None:
-        """Be ready (cuInit). A second time does nothing. NoDriverError, DeviceError."""
+        """Make the driver ready (cuInit); once more does nothing.
+
+        Raises:
+            DeviceError: There is no driver, or it has no device.
+        """
 
     def devices(self) -> list[GpuInfo]:
         """What this process may use (cuDeviceGetCount, cuDeviceGetUuid, cuDeviceTotalMem)."""
@@ -128,7 +133,7 @@ class Driver(Protocol):
         """
 
     def done(self, event: int) -> bool:
-        """Has that work ended? (cuEventQuery)"""
+        """Return whether that work has ended (cuEventQuery)."""
 
     def wait(self, event: int) -> None:
         """Wait until it has (cuEventSynchronize)."""
@@ -153,7 +158,7 @@ class Driver(Protocol):
 
 
 def refused(call: str, code: int, nbytes: int = 0) -> BackendError:
-    """The error for what a call returned."""
+    """Return the error for what a call returned."""
     try:
         name = f"CUDA_ERROR_{Result(code).name}"
     except ValueError:
@@ -173,12 +178,16 @@ def refused(call: str, code: int, nbytes: int = 0) -> BackendError:
 
 
 def device_uuid(raw: bytes) -> str:
-    """A UUID's text as nvidia-smi and NVML write it."""
+    """Return a UUID as nvidia-smi and NVML write it."""
     return f"GPU-{uuid.UUID(bytes=raw)}"
 
 
 def find_device(driver: Driver, name: str) -> GpuInfo:
-    """The GPU of that UUID or, for people, of that ordinal. DeviceError when it is not visible."""
+    """Return the GPU with this UUID or, for people, this ordinal.
+
+    Raises:
+        DeviceError: No such GPU is visible to this process.
+    """
     found = driver.devices()
     for device in found:
         if name in (device.uuid, str(device.ordinal)):
@@ -192,7 +201,7 @@ def find_device(driver: Driver, name: str) -> GpuInfo:
 
 @contextmanager
 def current(driver: Driver, device: int) -> Iterator[None]:
-    """The context of a GPU is current in this thread, then what was."""
+    """Make the context of a GPU current in this thread, and afterwards the one that was."""
     driver.enter(device)
     try:
         yield

@@ -18,13 +18,13 @@ from tensor_dedup.memory_manager.cuda.driver import (
     device_uuid,
     refused,
 )
-from tensor_dedup.memory_manager.errors import NoDriverError
+from tensor_dedup.memory_manager.errors import DeviceError
 
 _MODULE: Final = "cuda.bindings.driver"
 
 
 class NvidiaDriver:
-    """See Driver. NoDriverError from `init` where there is none."""
+    """The driver that is installed here, by NVIDIA's own bindings for Python."""
 
     def __init__(self) -> None:
         self._api: Any = None
@@ -33,7 +33,7 @@ class NvidiaDriver:
         self._contexts: dict[int, Any] = {}
 
     def init(self) -> None:
-        """See Driver."""
+        """Call cuInit."""
         with self._lock:
             if self._api is None:
                 api = _bindings()
@@ -41,9 +41,10 @@ class NvidiaDriver:
                     (result,) = api.cuInit(0)
                 except (ImportError, OSError, RuntimeError) as error:
                     # How the bindings say that there is no libcuda changes with their version.
-                    raise NoDriverError(
+                    raise DeviceError(
                         f"libcuda.so.1 cannot be loaded ({error}); install the NVIDIA driver, or "
                         "in a container ask for its GPUs",
+                        kind="no_driver",
                     ) from error
                 _check("cuInit", result)
                 self._api = api
@@ -57,7 +58,7 @@ class NvidiaDriver:
         return values[0] if values else None
 
     def devices(self) -> list[GpuInfo]:
-        """See Driver."""
+        """Call cuDeviceGetCount, cuDeviceGetUuid and cuDeviceTotalMem."""
         return [self._device(ordinal) for ordinal in range(self._ask("cuDeviceGetCount"))]
 
     def _device(self, ordinal: int) -> GpuInfo:
@@ -89,7 +90,7 @@ class NvidiaDriver:
         return found
 
     def granularity(self, device: int) -> int:
-        """See Driver."""
+        """Call cuMemGetAllocationGranularity."""
         self._require()
         option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._ask("cuMemGetAllocationGranularity", self._properties(device), option))
@@ -99,48 +100,48 @@ class NvidiaDriver:
             raise refused("cuInit", Result.NOT_INITIALIZED)
 
     def create(self, device: int, nbytes: int) -> int:
-        """See Driver."""
+        """Call cuMemCreate."""
         self._require()
         return int(self._ask("cuMemCreate", nbytes, self._properties(device), 0, nbytes=nbytes))
 
     def release(self, handle: int) -> None:
-        """See Driver."""
+        """Call cuMemRelease."""
         self._ask("cuMemRelease", handle)
 
     def export(self, handle: int) -> int:
-        """See Driver."""
+        """Call cuMemExportToShareableHandle."""
         self._require()
         fd = int(self._ask("cuMemExportToShareableHandle", handle, self._descriptor_kind(), 0))
         os.set_inheritable(fd, False)
         return fd
 
     def import_(self, fd: int) -> int:
-        """See Driver."""
+        """Call cuMemImportFromShareableHandle."""
         self._require()
         return int(self._ask("cuMemImportFromShareableHandle", fd, self._descriptor_kind()))
 
     def device_of(self, handle: int) -> int:
-        """See Driver."""
+        """Call cuMemGetAllocationPropertiesFromHandle."""
         return int(self._ask("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        """See Driver."""
+        """Call cuMemAddressReserve."""
         return int(self._ask("cuMemAddressReserve", nbytes, alignment, 0, 0, nbytes=nbytes))
 
     def free(self, address: int, nbytes: int) -> None:
-        """See Driver."""
+        """Call cuMemAddressFree."""
         self._ask("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """See Driver."""
+        """Call cuMemMap."""
         self._ask("cuMemMap", address, nbytes, 0, handle, 0, nbytes=nbytes)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """See Driver."""
+        """Call cuMemUnmap."""
         self._ask("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
-        """See Driver."""
+        """Call cuMemSetAccess."""
         self._require()
         wish = self._api.CUmemAccessDesc()
         self._place(wish, device)
@@ -148,7 +149,7 @@ class NvidiaDriver:
         self._ask("cuMemSetAccess", address, nbytes, [wish], 1)
 
     def enter(self, device: int) -> None:
-        """See Driver."""
+        """Call cuDevicePrimaryCtxRetain and cuCtxPushCurrent."""
         context = self._context(device)
         self._ask("cuCtxPushCurrent", context)
         self._stack().append(context)
@@ -161,7 +162,7 @@ class NvidiaDriver:
             return self._contexts[device]
 
     def leave(self) -> None:
-        """See Driver."""
+        """Call cuCtxPopCurrent."""
         self._stack().pop()
         self._ask("cuCtxPopCurrent")
 
@@ -172,23 +173,23 @@ class NvidiaDriver:
         return found
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
-        """See Driver."""
+        """Call cuMemcpyHtoD."""
         self._ask("cuMemcpyHtoD", target, source, nbytes)
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
-        """See Driver."""
+        """Call cuMemcpyDtoH."""
         self._ask("cuMemcpyDtoH", target, source, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """See Driver."""
+        """Call cuMemcpyDtoD."""
         self._ask("cuMemcpyDtoD", target, source, nbytes)
 
     def synchronize(self) -> None:
-        """See Driver."""
+        """Call cuCtxSynchronize."""
         self._ask("cuCtxSynchronize")
 
     def mark(self) -> int:
-        """See Driver."""
+        """Call cuEventCreate and cuCtxRecordEvent."""
         if not self._stack():
             raise refused("cuEventCreate", Result.INVALID_CONTEXT)
         flag = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
@@ -201,7 +202,7 @@ class NvidiaDriver:
         return int(event)
 
     def done(self, event: int) -> bool:
-        """See Driver."""
+        """Call cuEventQuery."""
         self._require()
         (result,) = self._api.cuEventQuery(event)
         if int(result) == Result.NOT_READY:
@@ -210,28 +211,28 @@ class NvidiaDriver:
         return True
 
     def wait(self, event: int) -> None:
-        """See Driver."""
+        """Call cuEventSynchronize."""
         self._ask("cuEventSynchronize", event)
 
     def forget(self, event: int) -> None:
-        """See Driver."""
+        """Call cuEventDestroy."""
         self._ask("cuEventDestroy", event)
 
     def allocate(self, nbytes: int) -> int:
-        """See Driver."""
+        """Call cuMemAlloc."""
         return int(self._ask("cuMemAlloc", nbytes, nbytes=nbytes))
 
     def deallocate(self, address: int) -> None:
-        """See Driver."""
+        """Call cuMemFree."""
         self._ask("cuMemFree", address)
 
     def ipc_handle(self, address: int) -> bytes:
-        """See Driver."""
+        """Call cuIpcGetMemHandle."""
         found = self._ask("cuIpcGetMemHandle", address)
         return ctypes.string_at(found.getPtr(), IPC_HANDLE_BYTES)
 
     def ipc_open(self, handle: bytes) -> int:
-        """See Driver."""
+        """Call cuIpcOpenMemHandle."""
         self._require()
         given = self._api.CUipcMemHandle()
         ctypes.memmove(given.getPtr(), handle, IPC_HANDLE_BYTES)
@@ -239,7 +240,7 @@ class NvidiaDriver:
         return int(self._ask("cuIpcOpenMemHandle", given, int(flag)))
 
     def ipc_close(self, address: int) -> None:
-        """See Driver."""
+        """Call cuIpcCloseMemHandle."""
         self._ask("cuIpcCloseMemHandle", address)
 
 
@@ -247,8 +248,10 @@ def _bindings() -> Any:
     try:
         return importlib.import_module(_MODULE)
     except ImportError as error:
-        raise NoDriverError(
-            f"{error}; install it with `pip install 'tensor-dedup[cuda]'`", module=_MODULE
+        raise DeviceError(
+            f"{error}; install it with `pip install 'tensor-dedup[cuda]'`",
+            kind="no_driver",
+            module=_MODULE,
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Messages to datagrams and back. No I/O here.
+"""Messages as datagrams, and back. No I/O.
 
 A datagram is `MAGIC`, the version (2 bytes, little-endian) and one msgspec struct in MessagePack.
 The version stands outside of the struct, so that a peer of another version is told so instead of
@@ -25,7 +25,11 @@ _HEADER: Final = MAGIC + VERSION.to_bytes(2, "little")
 
 
 def encode(message: Request | Reply) -> bytes:
-    """The datagram of a message. ProtocolError when it is larger than the other side accepts."""
+    """Return the datagram of a message.
+
+    Raises:
+        ProtocolError: It is larger than the other side accepts.
+    """
     data = _HEADER + _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(
@@ -36,12 +40,21 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """The request in a datagram, or ProtocolError (`version` in its facts: theirs, if another)."""
+    """Return the request in a datagram.
+
+    Raises:
+        ProtocolError: There is none. Where the other side speaks another version, the fact
+            `version` is theirs.
+    """
     return _decode(data, _requests)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """The reply in a datagram, or ProtocolError."""
+    """Return the reply in a datagram.
+
+    Raises:
+        ProtocolError: There is none.
+    """
     return _decode(data, _replies)
 
 

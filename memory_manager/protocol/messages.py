@@ -1,4 +1,4 @@
-"""Every message between a client and the manager. No I/O here.
+"""Every message between a client and the manager. No I/O.
 
 Unknown fields and tags, wrong types and sizes over the limits are refused (see `codec`).
 Descriptors travel beside the message they belong to (see `wire`). PROTOCOL.md says what the
@@ -77,14 +77,17 @@ class Hello(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Which of these layers are here? Leases what their records name."""
+    """Ask which of these layers are there, and lease what their records name."""
 
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     checkpoint: Name = ""
 
 
 class LookupDigests(Message, frozen=True):
-    """Which of these bytes are here? Leases them. Also how a writer offers what it has computed."""
+    """Ask which tensors with these digests are there, and lease them.
+
+    A writer offers what it has computed in this way, too.
+    """
 
     digests: Annotated[list[Digest], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
     checkpoint: Name = ""

@@ -19,7 +19,7 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def default_socket() -> Path:
-    """The one path that `serve` and "auto" use when none is given."""
+    """Return the one path that `serve` and "auto" use when none is given."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # It is often named where it does not exist (containers, su), or is another user's.
     if runtime.startswith("/") and _is_own_folder(Path(runtime)):
@@ -37,7 +37,11 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
-    """The socket that was given, the environment's, or the default one. UnsafeSocketError."""
+    """Return the path that was given, or the environment's, or the default one.
+
+    Raises:
+        UnsafeSocketError: The path is longer than a socket's can be.
+    """
     path = Path(given or os.environ.get(ENVIRONMENT) or default_socket()).absolute()
     if len(os.fsencode(path)) > MAX_PATH:
         raise UnsafeSocketError(
@@ -48,12 +52,15 @@ def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def device_socket(path: Path, device: str) -> Path:
-    """Beside the socket of the machine's memory, that of a GPU's, by its UUID. UnsafeSocketError.
+    """Return the socket of a GPU's manager, beside `path`, the one for the machine's memory.
 
-    Named for the beginning of the UUID, as a socket's path is short; its Welcome says all of it.
+    `device` is the GPU's UUID; "" stands for the machine's memory. The name has only the beginning
+    of the UUID, since a socket's path is short; the manager's Welcome says all of it. Each GPU has
+    a manager of its own: one that meets a broken GPU costs nobody else anything, and the one of
+    the machine's memory never loads a driver.
 
-    Each has a manager of its own: one that meets a broken GPU costs nobody else anything, and the
-    one of the machine's memory never loads a driver.
+    Raises:
+        UnsafeSocketError: The path is longer than a socket's can be.
     """
     return (
         socket_path(path.with_name(f"{path.stem}-{device[:_SHOWN]}{path.suffix}"))
@@ -63,14 +70,24 @@ def device_socket(path: Path, device: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the socket's folder, or check the one that is there. UnsafeSocketError, OSError."""
+    """Make the socket's folder, or check the one that is there.
+
+    Raises:
+        UnsafeSocketError: It is not this user's alone.
+        OSError: It cannot be made or looked at.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:
-    """A folder, no link, of this user, closed to others? Else UnsafeSocketError, OSError."""
+    """Check that this is a folder (no link) of this user, closed to all others.
+
+    Raises:
+        UnsafeSocketError: It is not.
+        OSError: It cannot be looked at.
+    """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise _unsafe(folder, "is no folder")

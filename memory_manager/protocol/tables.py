@@ -1,4 +1,4 @@
-"""What a manager tells about itself: totals, and the rows of its tables. Sizes in bytes."""
+"""What a manager tells about itself: its totals, and the rows of its tables. Sizes in bytes."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Datagrams with descriptors over a Unix socket, for both sides. No policy here.
+"""Datagrams with descriptors over a Unix socket, for both sides. No policy.
 
 SOCK_SEQPACKET keeps the bounds of messages and the descriptors of each message with it. Whoever
 receives owns the descriptors: every one that is not handed on is closed here.
@@ -23,7 +23,7 @@ _ANCILLARY: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
 
 
 class Peer(NamedTuple):
-    """Who is at the other end, as the kernel says."""
+    """The process at the other end, as the kernel knows it."""
 
     pid: int
     uid: int
@@ -41,7 +41,7 @@ class Datagram(NamedTuple):
 
 
 def new_socket() -> socket.socket:
-    """An unconnected socket of the right kind."""
+    """Return an unconnected socket of the right kind."""
     return configure(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
 
 
@@ -52,16 +52,17 @@ def configure(connection: socket.socket) -> socket.socket:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who has connected, or listens. OSError when the kernel does not say."""
+    """Return who has connected, or listens; raise OSError when the kernel does not say."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
     return Peer(pid, uid)
 
 
 def pidfd_of(connection: socket.socket, pid: int) -> int | None:
-    """A descriptor that tells when the peer's process has ended; None when it has already.
+    """Return a descriptor that tells when the peer's process has ended; None when it has already.
 
-    OSError when there is no descriptor left.
+    Raises:
+        OSError: There is no descriptor left.
     """
     with contextlib.suppress(OSError):
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, _INT_BYTES)
@@ -76,13 +77,23 @@ def pidfd_of(connection: socket.socket, pid: int) -> int | None:
 
 
 def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one message, whole or not at all. OSError; BlockingIOError when it would wait."""
+    """Send one message, whole or not at all.
+
+    Raises:
+        BlockingIOError: The socket does not block, and sending would have to wait.
+        OSError: The connection is broken.
+    """
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     connection.sendmsg([data], ancillary if descriptors else [], socket.MSG_NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> Datagram:
-    """Receive one message. OSError, and ProtocolError for one that was cut: its rest is lost."""
+    """Receive one message.
+
+    Raises:
+        ProtocolError: It was larger than a message may be; its rest is lost.
+        OSError: The connection is broken.
+    """
     try:
         data, ancillary, flags, _ = _receive(connection)
     except ConnectionResetError:
@@ -110,6 +121,6 @@ def _rights(level: int, kind: int, raw: bytes) -> list[int]:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close what nobody takes."""
+    """Close descriptors that nobody takes."""
     for fd in descriptors:
         os.close(fd)

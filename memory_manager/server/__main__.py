@@ -1,4 +1,4 @@
-"""`python -m tensor_dedup.memory_manager.server`: how a client starts a manager in the background.
+"""`python -m tensor_dedup.memory_manager.server`: a manager in the background, as clients start it.
 
 The parent returns when the manager can be connected to (0), when another one owns the socket (3),
 or when it could not start (1, the reason on stderr). The manager itself is nobody's child.
@@ -37,7 +37,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main(make: Callable[[Start], Backend] = backend_for) -> int:
-    """Start; the exit status. `make` makes its memory."""
+    """Start the manager and return the exit status. `make` makes its backend."""
     given = _arguments()
     try:
         start = Start(
@@ -101,7 +101,7 @@ def _run(body: Callable[[], None], writer: int) -> None:
 
 
 def _leave_terminal(log_file: Path) -> None:
-    """A daemon's folder, and its output in a file that only this user reads."""
+    """Go to a daemon's folder, and send the output to a file that only this user can read."""
     os.chdir("/")
     fresh = log_file.exists() and log_file.stat().st_size > _MAX_LOG
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if fresh else os.O_APPEND)

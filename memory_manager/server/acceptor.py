@@ -28,7 +28,13 @@ class SocketFile:
     """A listening socket at a path that this process owns until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Raise ManagerRunningError, UnsafeSocketError, OSError."""
+        """Take the lock, make the socket and listen.
+
+        Raises:
+            ManagerRunningError: Another process has the lock.
+            UnsafeSocketError: The folder is not this user's alone.
+            OSError: The socket cannot be made.
+        """
         self.path: Final = path
         paths.make_folder(path.parent)
         with ExitStack() as undo:
@@ -104,9 +110,10 @@ class Acceptor:
         self.refused = 0
 
     def accept(self) -> AcceptedConnection | None:
-        """The next connection, or None when there is none or it was refused.
+        """Return the next connection; None when there is none or it was refused.
 
-        BlockingIOError when the system has no descriptor even to say no with: try again later.
+        Raises:
+            BlockingIOError: There is no descriptor left even to refuse with; try again later.
         """
         try:
             connection, _ = self._listener.accept()

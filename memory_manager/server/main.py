@@ -1,4 +1,7 @@
-"""Starting and ending the process: options, signals, logs; alone or as a daemon."""
+"""The manager as a process: its options, its memory, its budget, signals and the log.
+
+`tensor-dedup serve` runs it in the foreground; `__main__` runs it in the background.
+"""
 
 import logging
 import os
@@ -51,7 +54,11 @@ class Start:
 
 
 def backend_for(start: Start) -> Backend:
-    """The kind of memory that was asked for. NoDriverError, DeviceError for a GPU."""
+    """Return the backend that was asked for.
+
+    Raises:
+        DeviceError: There is no such GPU, or no driver to call.
+    """
     if not start.device:
         return MemfdBackend()
     if start.backend == "ipc":
@@ -64,10 +71,14 @@ def serve(
     ready: Callable[[], None] = lambda: None,
     make: Callable[[Start], Backend] = backend_for,
 ) -> None:
-    """Be a memory manager until SIGTERM, SIGINT or a client's Stop. In the main thread.
+    """Be a memory manager until SIGTERM, SIGINT or a client's Stop. Call it in the main thread.
 
-    `ready` is called as soon as clients can connect; `make` makes its memory. ManagerRunningError
-    when another manager owns the socket; UnsafeSocketError, OSError; what `make` raises.
+    `ready` is called as soon as clients can connect; `make` makes the backend.
+
+    Raises:
+        ManagerRunningError: Another manager owns the socket.
+        UnsafeSocketError: The socket's folder is not this user's alone.
+        OSError: The socket or the port for metrics cannot be had.
     """
     raise_descriptor_limit()
     servers: list[Server] = []
@@ -129,12 +140,12 @@ def log_to(*, details: bool = False) -> None:
 
 
 def default_budget() -> int:
-    """Half of the memory that this process may use, in bytes: the machine's or its container's."""
+    """Return half of the bytes that this process may use, of the machine or of its container."""
     return min([psutil.virtual_memory().total, *_cgroup_limits()]) // 2
 
 
 def _cgroup_limits() -> list[int]:
-    """The limits of the cgroups this process is in, innermost last; version 2 only."""
+    """Return the limits of the cgroups that this process is in (version 2), innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -156,7 +167,7 @@ def _text(path: Path) -> str:
 
 
 def raise_descriptor_limit() -> int:
-    """Allow as many descriptors as the system lets this process have; how many that is."""
+    """Allow this process as many descriptors as the system permits; return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""The totals for Prometheus, on the loopback address only: they name no user's data but sizes."""
+"""The totals for Prometheus, on the loopback address only. They name no data, only sizes."""
 
 from collections.abc import Iterator
 from types import TracebackType
@@ -39,7 +39,7 @@ _COUNTERS: Final = {
 
 
 class MetricsSource(Protocol):
-    """Who has the numbers."""
+    """An object that has the numbers."""
 
     @property
     def totals(self) -> Totals:
@@ -65,7 +65,7 @@ class Metrics:
     """An HTTP server beside the manager while the context is open; nothing without a port."""
 
     def __init__(self, source: MetricsSource, port: int | None) -> None:
-        """Raise OSError when the port is taken."""
+        """Start serving; raise OSError when the port is taken."""
         self._stop = None
         self.where = ""
         if port is not None:

@@ -1,4 +1,4 @@
-"""Helpers that fill a manager before anybody asks: one process after the other, then gone."""
+"""Filling a manager before anybody asks: one process for each checkpoint, one after the other."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ class Preload:
         self._closed = False
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Begin; return at once."""
         threading.Thread(target=self._run, name="tensor-dedup-preload", daemon=True).start()
 
     def close(self) -> None:

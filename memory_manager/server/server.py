@@ -49,7 +49,10 @@ _TOTALS_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Times in seconds. `idle_exit_s`: end when nobody has been connected for so long."""
+    """When a client is cut off that does not read, and when the manager ends since none is there.
+
+    Both in seconds.
+    """
 
     stall_timeout_s: float = 10.0
     idle_exit_s: float | None = None
@@ -57,7 +60,10 @@ class Options:
 
 @dataclass(slots=True, eq=False)
 class ClientSocket:
-    """A socket with its outbox. The outbox holds the memory whose descriptors it will send."""
+    """One connection as the event loop sees it: its socket, and what has still to go out.
+
+    The outbox holds the memory whose descriptors it will send.
+    """
 
     number: int
     process: int
@@ -69,7 +75,7 @@ class ClientSocket:
     events: int = 0  # what the selector watches for
 
     def flush(self, now: float) -> bool:
-        """Send what the socket takes; False when the connection is broken."""
+        """Send what the socket takes; return False when the connection is broken."""
         self.retry_at = None
         while self.outbox:
             data, memories = self.outbox[0]
@@ -146,7 +152,7 @@ class Server:
             self._close()
 
     def inherit(self, left: Inherited) -> None:
-        """Before `run`: take what the last manager of this service has left with systemd."""
+        """Take what the last manager of this service has left with systemd. Call it before `run`."""
         records = {r.key: KeyRecord(r.record, tuple(r.digests)) for r in left.index.records}
         self._core.expect(records, left.index.pins)
         for slab in left.index.slabs:
@@ -181,7 +187,7 @@ class Server:
             self.totals, self._totals_at = self._core.totals(now), now
 
     def _patience(self) -> float:
-        """Seconds until something is due, if nothing happens; at most one."""
+        """Return the seconds until something is due if nothing happens; at most one."""
         now = self._now()
         due = [now + 1.0]
         deadline = self._core.next_deadline(now)

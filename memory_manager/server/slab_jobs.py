@@ -1,4 +1,4 @@
-"""What may take long, on threads: making slabs, sealing and hashing them, checking offered ones.
+"""What may take long, on threads: to make slabs, seal and hash them, check those handed back.
 
 A job never touches the core: its outcome is queued, and the event loop is woken to fetch it.
 """
@@ -50,11 +50,11 @@ class SlabJobs:
         self._bell.setblocking(False)
 
     def allocate(self, slab: int, nbytes: int) -> None:
-        """Reserve memory for a slab."""
+        """Have memory reserved for a slab."""
         self._start(lambda: Outcome("allocated", slab, self._backend.reserve(nbytes)), slab)
 
     def seal_and_hash(self, slab: int, memory: Memory, pieces: Pieces) -> None:
-        """Seal a slab, then hash it."""
+        """Have a slab sealed, then hashed."""
 
         def job() -> Outcome:
             self._backend.seal(memory)
@@ -63,7 +63,7 @@ class SlabJobs:
         self._start(job, slab, "hashed")
 
     def reclaim(self, slab: int, fd: int, nbytes: int, pieces: Pieces) -> None:
-        """Check a slab that was handed back, and hash it. Owns the descriptor."""
+        """Have a slab that was handed back checked and hashed. Owns the descriptor."""
 
         def job() -> Outcome:
             memory = self._backend.reclaim(fd, nbytes)
@@ -99,7 +99,7 @@ class SlabJobs:
             self._bell.send(b"!")
 
     def outcomes(self) -> list[Outcome]:
-        """What has been done since the last call."""
+        """Return what has been done since the last call."""
         with contextlib.suppress(BlockingIOError):
             while self.wake_up.recv(4096):
                 pass

@@ -86,7 +86,7 @@ class Inherited:
 
 
 def _room() -> int:
-    """How many slabs systemd keeps for this service, beside the index."""
+    """Return how many slabs systemd keeps for this service, beside the index."""
     text = os.environ.get("FDSTORE", "")
     return int(text) - 1 if text.isdecimal() else 0
 
@@ -96,7 +96,7 @@ def _stored(name: str, generation: str) -> str:
 
 
 def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> HandoverIndex:
-    """What is handed over now: at most `room` sealed slabs with their tensors, records, pins.
+    """Return what is handed over: at most `room` sealed slabs with their tensors, records, pins.
 
     Pinned slabs come first, then those used last.
     """
@@ -119,7 +119,7 @@ def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> 
 
 
 def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
-    """Leave the slabs with systemd, where it keeps descriptors for this service; how many."""
+    """Leave the slabs with systemd, if it keeps descriptors for this service; return how many."""
     room = _room()
     if room < 1:
         return 0
@@ -154,7 +154,7 @@ def inherit() -> Inherited:
 
 
 def _read(name: str, fd: int) -> HandoverIndex:
-    """The index that is stored under this name; `fd` is closed."""
+    """Return the index that is stored under this name; `fd` is closed."""
     try:
         data = os.pread(fd, min(os.fstat(fd).st_size, _MAX_INDEX), 0)
         index = msgspec.msgpack.decode(data, type=HandoverIndex)
@@ -166,7 +166,7 @@ def _read(name: str, fd: int) -> HandoverIndex:
 
 
 def _slabs(index: HandoverIndex, descriptors: Mapping[str, int]) -> dict[str, str]:
-    """Of the index's slabs those that are there: what each is stored under."""
+    """Return what each slab of the index is stored under, of those that are there."""
     stored = {slab.name: _stored(slab.name, index.generation) for slab in index.slabs}
     return {name: under for name, under in stored.items() if under in descriptors}
 

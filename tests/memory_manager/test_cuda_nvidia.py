@@ -15,7 +15,7 @@ import pytest
 
 from tensor_dedup.memory_manager.cuda.driver import Access, GpuInfo, Result, current
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
-from tensor_dedup.memory_manager.errors import DeviceError, NoDriverError, NoMemoryError
+from tensor_dedup.memory_manager.errors import DeviceError, NoMemoryError
 
 MODULE = "cuda.bindings.driver"
 UUID = bytes(range(16))
@@ -111,8 +111,9 @@ def driver(bindings: Bindings) -> NvidiaDriver:
 
 def test_without_bindings_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)
-    with pytest.raises(NoDriverError, match=r"tensor-dedup\[cuda\]"):
+    with pytest.raises(DeviceError, match=r"tensor-dedup\[cuda\]") as caught:
         NvidiaDriver().init()
+    assert caught.value.facts["kind"] == "no_driver"
 
 
 def test_without_a_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +121,9 @@ def test_without_a_library_it_is_said_what_to_install(monkeypatch: pytest.Monkey
         raise RuntimeError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(cuInit=no_library))
-    with pytest.raises(NoDriverError, match="NVIDIA driver"):
+    with pytest.raises(DeviceError, match="NVIDIA driver") as caught:
         NvidiaDriver().init()
+    assert caught.value.facts["kind"] == "no_driver"
 
 
 def test_a_driver_that_has_no_device_says_so(bindings: Bindings) -> None:

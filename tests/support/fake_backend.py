@@ -35,7 +35,7 @@ class FakeBackend:
         self.busy = False
 
     def reserve(self, nbytes: int) -> FakeSlab:
-        """See Backend."""
+        """Implement `Backend.__init__`."""
         if self.fail_reserve:
             raise NoMemoryError(f"{nbytes} bytes: the test says that there is none", nbytes=nbytes)
         self._count += 1
@@ -46,7 +46,7 @@ class FakeBackend:
         return slab
 
     def seal(self, memory: Memory) -> None:
-        """See Backend."""
+        """Implement `Backend.seal`."""
         if self.busy:
             raise StillWritableError("the test says that a writable mapping lives")
         os.fchmod(memory.fileno, 0o400)
@@ -60,7 +60,7 @@ class FakeBackend:
         return [digest for _, _, digest in pieces]
 
     def reclaim(self, fd: int, nbytes: int) -> FakeSlab:
-        """See Backend."""
+        """Implement `Backend.reclaim`."""
         slab = FakeSlab(fd, nbytes)
         found = os.fstat(fd)
         if found.st_mode & 0o777 != 0o400 or found.st_size != nbytes:
@@ -68,5 +68,5 @@ class FakeBackend:
         return slab
 
     def close(self) -> None:
-        """See Backend."""
+        """Implement `Backend.close`."""
         self._closed = True

@@ -52,14 +52,14 @@ class DeviceAddressMap:
         return True
 
     def reserves(self, address: int, nbytes: int) -> bool:
-        """Does a range lie in one reservation?"""
+        """Return whether a range lies in one reservation."""
         return any(
             start <= address and address + nbytes <= start + size
             for start, size in self.reserved.items()
         )
 
     def overlaps(self, address: int, nbytes: int) -> bool:
-        """Is anything mapped in a range?"""
+        """Return whether anything is mapped in a range."""
         return any(
             start < address + nbytes and address < start + each.nbytes
             for start, each in self.mapped.items()
@@ -103,7 +103,7 @@ class DeviceAddressMap:
         return None
 
     def allows(self, address: int, nbytes: int, access: Access) -> bool:
-        """May all of a range be used so?"""
+        """Return whether all of a range may be used so."""
         at = address
         while at < address + nbytes:
             start = next((s for s, each in self.mapped.items() if s <= at < s + each.nbytes), None)

@@ -40,7 +40,9 @@ class _Opened(NamedTuple):
 
 
 class FakeDriver:
-    """See Driver. `visible`: which GPUs, in the order of their ordinals (CUDA_VISIBLE_DEVICES)."""
+    """A `Driver` over memory files.
+
+    `visible`: which GPUs, in the order of their ordinals (CUDA_VISIBLE_DEVICES)."""
 
     def __init__(self, visible: tuple[int, ...] = (0,), nbytes: int = 1 << 40) -> None:
         self._visible = visible
@@ -89,7 +91,7 @@ class FakeDriver:
     # The driver.
 
     def init(self) -> None:
-        """See Driver."""
+        """Implement `Driver.init`."""
         if self._owner in (-1, os.getpid()):
             self._owner = os.getpid()
             return
@@ -100,7 +102,7 @@ class FakeDriver:
             raise refused(call, Result.NOT_INITIALIZED)
 
     def devices(self) -> list[GpuInfo]:
-        """See Driver."""
+        """Implement `Driver._ready`."""
         self._ready("cuDeviceGetCount")
         return [
             GpuInfo(ordinal, fake_uuid(number), self._nbytes, True)
@@ -114,12 +116,12 @@ class FakeDriver:
         return self._visible[device]
 
     def granularity(self, device: int) -> int:
-        """See Driver."""
+        """Implement `Driver._number`."""
         self._number("cuMemGetAllocationGranularity", device)
         return GRANULARITY
 
     def create(self, device: int, nbytes: int) -> int:
-        """See Driver."""
+        """Implement `Driver.create`."""
         number = self._number("cuMemCreate", device)
         if nbytes <= 0 or nbytes % GRANULARITY:
             raise refused("cuMemCreate", Result.INVALID_VALUE)
@@ -146,23 +148,23 @@ class FakeDriver:
         return fd
 
     def release(self, handle: int) -> None:
-        """See Driver."""
+        """Implement `Driver._enter_handle`."""
         os.close(self._fd("cuMemRelease", handle))
         del self._handles[handle]
 
     def export(self, handle: int) -> int:
-        """See Driver."""
+        """Implement `Driver.export`."""
         return os.dup(self._fd("cuMemExportToShareableHandle", handle))
 
     def import_(self, fd: int) -> int:
-        """See Driver."""
+        """Implement `Driver.import_`."""
         self._ready("cuMemImportFromShareableHandle")
         if _number_of(fd) is None:
             raise refused("cuMemImportFromShareableHandle", Result.INVALID_VALUE)
         return self._enter_handle(os.dup(fd))
 
     def device_of(self, handle: int) -> int:
-        """See Driver."""
+        """Implement `Driver.device_of`."""
         call = "cuMemGetAllocationPropertiesFromHandle"
         number = _number_of(self._fd(call, handle))
         if number not in self._visible:
@@ -170,20 +172,20 @@ class FakeDriver:
         return self._visible.index(number)
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        """See Driver."""
+        """Implement `Driver.reserve`."""
         self._ready("cuMemAddressReserve")
         if nbytes <= 0 or nbytes % mmap.PAGESIZE or alignment & (alignment - 1):
             raise refused("cuMemAddressReserve", Result.INVALID_VALUE)
         return self._space.reserve(nbytes, alignment or GRANULARITY)
 
     def free(self, address: int, nbytes: int) -> None:
-        """See Driver."""
+        """Implement `Driver.free`."""
         self._ready("cuMemAddressFree")
         if not self._space.free(address, nbytes):
             raise refused("cuMemAddressFree", Result.INVALID_VALUE)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """See Driver."""
+        """Implement `Driver.map`."""
         fd = self._fd("cuMemMap", handle)
         whole = nbytes == os.fstat(fd).st_size
         if not whole or address % GRANULARITY or not self._space.reserves(address, nbytes):
@@ -193,13 +195,13 @@ class FakeDriver:
         self._space.map(address, DeviceMapping(nbytes, os.dup(fd), Access.NONE))
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """See Driver."""
+        """Implement `Driver.unmap`."""
         self._ready("cuMemUnmap")
         if not self._space.unmap(address, nbytes):
             raise refused("cuMemUnmap", Result.INVALID_VALUE)
 
     def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
-        """See Driver."""
+        """Implement `Driver.allow`."""
         self._number("cuMemSetAccess", device)
         if not self._space.allow(address, nbytes, access):
             raise refused("cuMemSetAccess", Result.INVALID_VALUE)
@@ -219,12 +221,12 @@ class FakeDriver:
         return self._stack()[-1]
 
     def enter(self, device: int) -> None:
-        """See Driver."""
+        """Implement `Driver._context`."""
         self._number("cuDevicePrimaryCtxRetain", device)
         self._stack().append(device)
 
     def leave(self) -> None:
-        """See Driver."""
+        """Implement `Driver.leave`."""
         self._context("cuCtxPopCurrent")
         self._stack().pop()
 
@@ -234,23 +236,23 @@ class FakeDriver:
             raise refused(call, Result.INVALID_VALUE)
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
-        """See Driver."""
+        """Implement `Driver._may`."""
         self._may("cuMemcpyHtoD", target, nbytes, Access.READ_WRITE)
         ctypes.memmove(target, source, nbytes)
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
-        """See Driver."""
+        """Implement `Driver.copy_out`."""
         self._may("cuMemcpyDtoH", source, nbytes, Access.READ)
         ctypes.memmove(target, source, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """See Driver."""
+        """Implement `Driver.copy`."""
         self._may("cuMemcpyDtoD", source, nbytes, Access.READ)
         self._may("cuMemcpyDtoD", target, nbytes, Access.READ_WRITE)
         ctypes.memmove(target, source, nbytes)
 
     def synchronize(self) -> None:
-        """See Driver."""
+        """Implement `Driver.synchronize`."""
         self._context("cuCtxSynchronize")
         self._not_capturing("cuCtxSynchronize")
         for stream in list(self._busy):
@@ -261,7 +263,7 @@ class FakeDriver:
             raise refused(call, Result.STREAM_CAPTURE_UNSUPPORTED)
 
     def mark(self) -> int:
-        """See Driver."""
+        """Implement `Driver._not_capturing`."""
         self._context("cuEventCreate")
         self._not_capturing("cuCtxRecordEvent")
         with self._lock:
@@ -276,23 +278,23 @@ class FakeDriver:
         return self._events[event]
 
     def done(self, event: int) -> bool:
-        """See Driver."""
+        """Implement `Driver._event`."""
         return not self._event("cuEventQuery", event)
 
     def wait(self, event: int) -> None:
-        """See Driver."""
+        """Implement `Driver.wait`."""
         for stream in self._event("cuEventSynchronize", event):
             self.end(stream)
 
     def forget(self, event: int) -> None:
-        """See Driver."""
+        """Implement `Driver.forget`."""
         self._event("cuEventDestroy", event)
         del self._events[event]
 
     # The old kind of sharing.
 
     def allocate(self, nbytes: int) -> int:
-        """See Driver."""
+        """Implement `Driver.allocate`."""
         device = self._context("cuMemAlloc")
         if nbytes <= 0:
             raise refused("cuMemAlloc", Result.INVALID_VALUE)
@@ -315,7 +317,7 @@ class FakeDriver:
         self._space.free(address, nbytes)
 
     def deallocate(self, address: int) -> None:
-        """See Driver."""
+        """Implement `Driver._hide`."""
         self._context("cuMemFree")
         if address not in self._allocations:
             raise refused("cuMemFree", Result.INVALID_VALUE)
@@ -323,7 +325,7 @@ class FakeDriver:
         os.close(self._allocations.pop(address))
 
     def ipc_handle(self, address: int) -> bytes:
-        """See Driver."""
+        """Implement `Driver.ipc_handle`."""
         self._context("cuIpcGetMemHandle")
         fd = self._allocations.get(address)
         if fd is None:
@@ -333,7 +335,7 @@ class FakeDriver:
         return token.ljust(IPC_HANDLE_BYTES, b"\0")
 
     def ipc_open(self, handle: bytes) -> int:
-        """See Driver."""
+        """Implement `Driver.ipc_open`."""
         self._context("cuIpcOpenMemHandle")
         pid, number, inode, nbytes = _TOKEN.unpack(handle[: _TOKEN.size])
         if pid == os.getpid():
@@ -348,7 +350,7 @@ class FakeDriver:
             return known.address
 
     def ipc_close(self, address: int) -> None:
-        """See Driver."""
+        """Implement `Driver.ipc_close`."""
         self._context("cuIpcCloseMemHandle")
         for handle, known in list(self._opened.items()):
             if known.address == address:
