@@ -152,7 +152,7 @@ class Server:
             self._close()
 
     def inherit(self, left: Inherited) -> None:
-        """Take what the last manager of this service has left with systemd. Call it before `run`."""
+        """Take what the last manager of this service has left with systemd; before `run`."""
         records = {r.key: KeyRecord(r.record, tuple(r.digests)) for r in left.index.records}
         self._core.expect(records, left.index.pins)
         for slab in left.index.slabs:
