@@ -138,12 +138,12 @@ class SharedGpu:
         """The resident that a tensor is all of."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
-        places = DEVICE_MAPPINGS.of(tensor.data_ptr(), tensor.nbytes)
+        places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)
         if len(places) != 1:
             return None
         [place] = places
         key = ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), "")
-        return self._places.get((place.serial, place.offset, key))
+        return self._places.get((place.slab, place.offset, key))
 
     def mapping_behind(self, tensor: torch.Tensor) -> DeviceMapping | None:
         """The mapping that a tensor lies in, be it private by now."""

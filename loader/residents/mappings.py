@@ -1,4 +1,7 @@
-"""Which addresses of this process are mappings of slabs, and which of their pages were copied."""
+"""Which addresses of this process are mappings of slabs, and which of their pages were copied.
+
+No torch. What else lies at an address is asked of the kernel: `residents.process_mappings`.
+"""
 
 from array import array
 from bisect import bisect_right
@@ -22,12 +25,20 @@ class MappingSpan(NamedTuple):
 
     length: int
     slab: int
-    offset: int
+    offset: int = 0
     writable: bool = True
 
 
-class MappingTable:
-    """Mappings by address.
+class SlabRange(NamedTuple):
+    """Bytes of a slab."""
+
+    slab: int
+    offset: int
+    nbytes: int
+
+
+class SlabMappings:
+    """Mappings of slabs by address, without those that have become private.
 
     Takes no lock: finalizers remove entries, and may run inside any allocation of any thread,
     also one that is in here, and in a forked child whose other threads are gone. Every step is
@@ -50,7 +61,7 @@ class MappingTable:
         self._change = object()
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Slab and offset of a range of memory; None unless one mapping holds all of it."""
+        """Return slab and offset of a range of memory; None unless one mapping holds all of it."""
         found = self.around(address, nbytes)
         if found is None:
             return None
@@ -58,16 +69,41 @@ class MappingTable:
         return span.slab, span.offset + address - start
 
     def around(self, address: int, nbytes: int) -> tuple[int, MappingSpan] | None:
-        """The mapping that holds all of a range of memory: where it starts, and what it is."""
+        """Return where the mapping starts that holds all of a range of memory, and what it is."""
         start, span = self._last_before(address)
         if span is None or address + nbytes > start + span.length:
             return None
         return start, span
 
+    def ranges(self, address: int, nbytes: int) -> list[SlabRange]:
+        """Return what lies behind a range, in order, mapping by mapping.
+
+        Nothing when any of it is no slab's.
+        """
+        found, end = [], address + nbytes
+        while address < end:
+            start, span = self._last_before(address)
+            if span is None or address >= start + span.length:
+                return []
+            inside = address - start
+            taken = min(span.length - inside, end - address)
+            found.append(SlabRange(span.slab, span.offset + inside, taken))
+            address += taken
+        return found
+
+    def same(self, first: int, second: int, nbytes: int) -> bool:
+        """Return whether two ranges are the same memory of slabs, wherever they are mapped."""
+        ranges = self.ranges(first, nbytes) if self._spans else []
+        return bool(ranges) and ranges == self.ranges(second, nbytes)
+
+    def holds(self, address: int) -> bool:
+        """Return whether this is the address of a slab's memory."""
+        return bool(self._spans) and self.around(address, 1) is not None
+
     def is_read_only(self, address: int) -> bool:
-        """Does this address lie in a mapping that may not be written?"""
-        start, span = self._last_before(address)
-        return span is not None and address < start + span.length and not span.writable
+        """Return whether this address lies in a mapping that may not be written."""
+        found = self.around(address, 1)
+        return found is not None and not found[1].writable
 
     def _last_before(self, address: int) -> tuple[int, MappingSpan | None]:
         """The last mapping that starts at this address or before."""
@@ -82,11 +118,12 @@ class MappingTable:
         return len(self._spans)
 
 
-MAPPINGS: Final = MappingTable()
+MAPPINGS: Final = SlabMappings()  # of host memory
+DEVICE_MAPPINGS: Final = SlabMappings()  # of GPUs: addresses are unique among them and the host
 
 
 def any_page_copied(address: int, nbytes: int) -> bool:
-    """Whether a page of this range of a private mapping was written, and so became private.
+    """Return whether a page of this range of a private mapping was written, and so copied.
 
     Pages nobody has touched yet are not copied. Reads 8 bytes a page from the kernel, which
     needs no privilege. Raises UnsupportedError where /proc cannot be read.
@@ -105,7 +142,7 @@ def any_page_copied(address: int, nbytes: int) -> bool:
 
 
 def is_as_mapped(address: int, nbytes: int) -> bool:
-    """Is every page of this range still that of the file? False also where nobody can tell."""
+    """Return whether every page of this range is still the file's; False where nobody can tell."""
     try:
         return not any_page_copied(address, nbytes)
     except UnsupportedError:
@@ -123,58 +160,3 @@ def _any_copied(pagemap: FileIO, left: int) -> bool:
 
 def _has_copied(entries: bytes) -> bool:
     return any(entry >> _FLAGS_SHIFT in _COPIED for entry in set(array("Q", entries)))
-
-
-class DeviceRange(NamedTuple):
-    """Bytes of a slab."""
-
-    serial: int
-    offset: int
-    nbytes: int
-
-
-class DeviceMappings:
-    """Mappings of slabs by address, without those that have become private.
-
-    Takes no lock: every step is one operation on a dict, and finalizers may run inside any.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[int, int]] = {}  # address -> bytes, serial
-
-    def add(self, address: int, nbytes: int, serial: int) -> None:
-        """Remember a mapping of a whole slab."""
-        self._found[address] = nbytes, serial
-
-    def forget(self, address: int) -> None:
-        """Forget the mapping that begins there."""
-        self._found.pop(address, None)
-
-    def of(self, address: int, nbytes: int) -> list[DeviceRange]:
-        """What lies behind a range, in order; nothing when any of it is no slab's."""
-        found, starts, end = [], sorted(self._found), address + nbytes
-        while address < end:
-            index = bisect_right(starts, address) - 1
-            size, serial = self._found.get(starts[index], (0, 0)) if index >= 0 else (0, 0)
-            inside = address - starts[index] if index >= 0 else 0
-            if inside >= size:
-                return []
-            taken = min(size - inside, end - address)
-            found.append(DeviceRange(serial, inside, taken))
-            address += taken
-        return found
-
-    def holds(self, address: int) -> bool:
-        """Is this the address of a slab's memory?"""
-        return bool(self._found) and bool(self.of(address, 1))
-
-    def same(self, first: int, second: int, nbytes: int) -> bool:
-        """Are two ranges the same memory, wherever they are mapped?"""
-        places = self.of(first, nbytes) if self._found else []
-        return bool(places) and places == self.of(second, nbytes)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-
-DEVICE_MAPPINGS: Final = DeviceMappings()

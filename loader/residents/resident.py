@@ -15,7 +15,6 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MAPPINGS, any_page_copied
 from tensor_dedup.loader.residents.slab import (
-    ALIGNMENT,
     ByteArray,
     Slab,
     SlabUsageError,
@@ -24,6 +23,7 @@ from tensor_dedup.loader.residents.slab import (
     capacity_for,
 )
 from tensor_dedup.loader.torch_dtypes import dtype_name, has_name, torch_dtype
+from tensor_dedup.memory_manager.protocol.layout import ALIGNMENT
 from tensor_dedup.types import ResidentKey
 
 __all__ = [

@@ -25,10 +25,8 @@ from typing import Final, Protocol
 from tensor_dedup import libc
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.residents.mappings import MAPPINGS, MappingSpan
+from tensor_dedup.memory_manager.protocol.layout import PAGE, next_offset, offsets_of, round_up
 
-PAGE: Final = mmap.PAGESIZE
-ALIGNMENT: Final = 64  # a cache line, and the widest vector load
-PAGE_ALIGNED_FROM: Final = 64 << 10  # from here on a neighbour's page costs less than 7 %
 SLAB_NAME: Final = "tensor-dedup"
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 ByteArray = ctypes.Array[ctypes.c_char]
@@ -65,22 +63,9 @@ def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:
     )
 
 
-def round_up(nbytes: int, unit: int = PAGE) -> int:
-    """The smallest multiple of `unit` that holds `nbytes`."""
-    return -(-nbytes // unit) * unit
-
-
-def place(end: int, nbytes: int) -> int:
-    """Offset of a tensor of `nbytes` in a slab that is used up to `end`."""
-    return round_up(end, PAGE if nbytes >= PAGE_ALIGNED_FROM else ALIGNMENT)
-
-
 def capacity_for(sizes: Iterable[int]) -> int:
-    """Bytes of a slab that takes tensors of these sizes in this order."""
-    end = 0
-    for nbytes in sizes:
-        end = place(end, nbytes) + nbytes
-    return round_up(end)
+    """Return the bytes of a slab that takes tensors of these sizes in this order."""
+    return offsets_of(sizes)[1]
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
@@ -240,7 +225,7 @@ class SlabWriter:
 
     def _take(self, nbytes: int) -> int:
         self._open()
-        offset = place(self._end, nbytes)
+        offset = next_offset(self._end, nbytes)
         if offset + nbytes > self._capacity:
             raise SlabUsageError(
                 f"{nbytes} bytes at {offset} do not fit a slab of {self._capacity}; "

@@ -26,11 +26,16 @@ class SlabLayout:
 MEMORY: Final = SlabLayout()
 
 
+def next_offset(end: int, nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Return the offset of a tensor of `nbytes` in a slab that is used up to `end`."""
+    return round_up(end, PAGE if nbytes >= PAGE_ALIGNED_FROM else alignment)
+
+
 def offsets_of(sizes: Iterable[int], layout: SlabLayout = MEMORY) -> tuple[tuple[int, ...], int]:
-    """Offsets of tensors of these sizes, in this order, and the size of a slab that holds them."""
+    """Return offsets of tensors of these sizes, in order, and the size of a slab for them."""
     offsets, end = [], 0
     for nbytes in sizes:
-        start = round_up(end, PAGE if nbytes >= PAGE_ALIGNED_FROM else layout.alignment)
+        start = next_offset(end, nbytes, layout.alignment)
         offsets.append(start)
         end = start + nbytes
     return tuple(offsets), round_up(end, layout.unit)

@@ -74,11 +74,11 @@ def test_several_slabs_lie_side_by_side(bench: Bench) -> None:
     first, second = bench.slab(2, b"a" * 2 * UNIT), bench.slab(1, b"b" * UNIT)
     mapping = bench.mapping(first, second)
     assert ctypes.string_at(mapping.address + 2 * UNIT - 2, 4) == b"aabb"
-    assert DEVICE_MAPPINGS.of(mapping.address + 2 * UNIT - 2, 4) == [
+    assert DEVICE_MAPPINGS.ranges(mapping.address + 2 * UNIT - 2, 4) == [
         (1, 2 * UNIT - 2, 2),
         (2, 0, 2),
     ]
-    assert DEVICE_MAPPINGS.of(mapping.address + 3 * UNIT - 1, 2) == []
+    assert DEVICE_MAPPINGS.ranges(mapping.address + 3 * UNIT - 1, 2) == []
 
 
 def test_a_mapping_goes_after_the_last_work_that_was_begun(bench: Bench) -> None:

@@ -18,7 +18,8 @@ import gpus
 from kernel import forked, slab_mappings, slabs
 from tensor_dedup import libc, sweep, unshare
 from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
-from tensor_dedup.loader.residents.slab import PAGE, OutOfMemoryError, make_private
+from tensor_dedup.loader.residents.slab import OutOfMemoryError, make_private
+from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 # Whole pages and a part of one.
 NUMBERS = 3 * PAGE // 4 + 100

@@ -24,8 +24,9 @@ from tensor_dedup.loader.residents.resident import (
     shares_memory,
     tensor_bytes,
 )
-from tensor_dedup.loader.residents.slab import PAGE, capacity_for
+from tensor_dedup.loader.residents.slab import capacity_for
 from tensor_dedup.loader.torch_dtypes import TORCH_DTYPES, dtype_name, torch_dtype
+from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 GEOMETRIES = {
     "vector": torch.arange(7.0),

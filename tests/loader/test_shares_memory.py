@@ -13,7 +13,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.mappings import MAPPINGS
 from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
-from tensor_dedup.loader.residents.slab import PAGE
+from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 COLUMNS = PAGE // 4  # a row of float32 is a page
 

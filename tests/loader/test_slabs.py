@@ -16,7 +16,8 @@ import torch
 
 from kernel import fork, slabs
 from tensor_dedup.loader.residents.resident import Resident, SlabBuilder, pack, resident_key
-from tensor_dedup.loader.residents.slab import PAGE, OutOfMemoryError, SlabBusyError, SlabUsageError
+from tensor_dedup.loader.residents.slab import OutOfMemoryError, SlabBusyError, SlabUsageError
+from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 
 @pytest.fixture
