@@ -9,36 +9,21 @@ Importing this module loads torch; `tensor_dedup` and `tensor_dedup.store` do no
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 
+from tensor_dedup.dtypes import SAFETENSORS, TORCH_NAMES
 from tensor_dedup.store.buffers import BufferPool
 from tensor_dedup.store.init import workers
 from tensor_dedup.store.reading.bulk_reader import BulkReader, Filled, plan
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 
-TORCH_DTYPES: Final = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    name: getattr(torch, attribute)
+    for name, attribute in TORCH_NAMES.items()
+    if name in SAFETENSORS
 }
 # Memory of a load comes in regions of this size and is given back region by region.
 _REGION: Final = 256 << 20

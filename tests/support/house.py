@@ -17,6 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "errors",
             "types",
             "digest",
+            "dtypes",
             "config",
             "sqlite",
             "libc",

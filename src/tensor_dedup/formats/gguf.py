@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.errors import GgufError, GgufFault, shorten
 from tensor_dedup.formats.files import opened
 from tensor_dedup.types import TensorSpec
@@ -61,7 +62,6 @@ class BlockLayout:
 
 # Plain little-endian numbers, the same bytes as in safetensors, and so called the same.
 _PLAIN = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
-_PLAIN_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1}
 _BLOCKS = {
     2: ("Q4_0", 32, 18),
     3: ("Q4_1", 32, 20),
@@ -93,7 +93,7 @@ _BLOCKS = {
 
 DTYPES: Mapping[int, BlockLayout] = MappingProxyType(
     {
-        **{kind: BlockLayout(name, 1, _PLAIN_BYTES[name]) for kind, name in _PLAIN.items()},
+        **{kind: BlockLayout(name, 1, BITS[name] // 8) for kind, name in _PLAIN.items()},
         **{kind: BlockLayout(f"gguf:{name}", *sizes) for kind, (name, *sizes) in _BLOCKS.items()},
     }
 )

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tensor_dedup.dtypes import BITS, SAFETENSORS
 from tensor_dedup.formats.errors import (
     JsonFault,
     JsonTextError,
@@ -34,30 +35,7 @@ from tensor_dedup.formats.json import MAX_DEPTH, decode_object, depth_of
 from tensor_dedup.types import TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
-DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+DTYPE_BITS: Mapping[str, int] = {name: bits for name, bits in BITS.items() if name in SAFETENSORS}
 
 _LENGTH_BYTES = 8
 _U64_LIMIT = 1 << 64

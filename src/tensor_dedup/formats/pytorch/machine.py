@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from tensor_dedup.dtypes import BITS, TORCH_NAMES
 from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
 from tensor_dedup.formats.pytorch.opcodes import instructions
 from tensor_dedup.formats.pytorch.values import (
@@ -33,32 +34,20 @@ MAX_DIMENSIONS = 64
 _HIGHEST_PROTOCOL = 5
 _LIMIT = 1 << 63
 
+# What a file may name, by our names: a list of its own, so that a type which torch or this package
+# learns is not read from a pickle before somebody has looked at it.
+_DTYPES = (
+    *("F64", "F32", "F16", "BF16"),
+    *("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"),
+    *("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"),
+    *("C128", "C64", "C32"),
+)
 # torch's name -> ours: safetensors' where it has one.
 DTYPES: Mapping[str, Dtype] = MappingProxyType(
     {
-        "float64": Dtype("F64", 64),
-        "float32": Dtype("F32", 32),
-        "float16": Dtype("F16", 16),
-        "bfloat16": Dtype("BF16", 16),
-        "float8_e4m3fn": Dtype("F8_E4M3", 8),
-        "float8_e5m2": Dtype("F8_E5M2", 8),
-        "float8_e4m3fnuz": Dtype("F8_E4M3FNUZ", 8),
-        "float8_e5m2fnuz": Dtype("F8_E5M2FNUZ", 8),
-        "float8_e8m0fnu": Dtype("F8_E8M0", 8),
-        # Two numbers are one element to torch: `geometry` doubles the last dimension.
+        **{TORCH_NAMES[name]: Dtype(name, BITS[name]) for name in _DTYPES},
+        # Two numbers are one element to torch: geometry.py doubles the last dimension.
         "float4_e2m1fn_x2": Dtype("F4", 8),
-        "int64": Dtype("I64", 64),
-        "int32": Dtype("I32", 32),
-        "int16": Dtype("I16", 16),
-        "int8": Dtype("I8", 8),
-        "uint64": Dtype("U64", 64),
-        "uint32": Dtype("U32", 32),
-        "uint16": Dtype("U16", 16),
-        "uint8": Dtype("U8", 8),
-        "bool": Dtype("BOOL", 8),
-        "complex128": Dtype("C128", 128),
-        "complex64": Dtype("C64", 64),
-        "complex32": Dtype("C32", 32),
     }
 )
 _STORAGES = {

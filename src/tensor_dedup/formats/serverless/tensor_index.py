@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 import cbor2
 
+from tensor_dedup.dtypes import BITS, SAFETENSORS, TORCH_NAMES
 from tensor_dedup.formats.errors import JsonFault, JsonTextError, TensorIndexError, TensorIndexFault
 from tensor_dedup.formats.json import decode_object
 
@@ -25,29 +26,9 @@ Fields = Literal[5, 6]
 
 # torch's name: the name in safetensors, where it has one, and bytes an element.
 DTYPES: Final[Mapping[str, tuple[str | None, int]]] = {
-    "torch.bool": ("BOOL", 1),
-    "torch.uint8": ("U8", 1),
-    "torch.int8": ("I8", 1),
-    "torch.uint16": ("U16", 2),
-    "torch.int16": ("I16", 2),
-    "torch.uint32": ("U32", 4),
-    "torch.int32": ("I32", 4),
-    "torch.uint64": ("U64", 8),
-    "torch.int64": ("I64", 8),
-    "torch.float16": ("F16", 2),
-    "torch.bfloat16": ("BF16", 2),
-    "torch.float32": ("F32", 4),
-    "torch.float64": ("F64", 8),
-    "torch.float8_e4m3fn": ("F8_E4M3", 1),
-    "torch.float8_e5m2": ("F8_E5M2", 1),
-    "torch.float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
-    "torch.float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
-    "torch.float8_e8m0fnu": ("F8_E8M0", 1),
-    "torch.float4_e2m1fn_x2": (None, 1),
-    "torch.complex32": (None, 4),
-    "torch.complex64": ("C64", 8),
-    "torch.complex128": (None, 16),
-}
+    f"torch.{torch_name}": (name if name in SAFETENSORS else None, BITS[name] // 8)
+    for name, torch_name in TORCH_NAMES.items()
+} | {"torch.float4_e2m1fn_x2": (None, 1)}
 
 _LIMIT = 1 << 63
 _MAX_DIMENSIONS = 64
