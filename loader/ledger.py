@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
     from tensor_dedup.loader.report import ModelReport
+    from tensor_dedup.types import TensorSpec
+
+
+class LoadedSource(Protocol):
+    """A source tensor of a checkpoint, of which only the size counts here."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its name, dtype, shape and place."""
 
 
 class NotShared(StrEnum):
@@ -36,16 +44,16 @@ class FinalTensor:
 
     nbytes: int = 0
     shared_bytes: int = 0
-    sources: dict[int, SourceTensor] = field(default_factory=dict)
+    sources: dict[int, LoadedSource] = field(default_factory=dict)
 
     @property
     def is_shared(self) -> bool:
-        """Was every byte of it resident already?"""
+        """Whether every byte of it was resident already."""
         return self.nbytes > 0 and self.shared_bytes == self.nbytes
 
 
 class LoadLedger:
-    """What one load did, tensor by tensor. One thread."""
+    """The accounts of one load, tensor by tensor. One thread."""
 
     def __init__(self) -> None:
         self.finals: dict[str, FinalTensor] = {}
@@ -60,12 +68,12 @@ class LoadLedger:
         *,
         shared: bool,
         made: bool | None = None,
-        sources: Iterable[SourceTensor] = (),
+        sources: Iterable[LoadedSource] = (),
     ) -> None:
         """Enter `nbytes` of the final tensor `name`: its only form, or one of several.
 
-        `shared`: it was resident before this load began. `made` (by default the opposite): memory
-        was filled for it; neither, when two tensors of this very model have equal bytes.
+        `shared`: it was resident before this load began. `made`: memory was filled for it, by
+        default where it is not shared. It is neither where two tensors of this model are equal.
         """
         final = self.finals.setdefault(name, FinalTensor())
         final.nbytes += nbytes
@@ -76,11 +84,11 @@ class LoadLedger:
         final.sources.update((id(source), source) for source in sources)
 
     def skip(self, name: str, reason: str) -> None:
-        """Enter why `name` is not shared."""
+        """Enter why `name` is not shared; the first reason stays."""
         self.skipped.setdefault(name, str(reason))
 
     def enter(self, report: ModelReport) -> None:
-        """Sum up into `report`."""
+        """Enter the sums into `report`."""
         finals = [final for final in self.finals.values() if final.nbytes]
         report.total_bytes = sum(final.nbytes for final in finals)
         report.shared_bytes = sum(final.shared_bytes for final in finals)
@@ -94,7 +102,7 @@ class LoadLedger:
         report.source_tensors_shared = len(shared)
         report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
 
-    def _shared_sources(self) -> list[SourceTensor]:
+    def _shared_sources(self) -> list[LoadedSource]:
         """Sources whose every final tensor was shared."""
         used = {key: s for final in self.finals.values() for key, s in final.sources.items()}
         private = {

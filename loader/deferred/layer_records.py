@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity
 from tensor_dedup.loader.deferred.recipe import RecipeBook
+from tensor_dedup.loader.residents.registry import RECORD as RECORD
 
 if TYPE_CHECKING:
     import weakref
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.parameters import DeferredParameter
     from tensor_dedup.loader.residents.resident import Resident
 
-# Held by the layer or its packed function, so that a record lives as long as a layer uses it.
-RECORD = "_tensor_dedup_record"
 _CHUNK = 8 << 20
 
 

@@ -1,4 +1,4 @@
-"""Comparing a resident with what it stands for, and saying so when they differ."""
+"""Comparisons of residents with what they stand for, and the errors when they differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLLISION = "another tensor has the same digest"
 
 
 def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
-    """Stop a load whose audit found a difference. AuditError."""
+    """Raise AuditError, which stops a load whose audit found a difference."""
     raise AuditError(
         f"audit: {name}: {shared} differs from {rebuilt}; this model was not loaded. "
         "Load with tensor_dedup=False and report this with the output of `tensor-dedup --version`",
@@ -30,24 +30,27 @@ def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Are two dense tensors of one dtype and geometry equal bit by bit (NaN payloads included)?"""
+    """Return whether two dense tensors of one geometry are equal bit by bit, also where NaN."""
     if a.dtype != b.dtype or a.nbytes != b.nbytes:
         return False
     return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
 
 
 def is_forgeable(digest: str) -> bool:
-    """Can bytes be made that have this digest, or what was cast from it? Equal ones may differ."""
+    """Return whether other bytes could be forged to have this digest, or the one it was cast of."""
     return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 
 
 def require_as_hashed(
     made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
-    """Are copies out of mapped files the bytes that were hashed there before? ChangedFileError.
+    """Require that copies out of mapped files are the bytes that were hashed there before.
 
-    Anybody may have written to a file in between, and its times need not tell. Asked before
+    Anybody may have written to a file in between, and its times need not tell. Call it before
     anybody else can get the copies.
+
+    Raises:
+        ChangedFileError: A copy has another digest.
     """
     copied = [(file, each) for tensor, each in made if (file := memory.file(tensor)) is not None]
     views = [tensor_bytes(resident.map(writable=False)) for _, resident in copied]

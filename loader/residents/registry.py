@@ -15,6 +15,9 @@ from tensor_dedup.types import ResidentKey
 
 # A weak reference (72) and its slot in a dict (about 100 when two thirds full).
 _ENTRY_BYTES: Final = 172
+# The attribute by which a layer, or its packed function, holds its record: a record lives as long
+# as a layer uses it.
+RECORD: Final = "_tensor_dedup_record"
 
 
 class Registry:
@@ -28,10 +31,9 @@ class Registry:
         self._lock = threading.Lock()
 
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
-        """The living resident of that key, held by the caller from now on.
+        """Return the living resident of that key, held by the caller from now on.
 
-        `copy`: a key has further residents where tensors of one model have equal bytes and must
-        not become one.
+        `copy`: which replica; tensors of one model that have equal bytes must not become one.
         """
         return self._residents.get((key, copy))
 
@@ -46,16 +48,16 @@ class Registry:
             return resident
 
     def entries(self) -> list[tuple[int, Resident]]:
-        """All residents alive now, each with the number of the copy it is."""
+        """Return all residents alive now, each with the number of its replica."""
         with self._lock:
             return [(copy, resident) for (_, copy), resident in self._residents.items()]
 
     def residents(self) -> list[Resident]:
-        """All residents alive now."""
+        """Return all residents alive now."""
         return list(self._residents.values())
 
     def lookup_record(self, key: str) -> object | None:
-        """What `register_record` entered under that layer key, while somebody else holds it."""
+        """Return the record entered under that layer key, while somebody else holds it."""
         return self._records.get(key)
 
     def register_record(self, key: str, record: object) -> object:
@@ -68,11 +70,19 @@ class Registry:
             return record
 
     def records(self) -> dict[str, object]:
-        """All layer records alive now, by layer key."""
+        """Return all layer records alive now, by layer key."""
         return dict(self._records)
 
+    def packed_keys(self) -> list[str]:
+        """Return the layer keys of packed copies, which are opaque and cannot be hashed."""
+        return [
+            key
+            for key, record in self.records().items()
+            if getattr(record, "opaque", None) is not None and getattr(record, "key", "") == key
+        ]
+
     def resident_bytes(self) -> int:
-        """Bytes of the slabs behind the residents, each counted once, and of packed copies.
+        """Return the bytes of the slabs behind the residents, each once, and of packed copies.
 
         A packed copy counts as the plain weight it was made from.
         """
@@ -86,7 +96,7 @@ class Registry:
         return sum(slabs.values()) + sum(packed.values())
 
     def overhead_bytes(self) -> int:
-        """An estimate of what the tables, keys and residents themselves take; not the tensors."""
+        """Return an estimate of what tables, keys and residents take, without the tensors."""
         residents = self.residents()
         return (
             sum(_ENTRY_BYTES + sys.getsizeof(r) + _key_bytes(r.key) for r in residents)

@@ -12,9 +12,8 @@ from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord
 from tensor_dedup.loader.residents.mappings import is_as_mapped
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.registry import RECORD, registry
 from tensor_dedup.loader.residents.resident import digest_of, is_of_bytes
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.lookup import is_mapped
@@ -60,11 +59,7 @@ def verify() -> ResidentCheck:
     whether a write went past the hardware's protection only its bytes can tell. Packed copies are
     opaque: they are listed by layer key and never read.
     """
-    unknown = [
-        key
-        for key, record in registry.records().items()
-        if isinstance(record, LayerRecord) and record.opaque is not None and record.key == key
-    ]
+    unknown = registry.packed_keys()
     hashed, nbytes, mismatches = 0, 0, []
     for name, tensor in _shared_tensors(unknown):
         hashed, nbytes = hashed + 1, nbytes + tensor.nbytes

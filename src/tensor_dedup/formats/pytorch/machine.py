@@ -46,7 +46,7 @@ _DTYPES = (
 DTYPES: Mapping[str, Dtype] = MappingProxyType(
     {
         **{TORCH_NAMES[name]: Dtype(name, BITS[name]) for name in _DTYPES},
-        # Two numbers are one element to torch: geometry.py doubles the last dimension.
+        # Two numbers are one element to torch: `geometry` doubles the last dimension.
         "float4_e2m1fn_x2": Dtype("F4", 8),
     }
 )
