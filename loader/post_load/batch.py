@@ -25,12 +25,12 @@ from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import (
-    ALIGNMENT,
     SharedMemoryError,
     SlabWriter,
     capacity_for,
 )
 from tensor_dedup.loader.torch_dtypes import dtype_name
+from tensor_dedup.memory_manager.protocol.layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
