@@ -29,7 +29,8 @@ from tensor_dedup.store.checkpoints.background import (
 from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.errors import (
-    BadLimitError,
+    BadOption,
+    BadOptionError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
@@ -137,7 +138,7 @@ class CheckpointStore:
 
         Raises:
             BadNameError: no run can be called so.
-            BadRetentionError, BadLimitError, BadCompressError: an argument makes no sense.
+            BadOptionError: an option makes no sense; its `kind` says which.
             NotAStoreError: `root` holds something else.
         """
         _check_limits(run_id, in_flight, pool_bytes)
@@ -465,7 +466,7 @@ class CheckpointStore:
 def _check_limits(run: str, in_flight: int, pool_bytes: int | None) -> None:
     if in_flight < 1 or (pool_bytes or 0) < 0:
         what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
-        raise BadLimitError.at(f"run {run!r}", what)
+        raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
 
 
 class TensorCasStore(CheckpointStore):

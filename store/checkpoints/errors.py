@@ -4,12 +4,10 @@ StoreError
   - of its use:    UnknownStepError      the run has no such step
                    BadStepError          a step is not a whole number from 0 on
                    BadMetricError        a metric is not a number, or no step has it
-                   BadRetentionError     the retention rules make no sense
+                   BadOptionError        an option of CheckpointStore makes no sense (`kind`)
                    PinnedStepError       a kept step is neither replaced nor deleted
                    NamedTwiceError       two tensors have one name, or a file a tensor's place
                    NotATrainingError     the checkpoint was imported, not saved by a run
-                   BadLimitError         a limit on background saves makes no sense
-                   BadCompressError      `compress` has an unknown value
                    ForkedSaveError       a save of another process is waited for
   - of the world:  ChangedModelError     a tensor was written to while it was saved
                    BrokenSaveError       a background save ended with an unexpected error
@@ -30,7 +28,8 @@ A StateError names the place in the object, as Python would write it. Each ends 
 The errors of the store itself are in `tensor_dedup.store.errors`.
 """
 
-from typing import ClassVar, Self
+from enum import Enum
+from typing import Any, ClassVar, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import AdvisedError, UnknownNameError
@@ -52,12 +51,6 @@ class BadMetricError(AdvisedError):
     """A metric is not a number, or no step has one of this name."""
 
     advice = 'give metrics={"val_loss": 0.5}, and `best` the name of one that was given'
-
-
-class BadRetentionError(AdvisedError):
-    """The retention rules make no sense."""
-
-    advice = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
 
 
 class PinnedStepError(AdvisedError):
@@ -84,16 +77,33 @@ class ChangedModelError(AdvisedError):
     advice = "save between two steps of the optimizer, or save a copy"
 
 
-class BadLimitError(AdvisedError):
-    """A limit on what background saves may use makes no sense."""
+class BadOption(Enum):
+    """Which option of CheckpointStore makes no sense. The value is the next step."""
 
-    advice = "let one save or more be unfinished, and give the pool bytes, or none"
+    RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
+    LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
+    COMPRESS = 'give "auto", "always" or None'
 
 
-class BadCompressError(AdvisedError):
-    """`compress` has none of its values."""
+class BadOptionError(AdvisedError):
+    """An option of CheckpointStore makes no sense; `kind` says which."""
 
-    advice = 'give "auto", "always" or None'
+    # By position only: `facts` may have a `kind` of its own.
+    def __init__(self, message: str, kind: BadOption, /, **facts: object) -> None:
+        super().__init__(message, **facts)
+        self.kind = kind
+
+    @classmethod
+    def of(cls, kind: BadOption, where: str, what: str, **facts: object) -> Self:
+        """Return the error about an option; its message ends in the next step."""
+        return cls(f"{where}: {what}; {kind.value}", kind, path=where, **facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.message, self.kind, self.facts)
+
+
+def _rebuild(message: str, kind: BadOption, facts: dict[str, Any]) -> BadOptionError:
+    return BadOptionError(message, kind, **facts)
 
 
 class ForkedSaveError(AdvisedError):

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from tensor_dedup.store.checkpoints.errors import BadCompressError
+from tensor_dedup.store.checkpoints.errors import BadOption, BadOptionError
 from tensor_dedup.store.checkpoints.memory_writer import Fresh
 from tensor_dedup.store.codecs.choice import CODECS, CodecChoice
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.store.writing.encoder import Plan, element_width
 
 Compress: TypeAlias = Literal["auto", "always"] | None
-"""When what is new is stored encoded: as above; however long it takes; never."""
+"""When new tensors are encoded: unless a training would wait for it, always, or never (None)."""
 # Below this, what a record needs is more than what encoding saves.
 SMALLEST = 256
 # So many take about a quarter of a second; the rest of a first save is stored as it is.
@@ -80,10 +80,10 @@ def checked_compress(compress: Compress) -> Compress:
     """Return `compress` itself.
 
     Raises:
-        BadCompressError: it is none of the values there are.
+        BadOptionError: it is none of the values there are.
     """
     if compress not in ("auto", "always", None):
-        raise BadCompressError.at("CheckpointStore", f"compress={compress!r}")
+        raise BadOptionError.of(BadOption.COMPRESS, "CheckpointStore", f"compress={compress!r}")
     return compress
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
-from tensor_dedup.store.checkpoints.errors import BadMetricError, BadRetentionError
+from tensor_dedup.store.checkpoints.errors import BadMetricError, BadOption, BadOptionError
 
 Mode: TypeAlias = Literal["min", "max"]
 Metrics: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -31,11 +31,12 @@ class Retention:
     def __post_init__(self) -> None:
         for name, count in (("keep_last", self.last), ("keep_every", self.every)):
             if count is not None and count < 1:
-                raise BadRetentionError.at(name, f"{count} steps", count=count)
+                raise BadOptionError.of(BadOption.RETENTION, name, f"{count} steps", count=count)
         if self.best is not None:
             metric, count, mode = self.best
             if count < 1 or mode not in ("min", "max"):
-                raise BadRetentionError.at("keep_best", f"{(metric, count, mode)!r}", metric=metric)
+                what = f"{(metric, count, mode)!r}"
+                raise BadOptionError.of(BadOption.RETENTION, "keep_best", what, metric=metric)
 
     @property
     def any(self) -> bool:

@@ -31,10 +31,12 @@ class PyTorchAdapter(StructureAdapter):
 
     `original` may be the same structure: `load_state_dict` is called on what has it, tensors of
     equal shape and dtype are filled, and the same objects come back. Without it modules, optimizers
-    and schedulers come back as state dicts, on the CPU. What `extract` gives is called as in the
-    state dict, and shares the model's memory. Quantised, meta and distributed tensors are
-    refused (UnsupportedArrayError), and so are values of types nobody registered
-    (UnsupportedValueError).
+    and schedulers come back as state dicts, on the CPU. Values are named as in the state dict and
+    share the model's memory.
+
+    Raises:
+        UnsupportedArrayError: a tensor is quantised, meta or distributed.
+        UnsupportedValueError: a value has a type that nobody registered.
     """
 
     name = "pytorch"

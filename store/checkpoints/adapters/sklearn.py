@@ -55,14 +55,16 @@ _SPARSE: Final = {
 
 
 class SklearnAdapter(GrowingAdapter):
-    """Estimators of scikit-learn, pipelines and structures of them: without pickle.
+    """Estimators of scikit-learn, pipelines, and structures of them, without pickle.
 
-    Trees of ensembles are pieces of their own, `estimators_.tree_000000`, and stay as they are when
-    `warm_start` adds some; with `append_only` those of forests and boosting that were saved are not
+    Trees of ensembles are pieces of their own, `estimators_.tree_000000` and on, and stay as they
+    are when `warm_start` adds some; with `append_only`, saved trees of forests and boosting are not
     read again. Predictions are the same to the last bit. Without `original` the class comes from
-    the installed scikit-learn; estimators of classes of your own are filled into `original`
-    (ForbiddenClassError without).
-    Functions and other objects without a form are refused, by their place (UnsupportedValueError).
+    the installed scikit-learn; estimators of your own classes need an `original` to be filled.
+
+    Raises:
+        ForbiddenClassError: a class is not scikit-learn's, and there is no `original`.
+        UnsupportedValueError: a function or another object has no form; it names the place.
     """
 
     name = "sklearn"

@@ -1,8 +1,8 @@
 """Finding one's way in UBJSON as XGBoost writes it, without making Python objects of it.
 
-A value is a marker and its content: numbers of fixed size, `S` length text, `{` key value … `}` with
-keys as length and text, `[` with `$` type and `#` count, one of them or neither (then until `]`).
-Lengths and counts are numbers with their marker. Everything is big-endian.
+A value is a marker and its content: numbers of fixed size, `S` length text, `{` key value … `}`
+with keys as length and text, `[` with `$` type and `#` count, one of them or neither (then until
+`]`). Lengths and counts are numbers with their marker. Everything is big-endian.
 """
 
 import struct

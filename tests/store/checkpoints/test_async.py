@@ -19,7 +19,7 @@ from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
 from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
 from tensor_dedup.store.checkpoints.errors import (
-    BadLimitError,
+    BadOptionError,
     BadStepError,
     ForkedSaveError,
     PinnedStepError,
@@ -217,9 +217,9 @@ def test_wrong_use_is_found_before_anything_is_begun(tmp_path: Path) -> None:
         run.save_async(model, -1)
     with pytest.raises(UnsupportedArrayError):
         run.save_async({"names": np.array(["a", "b"], object)}, 1)
-    with pytest.raises(BadLimitError):
+    with pytest.raises(BadOptionError, match="let one save or more be unfinished"):
         handle(tmp_path, in_flight=0)
-    with pytest.raises(BadLimitError):
+    with pytest.raises(BadOptionError, match="give the pool bytes"):
         handle(tmp_path, pool_bytes=-1)
     run.close()
     assert run.steps() == [0]
@@ -376,7 +376,7 @@ def test_a_program_that_ends_ends_when_its_steps_are_there(tmp_path: Path, faili
 
 
 def test_store_errors_are_all_it_raises() -> None:
-    for error in (BadLimitError, ForkedSaveError, LostHitError):
+    for error in (BadOptionError, ForkedSaveError, LostHitError):
         assert issubclass(error, StoreError)
 
 

@@ -13,7 +13,7 @@ from gates import Gate, gated
 from steps import Model, assert_same, copied, handle
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.commit import Saved
-from tensor_dedup.store.checkpoints.errors import BadCompressError
+from tensor_dedup.store.checkpoints.errors import BadOptionError
 from tensor_dedup.store.checkpoints.policy import Backpressure
 from tensor_dedup.store.format.tables import PLAIN
 
@@ -201,5 +201,5 @@ def test_who_wants_everything_encoded_gets_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", ["", "zstd", "Always", True])
 def test_what_is_no_way_to_compress_is_refused(tmp_path: Path, compress: Any) -> None:
-    with pytest.raises(BadCompressError, match='give "auto", "always" or None'):
+    with pytest.raises(BadOptionError, match='give "auto", "always" or None'):
         handle(tmp_path, compress=compress)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from steps import assert_same, copied, handle, network, shares, train
 from tensor_dedup.store.checkpoints.errors import (
-    BadRetentionError,
+    BadOption,
+    BadOptionError,
     PinnedStepError,
     UnknownStepError,
 )
@@ -73,8 +74,9 @@ def test_what_a_rule_keeps_stays(
     "options", [{"keep_last": 0}, {"keep_every": 0}, {"keep_best": ("loss", 0, "min")}]
 )
 def test_rules_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(BadRetentionError):
+    with pytest.raises(BadOptionError) as error:
         handle(tmp_path, **options)
+    assert error.value.kind is BadOption.RETENTION
 
 
 def test_what_stays_can_be_read_when_the_rest_is_gone(tmp_path: Path) -> None:
