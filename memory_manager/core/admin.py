@@ -1,4 +1,4 @@
-"""What people ask: status, tables, pins, evictions, the end."""
+"""The requests of people: totals, tables, to pin, to evict, to stop."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ _MAX_PINS = 64
 
 
 def totals(state: ManagerState, now: float, started: float) -> Totals:
-    """The numbers of now."""
+    """Return the totals as they are now."""
     ledger = state.ledger
     living = [slab for slab in ledger.slabs.values() if not slab.released_but_mapped]
     residents = list(ledger.residents.values())
@@ -63,7 +63,7 @@ def status(state: ManagerState, now: float, connection: ClientState, _message: S
 
 
 def rows(state: ManagerState, now: float, connection: ClientState, message: Rows) -> None:
-    """A page of one table, in a stable order."""
+    """Answer with a page of one table, in a stable order."""
     start = message.start
     if message.table == "clients":
         clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
@@ -147,7 +147,7 @@ def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin)
 
 
 def evict(state: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
-    """Drop the slabs of a name that nobody uses and nobody pinned; says what was dropped."""
+    """Drop the slabs of a name that nobody uses and nobody pinned; answer with what has gone."""
     ledger = state.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]
     idle = [slab for slab in slabs if not slab.held and not ledger.pinned_slab(slab)]

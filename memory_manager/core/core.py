@@ -1,4 +1,4 @@
-"""The core's face: what happens outside comes in here, with the time; effects come out."""
+"""The entry to the core: what happens outside comes in, with the time, and effects go out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -77,18 +77,18 @@ class Core:
 
     @property
     def state(self) -> ManagerState:
-        """The state, for reading: tests, metrics."""
+        """The state, to be read only: by tests, and to be handed over."""
         return self._state
 
     def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
-        """A client of this user has connected."""
+        """Note that a client of this user has connected."""
         state = self._state
         state.connections[number] = ClientState(number, process, pid, now)
         state.processes.setdefault(process, Process(process)).connections.add(number)
         return self._effects()
 
     def received(self, now: float, number: int, request: Request) -> list[Effect]:
-        """A client has sent a message."""
+        """Handle a message of a client."""
         connection = self._state.connections.get(number)
         if connection is not None:
             try:
@@ -138,14 +138,14 @@ class Core:
         state.forget_if_idle(connection.process)
 
     def garbage(self, now: float, number: int, code: Code, text: str) -> list[Effect]:
-        """A client has sent what is no message: tell it why and hang up."""
+        """Handle what is no message: tell the client why, and hang up."""
         connection = self._state.connections.get(number)
         if connection is not None:
             self._hang_up(now, connection, code, text)
         return self._effects()
 
     def disconnected(self, now: float, number: int) -> list[Effect]:
-        """A connection is closed, by whichever side. Its process may go on."""
+        """Note that a connection is closed, by whichever side. Its process may go on."""
         connection = self._state.connections.get(number)
         if connection is not None:
             self._drop(now, connection)
@@ -170,7 +170,7 @@ class Core:
         del state.connections[connection.number]
 
     def ended(self, now: float, process: int) -> list[Effect]:
-        """A process has ended: whatever it held is free."""
+        """Note that a process has ended: whatever it held is free."""
         state = self._state
         known = state.processes.get(process)
         if known is not None:
@@ -186,12 +186,12 @@ class Core:
     def allocated(
         self, now: float, slab: int, failure: tuple[Code, str] | None = None
     ) -> list[Effect]:
-        """The backend has done an Allocate, or why not."""
+        """Take the outcome of an AllocateSlab: done, or why not."""
         puts.allocated(self._state, now, slab, failure)
         return self._effects()
 
     def hashed(self, now: float, slab: int, result: list[str] | tuple[Code, str]) -> list[Effect]:
-        """The backend has done a SealAndHash or a ReclaimSlab: the digests, or why not."""
+        """Take the outcome of a SealAndHash or a ReclaimSlab: the digests, or why not."""
         handed_back = slab in self._state.offers
         (reclaim if handed_back else puts).hashed(self._state, now, slab, result)
         return self._effects()
@@ -219,7 +219,7 @@ class Core:
         return number, self._effects()
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: end waits, hang up on those who never said hello."""
+        """Note that time has passed: end waits, hang up on those who never said hello."""
         wait_queue.look(self._state, now)
         build_log.look(self._state, now)
         limit = self._state.settings.hello_timeout_s
@@ -229,20 +229,20 @@ class Core:
         return self._effects()
 
     def ending(self) -> list[Effect]:
-        """The manager ends: what it still has to say."""
+        """End: return what the manager still has to say."""
         for connection in self._state.connections.values():
             build_log.say_all(self._state, connection)
         return self._effects()
 
     def next_deadline(self, now: float) -> float | None:
-        """When `tick` has something to do, if nothing happens before."""
+        """Return when `tick` has something to do if nothing happens before; None: never."""
         limit = self._state.settings.hello_timeout_s
         silent = [c.since + limit for c in self._state.connections.values() if c.name is None]
         wait = wait_queue.next_deadline(self._state, now)
         return min([*silent, *([wait] if wait is not None else [])], default=None)
 
     def totals(self, now: float) -> Totals:
-        """The numbers of now."""
+        """Return the totals as they are now."""
         return admin.totals(self._state, now, 0.0)
 
     def _effects(self) -> list[Effect]:

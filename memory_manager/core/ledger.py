@@ -72,7 +72,7 @@ class Ledger:
         self._next = 1
 
     def add(self, nbytes: int, now: float) -> SlabState | None:
-        """Charge a new slab, evicting what is not in use; None when there is no room."""
+        """Charge a new slab, evicting what is not in use; return None when there is no room."""
         if not self._make_room(nbytes):
             return None
         slab = SlabState(self._next, nbytes, used=now)
@@ -129,7 +129,7 @@ class Ledger:
                 self.freed.append(slab.number)
 
     def idle(self, slab: SlabState) -> bool:
-        """The backend has done its work on a slab. False when it was let go meanwhile."""
+        """Note that the backend is done with a slab; return False when it was let go meanwhile."""
         slab.busy = False
         if slab.doomed:
             self.drop(slab)
@@ -145,7 +145,7 @@ class Ledger:
         self._settle(slab)
 
     def enter(self, slab: SlabState, offset: int, nbytes: int, digest: str) -> ResidentEntry:
-        """Make a tensor of a sealed slab resident; the one that was there first, if any."""
+        """Make a tensor of a sealed slab resident; return the one that was there first, if any."""
         first = self.residents.get(digest)
         if first is not None:
             return first
@@ -179,6 +179,6 @@ class Ledger:
         return bool(self.pins) and any(map(self.pinned, slab.residents.values()))
 
     def named(self, name: str) -> list[ResidentEntry]:
-        """The residents of a checkpoint, or the one of a digest."""
+        """Return the residents of a checkpoint, or the one of a digest."""
         found = self.residents.get(name)
         return [r for r in self.residents.values() if r is found or name in r.checkpoints]

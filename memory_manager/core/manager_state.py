@@ -56,11 +56,11 @@ class PutState:
         return self.state in ACTIVE
 
     def step(self, event: Event) -> None:
-        """Go to the next state, or BadTransition."""
+        """Go to the next state, or raise BadTransition."""
         self.state = advance(self.state, event)
 
     def silent(self, now: float) -> float:
-        """Seconds since its builder was heard of; none while the manager itself is at work."""
+        """Return the seconds since its builder was heard of; 0 while the manager is at work."""
         if self.state in (State.ALLOCATING, State.SEALING):
             return 0.0
         return max(0.0, now - self.progress)
@@ -107,7 +107,7 @@ class ClientState:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """Who is charged. It outlives its connections while it may have memory mapped."""
+    """A process that is charged. It outlives its connections while it may have memory mapped."""
 
     number: int
     connections: set[int] = field(default_factory=set)
@@ -154,16 +154,16 @@ class ManagerState:
             self.effects.append(Send(connection.number, reply, tuple(slabs)))
 
     def refuse(self, connection: ClientState, code: Code, text: str) -> None:
-        """Tell a client no."""
+        """Refuse a client's request."""
         self.counters["refusals"] += 1
         self.send(connection, Refused(code, text[:2048]))
 
     def note(self, event: str, **facts: object) -> None:
-        """A line in the log."""
+        """Have a line written to the log."""
         self.effects.append(Note(event, facts))
 
     def detail(self, event: str, **facts: object) -> None:
-        """A line in the log that only who looks for it wants to read."""
+        """Have a line of detail written to the log."""
         self.effects.append(Note(event, facts, detail=True))
 
     def may_lease(self, connection: ClientState, count: int) -> bool:
@@ -173,7 +173,7 @@ class ManagerState:
     def lease(
         self, connection: ClientState, resident: ResidentEntry, checkpoint: str, now: float
     ) -> int:
-        """Lend a tensor; the lease's id. Whether it may be lent was asked before."""
+        """Lend a tensor and return the lease's number. `may_lease` was asked before."""
         self.ledger.hold(resident, now, leased=True)
         self.ledger.attribute(resident, checkpoint)
         number = self.next_lease
@@ -233,5 +233,5 @@ class ManagerState:
 
 
 def refusal(code: Code, text: str) -> RefusedError:
-    """What a handler raises to refuse a request."""
+    """Return the error that a handler raises to refuse a request."""
     return RefusedError(text, code=code)

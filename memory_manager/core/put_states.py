@@ -13,7 +13,7 @@ from tensor_dedup.memory_manager.errors import ProtocolError
 
 
 class State(Enum):
-    """Where a put is."""
+    """The state of a put."""
 
     RESERVED = "reserved"  # keys are granted, there is no memory
     ALLOCATING = "allocating"  # the backend is at it
@@ -78,7 +78,7 @@ class BadTransition(ProtocolError):
 
 
 def advance(state: State, event: Event) -> State:
-    """The state after an event, or BadTransition."""
+    """Return the state after an event, or raise BadTransition."""
     try:
         return NEXT[state, event]
     except KeyError:

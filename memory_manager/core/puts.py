@@ -1,4 +1,4 @@
-"""Puts: reserve, allocate, seal, publish; take-over."""
+"""Puts: to reserve, allocate, seal and publish, and to take over from a silent builder."""
 
 from tensor_dedup.memory_manager.core import build_log
 from tensor_dedup.memory_manager.core.effects import AllocateSlab, SealAndHash
@@ -91,7 +91,7 @@ def _let_go(state: ManagerState, now: float, put: PutState) -> None:
 
 
 def _mine(connection: ClientState, number: int, now: float) -> PutState:
-    """The put of that number, which has just been heard of."""
+    """Return the put of that number, which has just been heard of."""
     put = connection.puts.get(number)
     if put is None or not put.active:
         raise refusal(

@@ -1,4 +1,4 @@
-"""Look-ups and leases."""
+"""The requests that look up layers and tensors, and give leases back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

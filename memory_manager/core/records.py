@@ -18,12 +18,12 @@ class KeyRecord:
 
     @property
     def cost(self) -> int:
-        """About how much memory it takes."""
+        """About how many bytes of memory it takes."""
         return len(self.record) + 100 * len(self.digests) + _ENTRY_BYTES
 
 
 class Records:
-    """A bounded table; what was not used for longest goes first."""
+    """A bounded table of records; the least recently used goes first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -37,13 +37,13 @@ class Records:
         return key in self._table
 
     def get(self, key: str) -> KeyRecord | None:
-        """The record of a key, marked as used."""
+        """Return the record of a key, and mark it as used."""
         if key in self._table:
             self._table.move_to_end(key)
         return self._table.get(key)
 
     def put(self, key: str, record: KeyRecord) -> bool:
-        """Enter a record; False when the key has one."""
+        """Enter a record; return False when the key has one."""
         if key in self._table:
             return False
         self._table[key] = record
@@ -51,16 +51,16 @@ class Records:
         return True
 
     def oldest_in_excess(self) -> str | None:
-        """The key to drop next, while the table is larger than it may be."""
+        """Return the key to drop next, while the table is larger than it may be."""
         return next(iter(self._table)) if self._nbytes > self._max_bytes else None
 
     def drop(self, key: str) -> KeyRecord | None:
-        """Forget a key; what it led to."""
+        """Forget a key; return what it led to."""
         record = self._table.pop(key, None)
         if record is not None:
             self._nbytes -= record.cost
         return record
 
     def items(self) -> list[tuple[str, KeyRecord]]:
-        """All records."""
+        """Return all records."""
         return list(self._table.items())

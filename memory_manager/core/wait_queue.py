@@ -1,4 +1,4 @@
-"""Waiting for somebody else's layer. Every wait ends: by news, by its own time, or by silence."""
+"""Waiting for a layer that another client builds. Every wait ends: by news, time or silence."""
 
 from tensor_dedup.memory_manager.core.manager_state import (
     ClientState,
@@ -33,7 +33,7 @@ def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
 
 
 def wake(state: ManagerState, key: str, outcome: str) -> None:
-    """A layer was published ("ready") or given up ("free"): tell everybody who waits for it."""
+    """Tell everybody who waits for a layer that it was published ("ready") or given up ("free")."""
     for connection in state.connections.values():
         if connection.waiting is not None and connection.waiting.key == key:
             connection.waiting = None
@@ -65,7 +65,7 @@ def _look(state: ManagerState, now: float, connection: ClientState) -> None:
 
 
 def next_deadline(state: ManagerState, now: float) -> float | None:
-    """When the next wait ends if nothing happens."""
+    """Return when the next wait ends if nothing happens before; None: there is none."""
     deadlines = [
         min(c.waiting.until, now + state.settings.build_timeout_s - put.silent(now))
         for c in state.connections.values()
