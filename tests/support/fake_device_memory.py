@@ -18,7 +18,7 @@ _PROTECTION: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMapping:
+class FakeMapping:
     """A whole memory file at an address. The descriptor is the mapping's own."""
 
     nbytes: int
@@ -31,7 +31,7 @@ class DeviceAddressMap:
 
     def __init__(self) -> None:
         self.reserved: dict[int, int] = {}
-        self.mapped: dict[int, DeviceMapping] = {}
+        self.mapped: dict[int, FakeMapping] = {}
 
     def reserve(self, nbytes: int, alignment: int) -> int:
         """Take a range of addresses."""
@@ -65,7 +65,7 @@ class DeviceAddressMap:
             for start, each in self.mapped.items()
         )
 
-    def map(self, address: int, mapped: DeviceMapping) -> None:
+    def map(self, address: int, mapped: FakeMapping) -> None:
         """Put a file there."""
         _map(address, mapped.nbytes, 0, mmap.MAP_SHARED | libc.MAP_FIXED, mapped.fd)
         self.mapped[address] = mapped
@@ -95,7 +95,7 @@ class DeviceAddressMap:
             libc.mprotect(start, self.mapped[start].nbytes, _PROTECTION[access])
         return bool(starts)
 
-    def at(self, address: int) -> DeviceMapping | None:
+    def at(self, address: int) -> FakeMapping | None:
         """The mapping that an address lies in."""
         for start, each in self.mapped.items():
             if start <= address < start + each.nbytes:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from fake_device_memory import DeviceAddressMap, DeviceMapping
+from fake_device_memory import DeviceAddressMap, FakeMapping
 from tensor_dedup.memory_manager.cuda.driver import (
     IPC_HANDLE_BYTES,
     Access,
@@ -192,7 +192,7 @@ class FakeDriver:
             raise refused("cuMemMap", Result.INVALID_VALUE)
         if self._space.overlaps(address, nbytes):
             raise refused("cuMemMap", Result.ALREADY_MAPPED)
-        self._space.map(address, DeviceMapping(nbytes, os.dup(fd), Access.NONE))
+        self._space.map(address, FakeMapping(nbytes, os.dup(fd), Access.NONE))
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Implement `Driver.unmap`."""
@@ -307,7 +307,7 @@ class FakeDriver:
     def _shown(self, fd: int, nbytes: int) -> int:
         """Map a whole file somewhere, readable and writable."""
         address = self._space.reserve(nbytes, GRANULARITY)
-        self._space.map(address, DeviceMapping(nbytes, os.dup(fd), Access.NONE))
+        self._space.map(address, FakeMapping(nbytes, os.dup(fd), Access.NONE))
         self._space.allow(address, nbytes, Access.READ_WRITE)
         return address
 
