@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from tensor_dedup.loader.residents.manager import (
     ResidentRequest,
     host_session,
 )
+from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client import Client, connect
+from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 from tensor_dedup.types import ResidentKey
 
@@ -163,3 +166,37 @@ def test_a_reply_that_nobody_waited_for_answers_nothing_else(
     found = by_content(mine, resident_key(ones.tensor, ones.digest))
     assert found is not None
     assert torch.equal(found.map(), ones.tensor)
+
+
+def test_many_are_looked_up_in_few_messages(lender: Lend, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 300
+    kept = lender().put(
+        [replace(wanted(n % 251, 100 + n), recipe=f"recipe {n}") for n in range(count)]
+    )
+    assert all(kept)
+    other = lender()
+    asked: list[str] = []
+    ask = Connection.ask
+
+    def counting(self: Connection, message: object, *args: Any, **more: Any) -> Any:
+        asked.append(type(message).__name__)
+        return ask(self, message, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Connection, "ask", counting)
+    provider = HostProvider(other)
+    tensors = [replace(wanted(n % 251, 100 + n), recipe=f"recipe {n}") for n in range(count)]
+    by_recipe = [ResidentQuery(t.recipe, replace(t.key, digest="")) for t in tensors[: count // 2]]
+    by_digest = [ResidentQuery("", each.key) for each in tensors[count // 2 :]]
+    found = provider.find([*by_recipe, *by_digest, *by_recipe])
+    assert all(found)
+    assert sorted(asked) == ["Lookup", "LookupDigests"]
+    for each, resident in zip(tensors, found, strict=False):
+        assert resident is not None
+        assert torch.equal(resident.map(), each.tensor)
+    assert provider.find([*by_recipe, *by_digest]) == found[:count], "answered here"
+    assert len(asked) == 2
+    provider.find([ResidentQuery(f"recipe of nothing {n}", tensors[0].key) for n in range(5)])
+    assert len(asked) == 2
+    nothing = replace(tensors[0].key, digest="")
+    assert not any(provider.find([ResidentQuery(f"none {n}", nothing) for n in range(257)]))
+    assert asked[2:] == ["Lookup", "Lookup"]
