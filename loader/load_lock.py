@@ -32,7 +32,7 @@ class LoadLock:
 
 
 class _Taken(threading.local):
-    """What a thread has taken, in order."""
+    """The locks that a thread has taken, in order."""
 
     def __init__(self) -> None:
         self.locks: list[threading.RLock] = []

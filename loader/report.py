@@ -1,4 +1,4 @@
-"""What every load of this process, and of its workers, read, shared and kept for itself. No torch.
+"""Report what every load of this process and of its workers read, shared and kept. No torch.
 
 A worker process hands its reports over as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also
 writes the model's report there, and a process that calls `collect_from` merges them. One that may
@@ -81,8 +81,7 @@ class Report:
     """All loads in the order of time, and what the residents and their table take now, in bytes.
 
     The two sizes include workers', as of each one's last load. `devices`: why memory of a device is
-    shared less than it could be, as this process met it last, or (`hashing on cuda:0`) fetched to
-    be hashed.
+    shared less than it could be, as this process met it last.
     """
 
     models: list[ModelReport]

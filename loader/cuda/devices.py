@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def _open_cuda(device: torch.device) -> SharedGpu:
-    """A GPU of NVIDIA's. UnsupportedError, DeviceError."""
+    """Open a GPU of NVIDIA's; raise UnsupportedError or DeviceError where that cannot be."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise UnsupportedError("this torch is not built for CUDA, or sees no GPU")
     ask: Any = torch.cuda.get_device_properties  # without types
@@ -99,17 +99,17 @@ class Devices:
         return self._reasons.get(_numbered(device))
 
     def opened(self) -> list[SharedGpu]:
-        """Those in use."""
+        """Return the GPUs that are open."""
         return list(self._found.values())
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """What a tensor is that lies in memory shared on a GPU; None for any other."""
+        """Return the key of a tensor that lies in memory shared on a GPU; None for any other."""
         if not len(DEVICE_MAPPINGS):
             return None
         return next((k for gpu in self.opened() if (k := gpu.known(tensor)) is not None), None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Does this tensor begin in memory shared on a GPU, which must not be written?"""
+        """Return whether a tensor begins in memory shared on a GPU, which must not be written."""
         return (
             len(DEVICE_MAPPINGS) > 0
             and tensor.layout is torch.strided

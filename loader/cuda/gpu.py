@@ -1,9 +1,9 @@
 """One GPU of this process: what of it is mapped, for as long as somebody or some kernel uses it.
 
-A mapping ends in two steps. When nothing refers to it any more it is only put aside: a finalizer
+A mapping ends in two steps. When nothing refers to it any more it is only retired: a finalizer
 may run anywhere, in the middle of the capture of a graph too, which recording an event would ruin.
 `reap`, which every later mapping begins with, marks the end of all work of the context so far, of
-whatever stream, and unmaps what was put aside before a mark that has been passed. Until then the
+whatever stream, and unmaps what was retired before a mark that has been passed. Until then the
 lease is held, and the manager counts the memory as used.
 """
 
@@ -68,7 +68,7 @@ class DeviceMapping:
             self._owners[id(owner)] = owner
 
     def make_private(self) -> None:
-        """See the class. A second time does nothing.
+        """Put a private, writable copy at the same address; a second time does nothing.
 
         BackendError, UnsupportedError: the mapping is as it was.
         """
@@ -98,7 +98,7 @@ def _forget(address: int, extents: Sequence[MappedExtent]) -> None:
 
 
 class Gpu:
-    """See the module. Safe from any thread. DeviceError from every method."""
+    """One GPU, and its mappings. Safe from any thread; every method may raise DeviceError."""
 
     def __init__(
         self, driver: Driver, device: str, let_go: Callable[[], bool] = lambda: False
@@ -124,7 +124,7 @@ class Gpu:
         return len(self.retired) + sum(len(batch) for _, batch in self._marked)
 
     def vmm(self) -> Opener:
-        """How descriptors of this GPU's memory are opened."""
+        """Return the opener of descriptors of this GPU's memory."""
         return VmmOpener(self.driver, self.device)
 
     def entered(self) -> AbstractContextManager[None]:

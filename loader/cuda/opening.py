@@ -1,4 +1,4 @@
-"""How what a descriptor stands for comes to an address of this process, and goes from it again.
+"""Mapping the device memory behind descriptors into this process, and unmapping it again.
 
 Whole handles only: CUDA maps no part of one. Every step that was taken is taken back when a later
 one fails, so that a process which cannot map loads privately and has lost nothing.
@@ -43,12 +43,12 @@ class Opener(Protocol):
 
 
 def total(extents: Sequence[MappedExtent]) -> int:
-    """Bytes of all."""
+    """Return the bytes of all extents."""
     return sum(extent.nbytes for extent in extents)
 
 
 class VmmOpener:
-    """Descriptors of cuMemCreate's memory. See Opener."""
+    """The opener of descriptors of cuMemCreate's memory."""
 
     def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver
@@ -56,7 +56,7 @@ class VmmOpener:
         self._unit: Final = driver.granularity(device.ordinal)
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """See Opener."""
+        """Map the extents side by side and return their address."""
         with Undo() as undo:
             address = self._reserve(undo, total(extents))
             at = address
@@ -80,14 +80,14 @@ class VmmOpener:
         undo.add(partial(self._driver.unmap, at, nbytes))
 
     def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """See Opener."""
+        """Unmap what `open` mapped."""
         # One by one, as they were mapped: that several may go at once is written nowhere.
         for at, nbytes in _places(address, extents):
             self._driver.unmap(at, nbytes)
         self._driver.free(address, total(extents))
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """See Opener."""
+        """Put private, writable memory with the same bytes at the same address."""
         with Undo() as always, current(self._driver, self._device):
             # The handles of both sides are held to the end: the shared ones for the way back.
             shared = [self._held(always, self._driver.import_(each.fileno)) for each in extents]
@@ -133,14 +133,14 @@ def _places(address: int, extents: Sequence[MappedExtent]) -> list[tuple[int, in
 
 
 class IpcOpener:
-    """Tickets of the backend `ipc`. Whatever is asked for, the memory is writable. See Opener."""
+    """The opener of tickets of the backend `ipc`. Its memory is writable, whatever is asked for."""
 
     def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver
         self._device: Final = device.ordinal
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """See Opener. UnsupportedError for several extents: the driver chooses the addresses."""
+        """Open one extent; the driver chooses addresses, so several raise UnsupportedError."""
         if len(extents) != 1:
             raise UnsupportedError(
                 f"{len(extents)} extents cannot lie side by side with the backend `ipc`; use `vmm`"
@@ -152,12 +152,12 @@ class IpcOpener:
             return self._driver.ipc_open(handle)
 
     def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """See Opener."""
+        """Unmap what `open` mapped."""
         with current(self._driver, self._device):
             self._driver.ipc_close(address)
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """See Opener."""
+        """Put private, writable memory with the same bytes at the same address."""
         raise UnsupportedError(
             "memory of the backend `ipc` cannot be replaced at its address; copy the tensors, or "
             "use the backend `vmm`"
@@ -165,7 +165,11 @@ class IpcOpener:
 
 
 def opener_for(backend: str, driver: Driver, device: GpuInfo) -> Opener:
-    """How to open what a manager with that backend lends. UnsupportedError."""
+    """Return the opener for what a manager with that backend lends.
+
+    Raises:
+        UnsupportedError: It lends no memory of a GPU.
+    """
     if backend == "vmm":
         return VmmOpener(driver, device)
     if backend == "ipc":

@@ -42,11 +42,11 @@ class DeviceSlab:
 
 
 class Lent(Protocol):
-    """What a resident holds: the right to use so many bytes."""
+    """The right to use memory, which a resident holds."""
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """Its size."""
 
 
 class DeviceResident:
@@ -132,7 +132,7 @@ class Views:
             return found
 
     def mappings(self) -> list[DeviceMapping]:
-        """Those in use."""
+        """Return the mappings in use."""
         return list(self._mappings.values())
 
     def make_private(self) -> int:
@@ -166,12 +166,12 @@ class DeviceRequest:
     copy: int = 0
 
     def written(self, digest: str | None) -> ResidentKey:
-        """The key, when `write` has returned this."""
+        """Return the key, given what `write` has returned."""
         return replace(self.key, digest=digest) if digest else self.key
 
 
 def copy_of(tensor: torch.Tensor, gpu: Gpu) -> Callable[[int], None]:
-    """A writer of a gap-free tensor's bytes, from the host or that GPU. It holds the tensor."""
+    """Return a writer of a gap-free tensor's bytes, from the host or that GPU."""
     nbytes = tensor.nbytes
 
     def write(address: int) -> None:

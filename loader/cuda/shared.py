@@ -1,4 +1,4 @@
-"""What the models of this process share on one GPU: made once, mapped read-only by each.
+"""Residents that the models of this process share on one GPU: made once, mapped read-only by each.
 
 A tensor is found by what it is: a resident's key, and the number of the copy. Names of one model
 with equal bytes have copies of their own there too, and so addresses of their own.
@@ -39,7 +39,7 @@ BATCH_BYTES: Final = 64 << 20
 
 
 class SharedGpu:
-    """See the module. Safe from any thread. Tables hold residents weakly: models keep them."""
+    """The residents of one GPU. Safe from any thread. Its tables are weak: models hold them."""
 
     def __init__(self, gpu: Gpu, device: torch.device, kind: int) -> None:
         """`device` is torch's, `kind` DLPack's. DeviceError where no memory can be handed on."""
@@ -125,17 +125,17 @@ class SharedGpu:
             return found
 
     def holds(self, tensor: torch.Tensor, key: ResidentKey) -> bool:
-        """Is this tensor here already, as something of that key?"""
+        """Return whether this tensor is here already, under that key."""
         known = self.known(param_data(tensor))
         return known is not None and known.key == key
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """What a tensor is that a model sees here; None when it is private or a part of one."""
+        """Return the identity of a tensor that is all of a resident here, else None."""
         resident = self.resident_behind(tensor)
         return None if resident is None else self._known.get(resident)
 
     def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
-        """The resident that a tensor is all of."""
+        """Return the resident that a tensor is all of, or None."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
         places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)
@@ -146,19 +146,19 @@ class SharedGpu:
         return self._places.get((place.slab, place.offset, key))
 
     def mapping_behind(self, tensor: torch.Tensor) -> DeviceMapping | None:
-        """The mapping that a tensor lies in, be it private by now."""
+        """Return the mapping that a tensor lies in, even one that has become private."""
         return self.gpu.mapping_at(tensor.data_ptr()) if _can_be_asked(tensor) else None
 
     def alive(self) -> list[tuple[ReplicaKey, DeviceResident]]:
-        """Every resident that some model uses."""
+        """Return every resident that some model uses."""
         return list(self._residents.items())
 
     def seen(self, resident: DeviceResident) -> torch.Tensor:
-        """A resident as a tensor, to be looked at by nobody's model. BackendError."""
+        """Return a resident as a tensor of no model, to be looked at; may raise BackendError."""
         return Views(self.kind).tensor(resident)
 
     def copy_of(self, tensor: torch.Tensor) -> Write:
-        """Who writes a gap-free tensor's bytes to an address here, wherever the tensor is."""
+        """Return a writer of a gap-free tensor's bytes, wherever it is, to an address here."""
         geometry = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
         place = self.kind, self.gpu.device.ordinal
 
@@ -205,7 +205,11 @@ def _nbytes(key: ResidentKey) -> int:
 
 
 class LocalDevice:
-    """See the module. Safe from any thread; one puts at a time. BackendError: load privately."""
+    """Residents made by this process on one GPU, without a memory manager.
+
+    The memory is gone when the last mapping of the last model is. It is read-only for its writer,
+    too. Safe from any thread; one puts at a time. On a BackendError load privately.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         """Raise DeviceError where the GPU has no memory of this kind."""
@@ -259,7 +263,7 @@ class LocalDevice:
 
 
 def _as(key: ResidentKey, found: DeviceResident) -> DeviceResident:
-    """The same bytes in this geometry."""
+    """Return a resident of the same bytes in this geometry."""
     if found.key == key:
         return found
     return DeviceResident(key, found.slabs, found.offset, found)  # which holds the first

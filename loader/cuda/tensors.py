@@ -110,5 +110,5 @@ def _stay_silent() -> None:
 
 
 def held() -> int:
-    """How many storages are alive that `tensor_at` made."""
+    """Return how many storages are alive that `tensor_at` made."""
     return len(_held)

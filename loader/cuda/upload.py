@@ -1,6 +1,6 @@
-"""From a file to a GPU: through a few buffers that are used again, hashed while they travel.
+"""Upload files to a GPU through a few page-locked buffers, hashed on the way.
 
-Pinned memory is dear to make and quick to copy from, so there is little of it and it is made once.
+Page-locked memory is dear to make and quick to copy from, so there is little of it, made once.
 While one buffer is read, others are being copied to the GPU, on a stream of their own, and hashed.
 """
 
@@ -60,7 +60,7 @@ class Uploader:
     def writer(
         self, fd: int, start: int, nbytes: int, *, hashed: bool = True
     ) -> Callable[[int], str]:
-        """Who writes so many bytes of a file to an address, and returns their digest.
+        """Return a function that writes a range of a file to an address and returns its digest.
 
         The GPU may still be copying when it returns: `Gpu.fill` waits for that. `hashed=False`
         where the digest is known for certain: then it is "". ChangedFileError when the file ends
@@ -70,7 +70,7 @@ class Uploader:
         return self._writer(lambda into, at: _read(fd, start + at, into), nbytes, hashed=hashed)
 
     def sender(self, tensor: torch.Tensor) -> Callable[[int], str]:
-        """Who writes a gap-free tensor of the host, which it holds, to an address; returns ""."""
+        """Return a function that writes a tensor of the host, which it holds, to an address."""
         source = memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor)).cast("B")
 
         def fill(into: memoryview, at: int) -> None:

@@ -80,7 +80,7 @@ class ResidentRequest:
 
 
 class AnyRequest(Protocol):
-    """What the requests of every kind of memory have in common."""
+    """The fields that requests for every kind of memory have in common."""
 
     @property
     def recipe(self) -> str: ...
@@ -201,7 +201,7 @@ class ManagerSession(Generic[Request, Held]):
 
 
 class ManagerResidents(Generic[Request, Held]):
-    """What one load has of a memory manager, which may fail at any moment. One thread.
+    """One load's use of a memory manager, which may fail at any moment. One thread.
 
     Nothing here raises a MemoryManagerError. `failed` is why nothing is asked of a manager, or not
     any more; `refused`, why the first tensor that it had no room for stays in this process. Without
@@ -373,7 +373,7 @@ def client_of(where: str, device: str = "") -> Client:
 
 
 def _program() -> str:
-    """What this process is, for people; its number the manager knows."""
+    """Return a name of this process for people; the manager knows its number."""
     program = Path(sys.argv[0]).name if sys.argv else ""
     program = "python" if program in ("", "-c", "-m") else program
     process = multiprocessing.current_process().name
@@ -381,7 +381,7 @@ def _program() -> str:
 
 
 def _reconnect(client: Client, where: str, device: str) -> None:
-    """What is held here is offered to the manager there is now, or to one that is started."""
+    """Offer what is held here to the manager there is now, or to one that this starts."""
     try:
         client.reconnect()
     except ManagerGoneError:

@@ -1,4 +1,4 @@
-"""What lies at an address of this process, asked of the kernel for one mapping at a time.
+"""The kernel's view of this process's addresses, asked for one mapping at a time.
 
 Linux answers for an address since 6.11 (PROCMAP_QUERY); before, it has to list every mapping,
 which are thousands in a process that has loaded a model.
@@ -42,7 +42,7 @@ class FileMapping(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Is it a file's, this process's own? Memory files, as residents are, are not meant."""
+        """Whether it is a private mapping of a file on a file system, and not of a memory file."""
         return bool(self.inode) and not self.common and not self.path.startswith(_MEMORY_FILE)
 
 
@@ -57,12 +57,12 @@ class ProcessMappings:
         self._found = _Ordered(() if self._kernel is not None else _listed())
 
     def file(self, tensor: torch.Tensor) -> FileMapping | None:
-        """The mapping of a file, this process's own, in which a tensor's memory begins."""
+        """Return the private mapping of a file in which a tensor's memory begins, or None."""
         found = self._around(tensor)
         return found if found is not None and found.is_file else None
 
     def is_common(self, tensor: torch.Tensor) -> bool:
-        """Can others write to the memory in which a tensor begins?"""
+        """Return whether others can write to the memory in which a tensor begins."""
         found = self._around(tensor)
         return found is not None and found.common
 
@@ -135,7 +135,7 @@ class _Kernel:
 
     @classmethod
     def open(cls) -> _Kernel | None:
-        """None where the kernel is older, or hides what is asked."""
+        """Open it; None where the kernel is older, or hides what is asked."""
         try:
             found = cls(os.open(libc.MAPS, os.O_RDONLY | os.O_CLOEXEC))
             found.mapping(ctypes.addressof(found._name))
@@ -144,7 +144,7 @@ class _Kernel:
         return found
 
     def mapping(self, address: int) -> FileMapping | None:
-        """The mapping at an address, or None. OSError where there is no answer."""
+        """Return the mapping at an address, or None; raise OSError where there is no answer."""
         query = _Query(
             size=ctypes.sizeof(_Query),
             query_addr=address,

@@ -247,7 +247,7 @@ class SlabWriter:
         return offset
 
     def take(self, nbytes: int) -> int:
-        """The offset of so many bytes, which `put` is to write. SlabUsageError."""
+        """Reserve so many bytes, which `put` is to write, and return their offset."""
         return self._take(nbytes)
 
     def put(self, data: memoryview, offset: int) -> None:
@@ -265,7 +265,7 @@ class SlabWriter:
             rest, at = rest[written:], at + written
 
     def get(self, into: memoryview, offset: int) -> None:
-        """Read back what `put` wrote. Any thread, several at once."""
+        """Read back what `put` wrote. Safe from any thread, several at once."""
         fd, rest, at = self._open().fileno, into.cast("B"), offset
         while rest.nbytes and (count := os.preadv(fd, [rest], at)):
             rest, at = rest[count:], at + count

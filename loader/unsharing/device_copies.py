@@ -60,7 +60,7 @@ class DeviceCopies:
         return None if found is None else found.tensor()
 
     def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
-        """Enter a tensor under a key, which the caller answers for. False: it cannot be entered.
+        """Enter a tensor under a key, which the caller answers for; return whether that can be.
 
         It must be all of its storage and have the key's geometry.
         """
@@ -76,7 +76,7 @@ class DeviceCopies:
         return True
 
     def known(self, tensor: torch.Tensor) -> DeviceCopy | None:
-        """The entry that a tensor is; None when it is none, or not as it was entered."""
+        """Return the entry that a tensor is; None when it is none, or not as it was entered."""
         if tensor.device.type == "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
             return None
         found = self._by_storage.get(number_of(tensor.untyped_storage()))
@@ -85,7 +85,7 @@ class DeviceCopies:
         return found if _geometry(tensor) == _geometry_of(found.known.key) else None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Does any of this tensor's memory belong to an entry?"""
+        """Return whether any of this tensor's memory belongs to an entry."""
         if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
             return False
         return number_of(tensor.untyped_storage()) in self._by_storage
@@ -98,7 +98,7 @@ class DeviceCopies:
                 yield found, tensor
 
     def __len__(self) -> int:
-        """How many are in use."""
+        """Return how many are in use."""
         return sum(not found.reference.expired for found in list(self._by_key.values()))
 
     def _forget_the_dead(self) -> None:

@@ -1,4 +1,4 @@
-"""What parameters are: which residents or copies of them, if nobody has written to them."""
+"""Lookup of the residents, or copies of residents, that parameters are, unless written since."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaKey, Resident]]:
-    """Those that are unwritten mappings of residents, by id, with what they are mappings of."""
+    """Return, by id, the parameters that are unwritten mappings of residents, and which."""
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:
         return {}
@@ -36,7 +36,7 @@ def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaK
 
 
 def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
-    """What each of them is, here or on another device, by id; without those that are private."""
+    """Return the identity of each that is shared, here or on another device, by id."""
     every = list(parameters)
     found = {number: known for number, (known, _) in residents_of(every).items()}
     for parameter in every:
@@ -49,17 +49,17 @@ def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Is it read-only memory that models share on a GPU?"""
+    """Return whether a tensor is read-only memory that models share on a GPU."""
     return DEVICES.holds(param_data(tensor))
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Is it a mapping of a resident, written or not?"""
+    """Return whether a tensor is a mapping of a resident, written or not."""
     return _place(tensor) is not None
 
 
 def is_mapping_of(tensor: torch.Tensor, resident: Resident) -> bool:
-    """Is it a mapping of this one, written or not?"""
+    """Return whether a tensor is a mapping of this resident, written or not."""
     return _place(tensor) == (resident.slab.serial, resident.offset)
 
 

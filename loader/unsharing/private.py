@@ -37,17 +37,17 @@ READ_ONLY_VARIABLE: Final = "TENSOR_DEDUP_READ_ONLY"
 
 
 def read_only() -> bool:
-    """Are residents mapped so that a write stops the process? For finding who writes."""
+    """Return whether a write to a resident stops the process, which helps to find who writes."""
     return os.environ.get(READ_ONLY_VARIABLE) == "1"
 
 
 def map_shared(resident: Resident) -> torch.Tensor:
-    """A mapping for a model: copy-on-write, or read-only where that was asked for."""
+    """Map a resident for a model: copy-on-write, or read-only where that was asked for."""
     return resident.map(writable=not read_only())
 
 
 def needs_private_copy(tensor: torch.Tensor) -> bool:
-    """Would a write to this tensor be seen by others, or stop the process?"""
+    """Return whether a write to this tensor would be seen by others, or stop the process."""
     if tensor.layout is not torch.strided or not tensor.nbytes:
         return False
     data = param_data(tensor)

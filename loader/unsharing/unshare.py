@@ -1,4 +1,4 @@
-"""Taking sharing back, and checking it: `unshare` and `verify`."""
+"""`unshare` gives a model memory of its own; `verify` checks what is shared."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from tensor_dedup.loader.unsharing.private import (
 
 @dataclass(frozen=True, slots=True)
 class ResidentCheck:
-    """What `verify` found: residents and bytes hashed, keys whose bytes differ, and what cannot be
-    hashed: packed copies, by layer key, and copies on devices that were cast there."""
+    """The result of `verify`: how much was hashed, and which keys have other bytes now.
+
+    `not_verifiable`: packed copies, by layer key, and copies that were cast on their device, which
+    cannot be hashed.
+    """
 
     residents: int
     nbytes: int
@@ -37,11 +40,11 @@ class ResidentCheck:
 
     @property
     def ok(self) -> bool:
-        """Did every resident that can be hashed match?"""
+        """Whether every resident that can be hashed matched."""
         return not self.mismatches
 
     def __str__(self) -> str:
-        """One line for people; another for each resident whose bytes have changed."""
+        """Return one line for people, and another for each resident whose bytes have changed."""
         lines = [
             f"{self.residents} residents of {self.nbytes} bytes hashed again: "
             + ("all as they were" if self.ok else f"{len(self.mismatches)} DIFFER"),
@@ -69,7 +72,7 @@ def verify() -> ResidentCheck:
 
 
 def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is shared, with the digest it must have; what cannot be hashed goes into `unknown`."""
+    """Yield what is shared and its digest; enter what cannot be hashed in `unknown`."""
     for resident in registry.residents():
         yield resident.key.digest, resident.map(writable=False)
     for entry, tensor in COPIES.alive():
