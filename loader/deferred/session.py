@@ -158,21 +158,17 @@ class LoadSession:
         elif made is not None:
             self.scratch.give_back(made.block)
 
-    def content_digest(self, each: DeferredParameter, made: ScratchTensor) -> str:
-        """The digest of the final bytes; not computed again where it is the source's."""
-        source = whole_source(_view(each))
-        if source is not None and source.digest is not None:
-            return source.digest
-        return self.digest_of(made.tensor)
-
     def digest_of(self, tensor: torch.Tensor) -> str:
         """Hash the bytes of a dense tensor, wherever it is."""
         return self.reader.digest_of(tensor)
 
-    def content_name(
+    def content_digest(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
     ) -> str:
-        """Name the bytes of a parameter, which are those of `tensor`, as `parts` does."""
+        """The composite digest of a parameter's bytes, which are those of `tensor`.
+
+        `trusted`: digests of sources stand for their bytes; without it all of them are hashed.
+        """
         view = _view(each)
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:
             return source.digest
@@ -282,7 +278,9 @@ class LoadSession:
             self.keep_private(each, "its type or layout cannot be shared", here)
             self._give_back_own(here, made)
             return None
-        name = self.content_digest(each, here)
+        source = whole_source(_view(each))
+        known = source.digest if source is not None else None
+        name = known if known is not None else self.digest_of(here.tensor)
         resident = self.provider.by_content(key_anywhere(here.tensor, name))
         if resident is None:
             return here, name
@@ -449,7 +447,7 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
     return [*large, *(group for group in (middling, small) if group)]
 
 
-def share_by_content(assembly: LoadSession, finals: Sequence[Named]) -> list[Found]:
+def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
     """The residents with the bytes of these sharable tensors; was each made for it just now?
 
     Those that are made share a slab. None, with the reason in the ledger under the tensor's name,
@@ -457,36 +455,34 @@ def share_by_content(assembly: LoadSession, finals: Sequence[Named]) -> list[Fou
     """
     wanted = []
     for _, tensor in finals:
-        content = assembly.digest_of(tensor)
+        content = session.digest_of(tensor)
         wanted.append(ResidentRequest(f"content:{key_anywhere(tensor, content)}", tensor, content))
     found: dict[int, Found] = {}
     for number, each in enumerate(wanted):
-        resident = assembly.provider.by_content(key_anywhere(each.tensor, each.digest))
+        resident = session.provider.by_content(key_anywhere(each.tensor, each.digest))
         if resident is not None:
             found[number] = (resident, False)
     missing = [number for number in range(len(wanted)) if number not in found]
     try:
         made = (
-            assembly.provider.get_or_build([wanted[number] for number in missing])
-            if missing
-            else []
+            session.provider.get_or_build([wanted[number] for number in missing]) if missing else []
         )
     except SharedMemoryError as error:
         for number in missing:
-            assembly.ledger.skip(finals[number][0], str(error))
+            session.ledger.skip(finals[number][0], str(error))
             found[number] = (None, False)
     else:
         found.update(zip(missing, made, strict=True))
-    return [_checked(assembly, finals[number], found[number]) for number in range(len(finals))]
+    return [_checked(session, finals[number], found[number]) for number in range(len(finals))]
 
 
-def _checked(assembly: LoadSession, final: Named, found: Found) -> Found:
+def _checked(session: LoadSession, final: Named, found: Found) -> Found:
     (name, tensor), (resident, made) = final, found
     if resident is None:
         return found
     if made:
-        assembly.own.add(resident)
-    elif not assembly.agrees(resident, tensor):
-        assembly.ledger.skip(name, COLLISION)
+        session.own.add(resident)
+    elif not session.agrees(resident, tensor):
+        session.ledger.skip(name, COLLISION)
         return None, False
     return found

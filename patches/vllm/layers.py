@@ -28,7 +28,7 @@ from tensor_dedup.patches.vllm.kernels import (
     set_attributes,
 )
 from tensor_dedup.patches.vllm.packed import PackedGemm, ScaledGemm
-from tensor_dedup.patches.vllm.processed import Deferred, ProcessedLayer
+from tensor_dedup.patches.vllm.processed import Deferred, KeyedLayer, ProcessedLayer
 from tensor_dedup.patches.vllm.versions import (
     KEEP_PLAIN,
     takes_processed,
@@ -52,15 +52,60 @@ def _takes_processed(layer: nn.Module) -> bool:
 
 
 @dataclass(slots=True)
+class PreprocessedLayer(KeyedLayer):
+    """A layer whose method can be told that its weights are processed already."""
+
+    def form_of(self, record: LayerRecord) -> LayerRecord:
+        """The record, which holds residents."""
+        return record
+
+    def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
+        """Process the layer and share it by content."""
+        self.context.session.ledger.skip(next(iter(self.deferred.values())).name, reason)
+        self.build(key, made)
+
+    def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
+        """Map the residents of another layer; where an audit asks for it, compare them first."""
+        layer = ProcessedLayer(self.context, self.layer, self.deferred)
+        if self.context.session.sampled():
+            layer.materialise(made)
+            layer.process(self.original)
+            layer.audit(record)
+            layer.map(record)
+            return
+        layer.map(record)
+        assert weights_already_processed is not None  # or `takes_processed` would have said no
+        with weights_already_processed():
+            self.original(self.layer)
+        set_attributes(self.layer, record.attributes)
+
+    def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
+        """Process the layer, share what it has then, and publish that if it is all of it."""
+        layer = ProcessedLayer(self.context, self.layer, self.deferred)
+        layer.materialise(made)
+        layer.process(self.original)
+        changed = processed_attributes(self.layer)
+        record = None if changed is None else LayerRecord(key.digest, key.preimage)
+        if record is not None:
+            record.attributes = changed or {}
+            record.structure, record.origins = structure_of(list(self.deferred.values()))
+        layer.share(record)
+        if record is not None and layer.complete(record):
+            registry.register_record(key.digest, record)
+            self.context.session.own.add(record)
+            setattr(self.layer, RECORD, record)
+
+
+@dataclass(slots=True)
 class LayerProcessor:
     """Processes the layers of one load."""
 
     context: LayerContext
 
     @property
-    def assembly(self) -> LoadSession:
+    def session(self) -> LoadSession:
         """The load's own state."""
-        return self.context.assembly
+        return self.context.session
 
     def process(self, original: Original, layer: nn.Module) -> None:
         """Do what `original(layer)` does, sharing what can be."""
@@ -73,17 +118,17 @@ class LayerProcessor:
         elif self.context.on_gpu or not (_takes_processed(layer) or packs_int8(layer)):
             self._plainly(original, layer, parameters)
         elif (private := self._private(layer, parameters)) is not None:
-            self.assembly.ledger.skip(*private)
+            self.session.ledger.skip(*private)
             self._plainly(original, layer, parameters)
         elif packs_int8(layer):
             ScaledGemm(self.context, original, layer, parameters).process()
         else:
-            self._preprocessed(original, layer, parameters)
+            PreprocessedLayer(self.context, original, layer, parameters).share_by_key()
 
     def _private(self, layer: nn.Module, parameters: Deferred) -> tuple[str, str] | None:
         """A parameter that no layer key can hold, and why; None when all can be held."""
         for each in parameters.values():
-            if (reason := self.assembly.reason(each)) is not None:
+            if (reason := self.session.reason(each)) is not None:
                 return each.name, reason
         strangers = [
             n for n, p in layer._parameters.items() if p is not None and n not in parameters
@@ -98,78 +143,19 @@ class LayerProcessor:
     def _gemm(self, original: Original, layer: nn.Module, parameters: Deferred) -> None:
         others = [each for name, each in parameters.items() if name != "weight"]
         keeps_weight = isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
-        self.assembly.share(others)
+        self.session.share(others)
         if not current_platform.is_cpu():
-            self.assembly.share([parameters["weight"]])
+            self.session.share([parameters["weight"]])
             original(layer)  # which leaves the weight as it is on every other platform we know
             return
         if getattr(layer, KEEP_PLAIN, False) or not self.context.packed:
-            self.assembly.share([parameters["weight"]])
+            self.session.share([parameters["weight"]])
             setattr(layer, "cpu_linear", nn.functional.linear)  # noqa: B010 - modules take any
             # vLLM's own switch, so that a reload keeps the weight plain; embeddings have none.
             setattr(layer, KEEP_PLAIN, not keeps_weight)
             return
-        PackedGemm(self.context, original, layer, parameters["weight"], keeps_weight).process()
-
-    # --- methods that can be told that their weights are processed already
-
-    def _preprocessed(self, original: Original, layer: nn.Module, parameters: Deferred) -> None:
-        processed = ProcessedLayer(self.context, layer, parameters)
-        made: dict[str, ScratchTensor] = {}
-        if not all(self.assembly.known(each) for each in parameters.values()):
-            made = {name: self.assembly.make(each) for name, each in parameters.items()}
-        key = self.context.key(layer, parameters)
-        record = registry.lookup_record(key.digest)
-        refusal: str | None = None
-        if isinstance(record, LayerRecord):
-            refusal = self.context.refusal(record, parameters)
-            if refusal is None:
-                self._reuse(original, processed, record, made)
-            else:
-                self.assembly.ledger.skip(next(iter(parameters.values())).name, refusal)
-        if refusal is not None or not isinstance(record, LayerRecord):
-            self._build(original, processed, made, key)
-        for each in made.values():
-            self.assembly.give_back(each)
-
-    def _reuse(
-        self,
-        original: Original,
-        layer: ProcessedLayer,
-        record: LayerRecord,
-        made: dict[str, ScratchTensor],
-    ) -> None:
-        if self.assembly.sampled():
-            layer.materialise(made)
-            layer.process(original)
-            layer.audit(record)
-            layer.map(record)
-            return
-        layer.map(record)
-        assert weights_already_processed is not None  # or `takes_processed` would have said no
-        with weights_already_processed():
-            original(layer.layer)
-        set_attributes(layer.layer, record.attributes)
-
-    def _build(
-        self,
-        original: Original,
-        layer: ProcessedLayer,
-        made: dict[str, ScratchTensor],
-        key: LayerKey,
-    ) -> None:
-        layer.materialise(made)
-        layer.process(original)
-        changed = processed_attributes(layer.layer)
-        record = None if changed is None else LayerRecord(key.digest, key.preimage)
-        if record is not None:
-            record.attributes = changed or {}
-            record.structure, record.origins = structure_of(list(layer.deferred.values()))
-        layer.share(record)
-        if record is not None and layer.complete(record):
-            registry.register_record(key.digest, record)
-            self.assembly.own.add(record)
-            setattr(layer.layer, RECORD, record)
+        weight = {"weight": parameters["weight"]}
+        PackedGemm(self.context, original, layer, weight, keeps_weight).process()
 
     # --- everything else
 

@@ -303,8 +303,8 @@ class TensorDedupLoader(ReadingLoader):
         dtype = cast("torch.dtype", model_config.dtype)
         opening = self._opening(model_config.model, trust=False)
         with LoadRun(self.dedup, dtype, opening, report.name) as run:
-            post_load.share_loaded(model, run.assembly, report.total_bytes)
-            run.assembly.ledger.enter(report)
+            post_load.share_loaded(model, run.session, report.total_bytes)
+            run.session.ledger.enter(report)
             run.say_not_lent(report)
         report.skipped = skipped + report.skipped
 

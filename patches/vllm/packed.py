@@ -25,60 +25,62 @@ from tensor_dedup.patches.vllm.kernels import (
     packed_scaled,
     unpacked_linear,
 )
-from tensor_dedup.patches.vllm.processed import UPDATED, Deferred, ProcessedLayer
+from tensor_dedup.patches.vllm.processed import UPDATED, KeyedLayer, ProcessedLayer
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.layer_key import LayerKey
     from tensor_dedup.loader.deferred.parameters import DeferredParameter
     from tensor_dedup.loader.deferred.session import ScratchTensor
-    from tensor_dedup.patches.vllm.processed import LayerContext, Original
 
 
 @dataclass(slots=True)
-class PackedGemm:
+class PackedGemm(KeyedLayer):
     """One layer whose 2-d weight vLLM packs for the CPU."""
 
-    context: LayerContext
-    original: Original
-    layer: nn.Module
-    weight: DeferredParameter
     keeps_weight: bool
 
+    @property
+    def weight(self) -> DeferredParameter:
+        """The parameter that is packed."""
+        return self.deferred["weight"]
+
     def process(self) -> None:
-        assembly, weight = self.context.assembly, self.weight
-        reason = assembly.reason(weight)
+        """Take a handler packed from the same weight, or have vLLM pack it and publish that."""
+        reason = self.context.session.reason(self.weight)
         if reason is not None:
             self._pack_privately(reason)
-            return
-        made = None
-        if not weight.installed and not assembly.known(weight):
-            if self.keeps_weight and assembly.pours(weight):
-                assembly.share([weight])
-            else:
-                made = assembly.make(weight)
-        key = self.context.key(self.layer, {"weight": weight})
-        record = registry.lookup_record(key.digest)
-        linear = record.opaque() if isinstance(record, LayerRecord) and record.opaque else None
-        if isinstance(record, LayerRecord) and linear is not None:
-            refusal = self.context.refusal(record, {"weight": weight})
-            if refusal is None:
-                self._reuse(record, linear, made)
-            else:
-                self._pack_privately(refusal)
         else:
-            self._pack(key, made)
-        assembly.give_back(made)
+            self.share_by_key()
 
-    def _reuse(self, record: LayerRecord, linear: Any, made: ScratchTensor | None) -> None:
-        assembly = self.context.assembly
-        if assembly.sampled():
-            self._audit(record, made)
-        self._use(record, linear, made)
+    def compute_unknown(self) -> dict[str, ScratchTensor]:
+        """As every keyed layer; a large weight that is kept is read straight into shared memory."""
+        session, weight = self.context.session, self.weight
+        if weight.installed or session.known(weight):
+            return {}
+        if self.keeps_weight and session.pours(weight):
+            session.share([weight])
+            return {}
+        return {"weight": session.make(weight)}
+
+    def form_of(self, record: LayerRecord) -> Any | None:
+        """The function that vLLM made of the weight, while a layer uses it."""
+        return record.opaque() if record.opaque is not None else None
+
+    def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
+        """Pack the weight for this layer alone."""
+        self._pack_privately(reason)
+
+    def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
+        """Give the layer the function of another one, audited where that is asked for."""
+        here = made.get("weight")
+        if self.context.session.sampled():
+            self._audit(record, here)
+        self._use(record, form, here)
 
     def _use(self, record: LayerRecord, linear: Any, made: ScratchTensor | None) -> None:
-        assembly, weight, layer = self.context.assembly, self.weight, self.layer
+        session, weight, layer = self.context.session, self.weight, self.layer
         if self.keeps_weight or record.attributes["keeps_weight"]:
-            assembly.share([weight], made)
+            session.share([weight], made)
         else:
             # What vLLM leaves behind once a weight is packed.
             layer.weight = nn.Parameter(torch.empty(0, dtype=weight.parameter.dtype), False)
@@ -95,27 +97,28 @@ class PackedGemm:
             bias.data = bias.data.to(dtype)
 
     def _audit(self, record: LayerRecord, made: ScratchTensor | None) -> None:
-        assembly = self.context.assembly
-        here = made or assembly.make(self.weight)
-        rebuilt = assembly.content_name(self.weight, here.tensor, trusted=False)
+        session = self.context.session
+        here = made or session.make(self.weight)
+        rebuilt = session.content_digest(self.weight, here.tensor, trusted=False)
         if rebuilt != record.plain_name:
             raise_audit(self.weight.name, "the packed weight's digest", "its checkpoint's")
         if here is not made:
-            assembly.give_back(here)
+            session.give_back(here)
 
-    def _pack(self, key: LayerKey, made: ScratchTensor | None) -> None:
+    def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
         """Process as vLLM does, from borrowed memory where the plain weight is dropped anyway.
 
         Or take what was packed from equal bytes that came about in another way.
         """
-        assembly, weight = self.context.assembly, self.weight
+        lent = made.get("weight")
+        session, weight = self.context.session, self.weight
         here = None
         if self.keeps_weight or weight.installed:
-            assembly.share([weight], made)
-            plain = assembly.content_name(weight, weight.parameter.detach())
+            session.share([weight], lent)
+            plain = session.content_digest(weight, weight.parameter.detach())
         else:
-            here = made or assembly.make(weight)
-            plain = assembly.content_name(weight, here.tensor)
+            here = lent or session.make(weight)
+            plain = session.content_digest(weight, here.tensor)
         content = self.context.key(self.layer, {"weight": weight}, plain)
         if not self._reuse_equal(key, content, here):
             if here is None:
@@ -123,13 +126,13 @@ class PackedGemm:
             else:
                 self._process_borrowed(here)
             self._publish(key, content, plain)
-        if here is not made:
-            assembly.give_back(here)
+        if here is not lent:
+            session.give_back(here)
 
     def _reuse_equal(self, key: LayerKey, content: LayerKey, made: ScratchTensor | None) -> bool:
         """Use what was packed from the same bytes by another recipe, if there is such a thing."""
-        assembly = self.context.assembly
-        if assembly.config.verifies_bytes:
+        session = self.context.session
+        if session.config.verifies_bytes:
             return False  # the bytes of a packed weight are nowhere to be compared with
         first = registry.lookup_record(content.digest)
         linear = first.opaque() if isinstance(first, LayerRecord) and first.opaque else None
@@ -142,19 +145,19 @@ class PackedGemm:
         alias.structure, alias.origins = structure_of([self.weight])
         first.aliases.append(alias)
         registry.register_record(key.digest, alias)
-        if first in assembly.own:
-            assembly.own.add(alias)
+        if first in session.own:
+            session.own.add(alias)
         return True
 
     def _publish(self, key: LayerKey, content: LayerKey, plain: str) -> None:
         """Enter what was packed just now, by the recipe of its bytes and by the bytes."""
-        assembly, weight, layer = self.context.assembly, self.weight, self.layer
+        session, weight, layer = self.context.session, self.weight, self.layer
         packed, unpacked = packed_linear(layer), unpacked_linear(layer)
         linear = packed or unpacked
         if unpacked is None:
             self._enter(weight.nbytes)
         if linear is None:
-            assembly.ledger.skip(weight.name, "its kernel does not pack into a handler we know")
+            session.ledger.skip(weight.name, "its kernel does not pack into a handler we know")
             return
         record = LayerRecord(key.digest, key.preimage)
         record.opaque, record.plain_name = weakref.ref(linear), plain
@@ -167,7 +170,7 @@ class PackedGemm:
         record.structure, record.origins = structure_of([weight])
         registry.register_record(key.digest, record)
         registry.register_record(content.digest, record)
-        assembly.own.add(record)
+        session.own.add(record)
         setattr(linear, RECORD, record)
 
     def _process_borrowed(self, here: ScratchTensor) -> None:
@@ -176,41 +179,36 @@ class PackedGemm:
         replace_data(weight.parameter, here.tensor)
         self.original(layer)
         if layer.weight is weight.parameter and unpacked_linear(layer) is not None:
-            self.context.assembly.share([weight], here)  # nothing was packed: a plain weight
+            self.context.session.share([weight], here)  # nothing was packed: a plain weight
         else:
             self.context.done(weight)
         here.escaped = holds_memory(layer, here.block)
 
     def _pack_privately(self, reason: str) -> None:
-        assembly, weight = self.context.assembly, self.weight
+        session, weight = self.context.session, self.weight
         nbytes = weight.nbytes
-        assembly.ledger.skip(weight.name, reason)
+        session.ledger.skip(weight.name, reason)
         if self.keeps_weight:
-            assembly.share([weight])  # the plain form stands for itself
+            session.share([weight])  # the plain form stands for itself
         if weight.installed:
             self.original(self.layer)
         else:
-            here = assembly.make(weight)
+            here = session.make(weight)
             self._process_borrowed(here)
-            assembly.give_back(here)
+            session.give_back(here)
         if unpacked_linear(self.layer) is None:
             self._enter(nbytes)
 
     def _enter(self, nbytes: int, record: LayerRecord | None = None) -> None:
         """Account for the packed form: that of a record found, or one made now."""
-        self.context.assembly.enter(
+        self.context.session.enter(
             self.weight.name, nbytes, record, made=record is None, sources=self.weight.sources
         )
 
 
 @dataclass(slots=True)
-class ScaledGemm:
+class ScaledGemm(KeyedLayer):
     """One layer whose int8 weight vLLM may pack for oneDNN."""
-
-    context: LayerContext
-    original: Original
-    layer: nn.Module
-    deferred: Deferred
 
     @property
     def _weight(self) -> DeferredParameter:
@@ -218,32 +216,29 @@ class ScaledGemm:
 
     def process(self) -> None:
         """Take the handler and the scales of a layer processed alike, or pack and publish."""
-        assembly = self.context.assembly
         if self.context.updated:  # written later, scales must reach this layer's handler alone
-            self._build(None, {})
-            return
-        made: dict[str, ScratchTensor] = {}
-        if not all(assembly.known(each) for each in self.deferred.values()):
-            made = {name: assembly.make(each) for name, each in self.deferred.items()}
-        key = self.context.key(self.layer, self.deferred)
-        record = registry.lookup_record(key.digest)
-        handler = record.opaque() if isinstance(record, LayerRecord) and record.opaque else None
-        if isinstance(record, LayerRecord) and handler is not None:
-            refusal = self.context.refusal(record, self.deferred)
-            if refusal is None:
-                self._reuse(record, handler, made)
-            else:
-                assembly.ledger.skip(self._weight.name, refusal)
-                self._build(None, made)
+            self._pack(None, {})
         else:
-            self._build(key, made)
-        for each in made.values():
-            assembly.give_back(each)
+            self.share_by_key()
 
-    def _reuse(self, record: LayerRecord, handler: Any, made: dict[str, ScratchTensor]) -> None:
-        assembly, weight = self.context.assembly, self._weight
+    def form_of(self, record: LayerRecord) -> Any | None:
+        """The handler that the weight was packed into, while a layer uses it."""
+        return record.opaque() if record.opaque is not None else None
+
+    def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
+        """Pack the weight for this layer alone."""
+        self.context.session.ledger.skip(self._weight.name, reason)
+        self._pack(None, made)
+
+    def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
+        """Have vLLM pack the weight, share what is beside it and publish both."""
+        self._pack(key, made)
+
+    def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
+        """Give the layer the handler and the scales of another one."""
+        session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
-        if assembly.sampled():
+        if session.sampled():
             layer.materialise(made)
             self._audit(record)
             layer.process(self.original)
@@ -251,35 +246,35 @@ class ScaledGemm:
         layer.map(record)
         self.layer.register_parameter("weight", None)  # what vLLM leaves of it
         kernel: Any = linear_kernel(self.layer)
-        kernel.dnnl_handler, kernel.linear_method = handler, kernel._apply_weights_onednn
-        assembly.enter(weight.name, record.opaque_bytes, record, made=False, sources=weight.sources)
+        kernel.dnnl_handler, kernel.linear_method = form, kernel._apply_weights_onednn
+        session.enter(weight.name, record.opaque_bytes, record, made=False, sources=weight.sources)
 
     def _audit(self, record: LayerRecord) -> None:
         """A packed weight cannot be compared; what it was packed from can."""
         weight = self._weight
         plain = weight.parameter.detach()
-        if self.context.assembly.content_name(weight, plain, trusted=False) != record.plain_name:
+        if self.context.session.content_digest(weight, plain, trusted=False) != record.plain_name:
             raise_audit(weight.name, "the packed weight's digest", "its checkpoint's")
 
-    def _build(self, key: LayerKey | None, made: dict[str, ScratchTensor]) -> None:
-        assembly, weight = self.context.assembly, self._weight
+    def _pack(self, key: LayerKey | None, made: dict[str, ScratchTensor]) -> None:
+        session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         layer.materialise(made)
         nbytes, record = weight.nbytes, None
         if key is not None:
             record = LayerRecord(key.digest, key.preimage)
-            record.plain_name = assembly.content_name(weight, weight.parameter.detach())
+            record.plain_name = session.content_digest(weight, weight.parameter.detach())
             record.structure, record.origins = structure_of(list(self.deferred.values()))
         layer.process(self.original)
         handler = packed_scaled(self.layer)
         layer.share(None if handler is None else record)
         if handler is None:  # another way of this kernel, which leaves ordinary parameters
             return
-        assembly.enter(weight.name, nbytes, None, made=True, sources=weight.sources)
+        session.enter(weight.name, nbytes, None, made=True, sources=weight.sources)
         if self.context.updated:
-            assembly.ledger.skip(weight.name, UPDATED)
+            session.ledger.skip(weight.name, UPDATED)
         if record is not None and layer.complete(record):
             record.opaque, record.opaque_bytes = weakref.ref(handler), nbytes
             registry.register_record(record.key, record)
-            assembly.own.add(record)
+            session.own.add(record)
             setattr(handler, RECORD, record)

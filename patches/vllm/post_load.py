@@ -84,7 +84,7 @@ def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
             yield from module.parameters()
 
 
-def share_loaded(model: nn.Module, assembly: LoadSession, total: int) -> None:
+def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by residents with equal bytes, module by module.
 
     It was loaded under `scales_kept`: what its handlers hold is left as it is.
@@ -99,33 +99,33 @@ def share_loaded(model: nn.Module, assembly: LoadSession, total: int) -> None:
                 continue
             seen.add(id(parameter))
             label = f"{path}.{name}" if path else name
-            reason = _reason(parameter, assembly.config.min_tensor_bytes)
+            reason = _reason(parameter, session.config.min_tensor_bytes)
             if id(parameter) in overwritten:
                 reason = BALANCED
             if reason is None and parameter.numel():
                 finals.append((label, parameter))
             else:
-                _enter_private(assembly, label, parameter, reason)
+                _enter_private(session, label, parameter, reason)
         for group in slabs([parameter.nbytes for _, parameter in finals]):
-            _share(assembly, [finals[number] for number in group])
-    rest = total - sum(final.nbytes for final in assembly.ledger.finals.values())
+            _share(session, [finals[number] for number in group])
+    rest = total - sum(final.nbytes for final in session.ledger.finals.values())
     if rest > 0:
-        assembly.ledger.add("<packed>", rest, shared=False)
+        session.ledger.add("<packed>", rest, shared=False)
 
 
-def _share(assembly: LoadSession, finals: list[tuple[str, nn.Parameter]]) -> None:
-    found = share_by_content(assembly, [(label, each.detach()) for label, each in finals])
+def _share(session: LoadSession, finals: list[tuple[str, nn.Parameter]]) -> None:
+    found = share_by_content(session, [(label, each.detach()) for label, each in finals])
     for (label, parameter), (resident, made) in zip(finals, found, strict=True):
         if resident is None:
-            _enter_private(assembly, label, parameter, None)
+            _enter_private(session, label, parameter, None)
             continue
         nbytes = parameter.nbytes
         try:
-            replace_data(parameter, assembly.provider.map(resident))
+            replace_data(parameter, session.provider.map(resident))
         except UntraceableError as error:
-            _enter_private(assembly, label, parameter, str(error))
+            _enter_private(session, label, parameter, str(error))
         else:
-            assembly.enter(label, nbytes, resident, made=made)
+            session.enter(label, nbytes, resident, made=made)
 
 
 def _reason(parameter: nn.Parameter, least: int) -> str | None:
@@ -139,8 +139,8 @@ def _reason(parameter: nn.Parameter, least: int) -> str | None:
 
 
 def _enter_private(
-    assembly: LoadSession, label: str, parameter: nn.Parameter, reason: str | None
+    session: LoadSession, label: str, parameter: nn.Parameter, reason: str | None
 ) -> None:
-    assembly.ledger.add(label, parameter.nbytes, shared=False)
+    session.ledger.add(label, parameter.nbytes, shared=False)
     if reason is not None:
-        assembly.ledger.skip(label, reason)
+        session.ledger.skip(label, reason)

@@ -6,6 +6,7 @@ layer has afterwards. `LayerContext` is the load as its layers see it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from tensor_dedup.loader.deferred.layer_records import (
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
 from tensor_dedup.loader.deferred.session import SHARED_STORAGE, share_by_content, slabs
 from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, sharable_anywhere
 from tensor_dedup.patches.vllm.kernels import dispatch, kept_by_others, linear_kernel, scales_kept
 
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
-    from tensor_dedup.loader.deferred.layer_records import LayerRecord
     from tensor_dedup.loader.deferred.session import LoadSession, ScratchTensor
 
 Deferred = dict[str, DeferredParameter]
@@ -51,7 +52,7 @@ class LayerContext:
     `updated`: somebody may write weights in place later (`weight_transfer_config`).
     """
 
-    assembly: LoadSession
+    session: LoadSession
     deferred: dict[int, DeferredParameter]
     packed: bool
     model_dtype: torch.dtype
@@ -72,7 +73,7 @@ class LayerContext:
         if not each.installed:
             each.installed = True
             if each.view is not None:
-                self.assembly.evaluator.release(each.view)
+                self.session.evaluator.release(each.view)
 
     def key(
         self,
@@ -87,7 +88,7 @@ class LayerContext:
         return LayerKey.of(
             self.process,
             vllm=vllm.__version__,
-            hash=self.assembly.config.hash_algorithm,
+            hash=self.session.config.hash_algorithm,
             layer=class_name(layer),
             configuration=attributes(layer),
             method=class_name(layer.quant_method),
@@ -105,7 +106,7 @@ class LayerContext:
         view = each.view
         assert view is not None
         kind = class_name(type(each.parameter))
-        bytes_are = f"content {content}" if content else self.assembly.book.digest(view)
+        bytes_are = f"content {content}" if content else self.session.book.digest(view)
         return [kind, str(view.dtype), view.shape, view.stride, bytes_are]
 
     def refusal(
@@ -115,7 +116,7 @@ class LayerContext:
 
         Its sources are other bytes, or cannot be compared any more.
         """
-        if not self.assembly.config.verifies_bytes:
+        if not self.session.config.verifies_bytes:
             return None
         structure, _ = structure_of(list(parameters.values()))
         mine = distinct_sources(list(parameters.values()))
@@ -123,10 +124,10 @@ class LayerContext:
             equal, read = same_source_bytes(mine, record.origins)
         except OriginGoneError as error:
             return f"verify_bytes: {error}"
-        self.assembly.reader.counters.bytes_read += read
+        self.session.reader.counters.bytes_read += read
         if equal and structure == record.structure:
             return None
-        self.assembly.ledger.collisions += 1
+        self.session.ledger.collisions += 1
         return COLLISION
 
 
@@ -138,6 +139,59 @@ def _described(part: object) -> list[Any] | None:
 def _bias(layer: nn.Module) -> str | None:
     bias = getattr(layer, "bias", None)
     return str(bias.dtype) if isinstance(bias, torch.Tensor) else None
+
+
+@dataclass(slots=True)
+class KeyedLayer(ABC):
+    """One layer that is shared by layer key. `deferred`: its parameters without memory.
+
+    `share_by_key` is the order that all kinds of layers have in common. A kind says what its
+    processed form is, and how that is reused and built.
+    """
+
+    context: LayerContext
+    original: Original
+    layer: nn.Module
+    deferred: Deferred
+
+    def share_by_key(self) -> None:
+        """Reuse what was processed under the same key, or process the layer and publish that."""
+        made = self.compute_unknown()
+        key = self.context.key(self.layer, self.deferred)
+        found = registry.lookup_record(key.digest)
+        record = found if isinstance(found, LayerRecord) else None
+        form = self.form_of(record) if record is not None else None  # held from here on
+        if record is None or form is None:
+            self.build(key, made)
+        elif (reason := self.context.refusal(record, self.deferred)) is not None:
+            self.refuse(reason, key, made)
+        else:
+            self.reuse(record, form, made)
+        for each in made.values():
+            self.context.session.give_back(each)
+
+    def compute_unknown(self) -> dict[str, ScratchTensor]:
+        """Compute the layer's tensors when a digest that its key needs is not known yet."""
+        session = self.context.session
+        if all(session.known(each) for each in self.deferred.values()):
+            return {}
+        return {name: session.make(each) for name, each in self.deferred.items()}
+
+    @abstractmethod
+    def form_of(self, record: LayerRecord) -> Any | None:
+        """The processed form that a record leads to; None when it is gone."""
+
+    @abstractmethod
+    def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
+        """Give the layer the form of another one that was processed alike."""
+
+    @abstractmethod
+    def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
+        """Process the layer as vLLM does and publish the result under its key."""
+
+    @abstractmethod
+    def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
+        """Process the layer although a record was found, which must not be used."""
 
 
 @dataclass(slots=True)
@@ -160,19 +214,19 @@ class ProcessedLayer:
 
         What `made` brings is given back, and taken out, as soon as it is copied.
         """
-        assembly = self.context.assembly
+        session = self.context.session
         for name, each in self.deferred.items():
-            reason = assembly.reason(each)
+            reason = session.reason(each)
             if reason == SHARED_STORAGE:
-                assembly.keep_private(each, reason, made.get(name))
+                session.keep_private(each, reason, made.get(name))
                 continue
             tensor = torch.empty_strided(
                 each.parameter.shape, each.parameter.stride(), dtype=each.parameter.dtype
             )
-            here = made.pop(name, None) or assembly.make(each)
+            here = made.pop(name, None) or session.make(each)
             tensor.copy_(here.tensor)
-            assembly.give_back(here)
-            replace_data(each.parameter, assembly.provider.private(tensor))
+            session.give_back(here)
+            replace_data(each.parameter, session.provider.private(tensor))
             self.context.done(each)
 
     def process(self, original: Original) -> None:
@@ -199,17 +253,17 @@ class ProcessedLayer:
             self._share_slab([finals[number] for number in group], record)
 
     def _share_slab(self, finals: Sequence[Final], record: LayerRecord | None) -> None:
-        assembly = self.context.assembly
+        session = self.context.session
         named = [(label, parameter.detach()) for _, label, parameter in finals]
-        settled = share_by_content(assembly, named)
+        settled = share_by_content(session, named)
         named.clear()  # the memory they hold is about to be replaced
         for (name, label, parameter), (resident, made) in zip(finals, settled, strict=True):
             sources = self._sources(parameter)
             if resident is None:
-                assembly.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
+                session.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
                 continue
-            replace_data(parameter, assembly.provider.map(resident))
-            assembly.enter(label, parameter.nbytes, resident, made=made, sources=sources)
+            replace_data(parameter, session.provider.map(resident))
+            session.enter(label, parameter.nbytes, resident, made=made, sources=sources)
             if record is not None and isinstance(resident, Resident):
                 record.residents[name] = (resident, type(parameter))
 
@@ -228,7 +282,7 @@ class ProcessedLayer:
 
     def map(self, record: LayerRecord) -> None:
         """Give the layer the parameters of another one that was processed alike."""
-        layer, assembly = self.layer, self.context.assembly
+        layer, session = self.layer, self.context.session
         for name in [n for n in self.deferred if n not in record.residents]:
             if name in layer._parameters:
                 delattr(layer, name)
@@ -246,7 +300,7 @@ class ProcessedLayer:
             each = self.deferred.get(name)
             sources = each.sources if each is not None else ()
             label = each.name if each is not None else f"{self._path}.{name}"
-            assembly.enter(label, tensor.nbytes, record, made=False, sources=sources)
+            session.enter(label, tensor.nbytes, record, made=False, sources=sources)
         for each in self.deferred.values():
             self.context.done(each)
         setattr(layer, RECORD, record)
@@ -265,7 +319,7 @@ class ProcessedLayer:
                 found.append((name, label, parameter))
             elif reason != SHARED_STORAGE:  # entered when it got its memory
                 sources = self._sources(parameter)
-                ledger = self.context.assembly.ledger
+                ledger = self.context.session.ledger
                 ledger.add(label, parameter.nbytes, shared=False, sources=sources)
                 if reason is not None:
                     ledger.skip(label, reason)
@@ -279,9 +333,9 @@ class ProcessedLayer:
         One that processing made may follow from any that the layer had.
         """
         of = self.deferred.values() if each is None else (each,)
-        reason = next((r for one in of if (r := self.context.assembly.reason(one))), None)
+        reason = next((r for one in of if (r := self.context.session.reason(one))), None)
         if reason is None:
-            reason = self.context.assembly.provider.reason(label)
+            reason = self.context.session.provider.reason(label)
         if reason is None and not sharable_anywhere(parameter.detach()):
             return "its processed form has gaps"
         if reason is None and self._kept and self.context.updated:

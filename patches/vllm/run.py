@@ -80,7 +80,7 @@ class LoadRun:
         evaluator = Evaluator(reader, scratch)
         provider = _home(config, name, gpu)
         self._gpu = gpu
-        self.assembly = LoadSession(config, reader, scratch, evaluator, provider)
+        self.session = LoadSession(config, reader, scratch, evaluator, provider)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
         self.untouched = UninitialisedStorages()
@@ -104,18 +104,18 @@ class LoadRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.assembly.reader.abandon()
-        self.assembly.provider.close()
-        self.assembly.ahead.close()
+        self.session.reader.abandon()
+        self.session.provider.close()
+        self.session.ahead.close()
         for file in self._files:
             file.close()
         self._opening.close()
-        self.assembly.scratch.close()
+        self.session.scratch.close()
         # What is left in circles would need a collection of the whole process, which takes longer
         # than loading a model that is resident.
         self._deferred.clear()
         self.tracer.close()
-        if self.assembly.scratch.peak:
+        if self.session.scratch.peak:
             release_memory()  # blocks of the heap, under what will stay
 
     def defer(self, model: nn.Module) -> None:
@@ -157,24 +157,24 @@ class LoadRun:
 
     def conclude(self, model: nn.Module, *, updated: bool = False) -> None:
         """After tracing: settle what there is to do. `updated`: as `LayerContext` says."""
-        assembly = self.assembly
+        session = self.session
         conclude(model, self._deferred, self.tracer)
         settle_strays(
             model,
             self.tracer,
-            lambda view: assembly.provider.private(assembly.evaluator.value(view)),
+            lambda view: session.provider.private(session.evaluator.value(view)),
         )
         for parameter in eplb_parameters(model):
             if (each := self._deferred.get(id(parameter))) is not None:
                 each.private = BALANCED
         parameters = list(self._deferred.values())
-        assembly.expect(parameters)
-        shareable = [p for p in parameters if p.sources and assembly.reason(p) is None]
-        self._known = bool(shareable) and all(assembly.known(p) for p in shareable)
-        packed = self._config.cpu_weights != "plain" and not assembly.provider.plain
+        session.expect(parameters)
+        shareable = [p for p in parameters if p.sources and session.reason(p) is None]
+        self._known = bool(shareable) and all(session.known(p) for p in shareable)
+        packed = self._config.cpu_weights != "plain" and not session.provider.plain
         on_gpu = self._gpu is not None
         self._processor = LayerProcessor(
-            LayerContext(assembly, self._deferred, packed, self._model_dtype, on_gpu, updated)
+            LayerContext(session, self._deferred, packed, self._model_dtype, on_gpu, updated)
         )
 
     def require_filled(self, path: str) -> None:
@@ -207,7 +207,7 @@ class LoadRun:
                     inside.add(id(parameter))
                 else:
                     outside[id(parameter)] = self._deferred[id(parameter)]
-        self.assembly.share([each for key, each in outside.items() if key not in inside])
+        self.session.share([each for key, each in outside.items() if key not in inside])
 
     def share_constant_layers(self, model: nn.Module) -> None:
         """On a GPU: parameters of layers whose processing leaves them as they are, all at once.
@@ -222,19 +222,19 @@ class LoadRun:
                 for parameter in module._parameters.values()
             )
             unique = {id(each): each for each in every if each is not None and not each.installed}
-            self.assembly.share(list(unique.values()))
+            self.session.share(list(unique.values()))
 
     def bring_the_rest(self, model: nn.Module) -> None:
         """Parameters that loading code made itself: where the model wants them."""
         if self._gpu is not None:
             for parameter in model.parameters():
                 if not parameter.is_meta and parameter.device.type != self._gpu.device.type:
-                    replace_data(parameter, self.assembly.provider.private(parameter.detach()))
+                    replace_data(parameter, self.session.provider.private(parameter.detach()))
 
     def share_left_over(self, model: nn.Module) -> None:
         """Parameters that no layer's processing asked for."""
         remaining = [p for p in model.parameters() if p.is_meta and id(p) in self._deferred]
-        self.assembly.share([self._deferred[id(p)] for p in remaining])
+        self.session.share([self._deferred[id(p)] for p in remaining])
         for name, parameter in model.named_parameters():
             if parameter.is_meta and id(parameter) not in self._without_memory:
                 raise UntraceableError(f"{name} was left without content")
@@ -262,17 +262,17 @@ class LoadRun:
             return
         untied.tie(model)
         assert head.view is not None
-        self.assembly.evaluator.release(head.view)
+        self.session.evaluator.release(head.view)
 
     def _equal(self, a: DeferredParameter, b: DeferredParameter) -> bool:
         if a.view is None or b.view is None:
             return False
-        assembly = self.assembly
-        if assembly.reason(a) is not None or assembly.reason(b) is not None:
+        session = self.session
+        if session.reason(a) is not None or session.reason(b) is not None:
             return self._equal_values(a.view, b.view)
-        assembly.evaluator.digest_sources(a.view)
-        assembly.evaluator.digest_sources(b.view)
-        if assembly.book.digest(a.view) == assembly.book.digest(b.view):
+        session.evaluator.digest_sources(a.view)
+        session.evaluator.digest_sources(b.view)
+        if session.book.digest(a.view) == session.book.digest(b.view):
             return not self._config.verifies_bytes or self._equal_values(a.view, b.view)
         if whole_source(a.view) is not None and whole_source(b.view) is not None:
             return False  # two digests
@@ -280,7 +280,7 @@ class LoadRun:
 
     def _equal_values(self, a: View, b: View) -> bool:
         """Compare as vLLM does."""
-        return torch.equal(self.assembly.evaluator.value(a), self.assembly.evaluator.value(b))
+        return torch.equal(self.session.evaluator.value(a), self.session.evaluator.value(b))
 
     def finish(self) -> None:
         """The files are what they were when opened; remember what was hashed.
@@ -288,7 +288,7 @@ class LoadRun:
         UntraceableError when somebody still holds a deferred tensor, which has no content.
         """
         self._deferred.clear()
-        self.assembly.ahead.close()
+        self.session.ahead.close()
         self._processor = None
         if self.tracer.held():
             gc.collect()
@@ -301,9 +301,9 @@ class LoadRun:
 
     def report(self, name: str, rank: int) -> ModelReport:
         """What this load read, hashed, made and shared."""
-        counters = self.assembly.reader.counters
+        counters = self.session.reader.counters
         report = ModelReport(name=name, rank=rank, known=self._known)
-        self.assembly.ledger.enter(report)
+        self.session.ledger.enter(report)
         report.checkpoint_bytes = sum(source.spec.nbytes for source in self._sources)
         report.header_bytes = sum(file.header.header_bytes for file in self._files)
         report.source_tensors_total = len(self._sources)
@@ -318,7 +318,7 @@ class LoadRun:
 
     def say_not_lent(self, report: ModelReport) -> None:
         """Enter why a memory manager that was asked for was not used for all, if so."""
-        reason = self.assembly.provider.not_lent
+        reason = self.session.provider.not_lent
         if reason is not None:
             report.skipped.append((BETWEEN_PROCESSES, reason))
 

@@ -14,7 +14,7 @@ from tensor_dedup.loader.residents.resident import Resident
 SHAPE = torch.tensor([4096, 4096])  # as a quantised layer has it beside its weight
 
 
-def assembly() -> LoadSession:
+def session() -> LoadSession:
     reader, scratch = SourceReader("blake3"), Scratch()
     return LoadSession(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
 
@@ -24,7 +24,7 @@ def layer(*tensors: torch.Tensor) -> dict[int, Found]:
     found: dict[int, Found] = {}
     for group in slabs([tensor.nbytes for tensor in tensors]):
         named = [(f"layer.{number}", tensors[number]) for number in group]
-        found.update(zip(group, share_by_content(assembly(), named), strict=True))
+        found.update(zip(group, share_by_content(session(), named), strict=True))
     return found
 
 

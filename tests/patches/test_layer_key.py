@@ -164,13 +164,13 @@ class Inputs:
         """Digest and preimage."""
         reader, scratch = SourceReader(self.algorithm), Scratch()
         config = TensorDedupConfig.from_any({"hash_algorithm": self.algorithm})
-        assembly = LoadSession(config, reader, scratch, Evaluator(reader, scratch))
+        session = LoadSession(config, reader, scratch, Evaluator(reader, scratch))
         parameter = self.parameter(torch.empty(self.shape, dtype=self.dtype), requires_grad=False)
         each = DeferredParameter(self.name, parameter, self._view())
         layer = self.layer(
             self.method(**self.method_attributes), **self.attributes, scheme=self.scheme
         )
-        context = LayerContext(assembly, {}, packed=True, model_dtype=self.model_dtype)
+        context = LayerContext(session, {}, packed=True, model_dtype=self.model_dtype)
         key = context.key(layer, {self.name: each})
         return key.digest, key.preimage
 

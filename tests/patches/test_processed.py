@@ -37,8 +37,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> LayerContext:
     """A load in which everything may be shared."""
     monkeypatch.setattr(LoadSession, "reason", lambda *_: None)
     reader, scratch = SourceReader("blake3"), Scratch()
-    assembly = LoadSession(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
-    return LayerContext(assembly, {}, packed=True, model_dtype=torch.bfloat16)
+    session = LoadSession(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
+    return LayerContext(session, {}, packed=True, model_dtype=torch.bfloat16)
 
 
 def deferred(parameter: nn.Parameter, name: str) -> DeferredParameter:
@@ -53,7 +53,7 @@ def test_a_large_layer_is_never_there_twice(
     context: LayerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_OWN_SLAB_BYTES", SIZE)
-    layer, scratch = nn.Module(), context.assembly.scratch
+    layer, scratch = nn.Module(), context.session.scratch
     made = {}
     for number, name in enumerate(("w13", "w2")):
         meta = torch.empty(SIZE, dtype=torch.uint8, device="meta")
