@@ -95,6 +95,13 @@ class LoadSession:
     def __post_init__(self) -> None:
         self.ahead = Prefetcher(self.reader, self.scratch, self.evaluator)
 
+    def close(self) -> None:
+        """Wait for what is being read, and let go of what was found and not installed."""
+        self.reader.abandon()
+        self.provider.close()
+        self.ahead.close()
+        self._hits.clear()
+
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
         """Say which final tensors there will be, before the first is asked for."""
         seen: set[int] = set()

@@ -7,16 +7,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -34,7 +31,6 @@ from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
 from tensor_dedup.loader.checkpoint_io.write_back import keep
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.report import ModelReport, add
@@ -47,7 +43,7 @@ from tensor_dedup.memory_manager.protocol.paths import device_socket, socket_pat
 from tensor_dedup.patches.vllm import load_formats, post_load, versions, weight_iterators, writers
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_formats import KEY, split
-from tensor_dedup.patches.vllm.run import LoadRun, parameters_on_host, restored_on_failure
+from tensor_dedup.patches.vllm.run import LoadRun, load, restored_on_failure
 from tensor_dedup.patches.vllm.seams import usable, why_not
 from tensor_dedup.patches.vllm.unusable import plain_loader
 from tensor_dedup.store.store import Store
@@ -60,11 +56,6 @@ _log = logging.getLogger(__name__)
 
 # What an engine casts to its own dtype; others stay as they are.
 _CAST: Final = frozenset({"F64", "F32", "F16", "BF16"})
-# What a model's loading code may raise when it meets a tensor without content.
-_TRACING_ERRORS = (
-    RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
-    AssertionError,
-)  # fmt: skip
 
 
 class ReadingLoader(DefaultModelLoader):
@@ -346,45 +337,20 @@ class TensorDedupLoader(ReadingLoader):
             ) as run,
             set_default_torch_dtype(dtype),
         ):
-            with device, parameters_on_host(device, run.untouched), run.untouched.watching():
-                model = versions.create_model(self, vllm_config, model_config, prefix)
-            self._trace(run, model, vllm_config, model_config)
-            if self._tracked and not load_formats.is_draft(vllm_config, model_config):
-                run.require_filled(model_config.model)
-            began = time.perf_counter()
-            run.bring_the_rest(model)
-            run.share_outside_layers(model)
-            with run.retied(model, model_config), _hooked(model, run):
-                run.share_constant_layers(model)
-                loader_utils.process_weights_after_loading(model, model_config, device)
-            run.share_left_over(model)
-            run.finish()
-            report = run.report(self._name(model_config), vllm_config.parallel_config.rank)
-            report.seconds["process"] = max(
-                0.0,
-                time.perf_counter() - began - report.seconds["read"] - report.seconds["hash"],
+            return load(
+                run,
+                vllm_config,
+                model_config,
+                device,
+                create=lambda: versions.create_model(self, vllm_config, model_config, prefix),
+                load_weights=lambda model: self._weights_told(model, model_config),
             )
-        return model.eval(), report
 
-    def _trace(
-        self, run: LoadRun, model: nn.Module, vllm_config: VllmConfig, model_config: ModelConfig
-    ) -> None:
-        for module in model.modules():
-            if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
-                raise post_load.QuantisedWhileLoadedError(
-                    "weights are quantised while they are loaded; shared afterwards"
-                )
-        began = time.perf_counter()
-        try:
-            self._tracked = False
-            run.defer(model)
-            with weight_iterators.deferring(run.open_files), run.tracer.recording():
-                self.load_weights(model, model_config)
-            run.conclude(model, updated=vllm_config.weight_transfer_config is not None)
-        except _TRACING_ERRORS as error:
-            # A checkpoint that does not fit the model fails again, plainly, with vLLM's own words.
-            raise UntraceableError(f"its loading code cannot be deferred ({error})") from error
-        run.plan_seconds = time.perf_counter() - began
+    def _weights_told(self, model: nn.Module, model_config: ModelConfig) -> bool:
+        """Run the model's own loading code; return whether it told which weights it has loaded."""
+        self._tracked = False
+        self.load_weights(model, model_config)
+        return self._tracked
 
 
 def _describe_checkpoint(report: ModelReport, path: str) -> None:
@@ -396,24 +362,6 @@ def _describe_checkpoint(report: ModelReport, path: str) -> None:
     report.checkpoint_bytes = report.bytes_read = checkpoint.nbytes
     report.source_tensors_total = checkpoint.tensor_count
     report.header_bytes = sum(file.header.header_bytes for file in checkpoint.files)
-
-
-@contextmanager
-def _hooked(model: nn.Module, run: LoadRun) -> Iterator[None]:
-    """Lead every layer's processing through `run`, by an attribute that shadows the method."""
-    hooked: list[QuantizeMethodBase] = []
-    try:
-        for module in model.modules():
-            method = getattr(module, "quant_method", None)
-            name = "process_weights_after_loading"
-            if isinstance(method, QuantizeMethodBase) and name not in vars(method):
-                original = method.process_weights_after_loading
-                setattr(method, name, run.hook(original))
-                hooked.append(method)
-        yield
-    finally:
-        for method in hooked:
-            vars(method).pop("process_weights_after_loading", None)
 
 
 def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:

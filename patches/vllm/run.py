@@ -9,8 +9,10 @@ nobody can have written to that memory.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import utils as loader_utils
 
 from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.errors import PytorchError
@@ -44,8 +47,14 @@ from tensor_dedup.loader.process_state import release_memory, rng_restored_on_fa
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
-from tensor_dedup.patches.vllm.post_load import BALANCED, eplb_parameters
+from tensor_dedup.patches.vllm.load_formats import is_draft
+from tensor_dedup.patches.vllm.post_load import (
+    BALANCED,
+    QuantisedWhileLoadedError,
+    eplb_parameters,
+)
 from tensor_dedup.patches.vllm.processed import LayerContext
 from tensor_dedup.patches.vllm.versions import untied_lm_head
 from tensor_dedup.text_table import BETWEEN_PROCESSES
@@ -61,6 +70,52 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.deferred.storage import View
     from tensor_dedup.loader.residents.provider import ResidentProvider
+
+
+_PROCESS = "process_weights_after_loading"
+# What a model's loading code may raise when it meets a tensor without content.
+_TRACING_ERRORS = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
+    AssertionError,
+)  # fmt: skip
+
+
+def load(
+    run: LoadRun,
+    vllm_config: VllmConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    *,
+    create: Callable[[], nn.Module],
+    load_weights: Callable[[nn.Module], bool],
+) -> tuple[nn.Module, ModelReport]:
+    """Load a model that shares what others have; return it with its report.
+
+    `create` builds the module tree. `load_weights` runs the model's own loading code and returns
+    whether that told which weights it has loaded.
+
+    Raises:
+        UnsupportedError: The model has to be loaded plainly; `vllm_config` may have changed.
+        IncompleteCheckpointError: No tensor of the checkpoint fills a parameter.
+        StaleHintError: A hint was wrong; load again without hints.
+    """
+    model = run.build(create, device)
+    told = run.trace(model, load_weights, updated=vllm_config.weight_transfer_config is not None)
+    if told and not is_draft(vllm_config, model_config):
+        run.require_filled(model_config.model)
+    began = time.perf_counter()
+    run.bring_the_rest(model)
+    run.find_residents(model)
+    run.share_outside_layers(model)
+    with run.retied(model, model_config), run.layers_taken_over(model):
+        run.share_constant_layers(model)
+        loader_utils.process_weights_after_loading(model, model_config, device)
+    run.share_left_over(model)
+    run.finish()
+    report = run.report(vllm_config.parallel_config.rank)
+    waited = report.seconds["read"] + report.seconds["hash"]
+    report.seconds["process"] = max(0.0, time.perf_counter() - began - waited)
+    return model.eval(), report
 
 
 class LoadRun:
@@ -93,7 +148,9 @@ class LoadRun:
         self._without_memory: set[int] = set()
         self._without_content: set[int] = set()
         self._processor: LayerProcessor | None = None
+        self._name = name
         self._known = False
+        self._packed = False
 
     def __enter__(self) -> Self:
         return self
@@ -104,9 +161,7 @@ class LoadRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.session.reader.abandon()
-        self.session.provider.close()
-        self.session.ahead.close()
+        self.session.close()
         for file in self._files:
             file.close()
         self._opening.close()
@@ -117,6 +172,35 @@ class LoadRun:
         self.tracer.close()
         if self.session.scratch.peak:
             release_memory()  # blocks of the heap, under what will stay
+
+    def build(self, create: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        """Build the module tree on `device`, its parameters in host memory."""
+        with device, parameters_on_host(device, self.untouched), self.untouched.watching():
+            return create()
+
+    def trace(
+        self, model: nn.Module, load_weights: Callable[[nn.Module], bool], *, updated: bool
+    ) -> bool:
+        """Run the model's loading code over deferred tensors, and settle what there is to do.
+
+        Returns what `load_weights` does. `updated`: as `LayerContext` says.
+        """
+        for module in model.modules():
+            if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
+                raise QuantisedWhileLoadedError(
+                    "weights are quantised while they are loaded; shared afterwards"
+                )
+        began = time.perf_counter()
+        try:
+            self.defer(model)
+            with weight_iterators.deferring(self.open_files), self.tracer.recording():
+                told = load_weights(model)
+            self.conclude(model, updated=updated)
+        except _TRACING_ERRORS as error:
+            # A checkpoint that does not fit the model fails again, plainly, with vLLM's own words.
+            raise UntraceableError(f"its loading code cannot be deferred ({error})") from error
+        self.plan_seconds = time.perf_counter() - began
+        return told
 
     def defer(self, model: nn.Module) -> None:
         """Make the parameters of `model` deferred tensors."""
@@ -171,10 +255,10 @@ class LoadRun:
         session.expect(parameters)
         shareable = [p for p in parameters if p.sources and session.reason(p) is None]
         self._known = bool(shareable) and all(session.known(p) for p in shareable)
-        packed = self._config.cpu_weights != "plain" and not session.provider.plain
+        self._packed = self._config.cpu_weights != "plain" and not session.provider.plain
         on_gpu = self._gpu is not None
         self._processor = LayerProcessor(
-            LayerContext(session, self._deferred, packed, self._model_dtype, on_gpu, updated)
+            LayerContext(session, self._deferred, self._packed, self._model_dtype, on_gpu, updated)
         )
 
     def require_filled(self, path: str) -> None:
@@ -188,14 +272,40 @@ class LoadRun:
         if lacking:
             raise IncompleteCheckpointError.of(path, lacking)
 
-    def hook(self, original: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        """What vLLM's loop calls in place of a layer's own processing."""
+    @contextmanager
+    def layers_taken_over(self, model: nn.Module) -> Iterator[None]:
+        """Lead every layer's processing here, by an attribute that shadows its method's own."""
         processor = self._processor
         assert processor is not None
-        return lambda layer: processor.process(original, layer)
+        hooked: list[QuantizeMethodBase] = []
+        try:
+            for module in model.modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, QuantizeMethodBase) and _PROCESS not in vars(method):
+                    original = method.process_weights_after_loading
+                    setattr(method, _PROCESS, functools.partial(processor.process, original))
+                    hooked.append(method)
+            yield
+        finally:
+            for method in hooked:
+                vars(method).pop(_PROCESS, None)
+
+    def find_residents(self, model: nn.Module) -> None:
+        """Look up at once the residents of all parameters that are shared as they were loaded.
+
+        The final bytes of other layers are known only when they are processed. Whatever digests
+        are not known yet is looked up later, layer by layer.
+        """
+        parameters = self._outside_layers(model)
+        if not self._packed:
+            parameters += self._of_constant_layers(model)
+        self.session.find(parameters)
 
     def share_outside_layers(self, model: nn.Module) -> None:
-        """Parameters of modules without a quantisation method: norms, biases, single tensors."""
+        """Share the parameters of modules without a quantisation method, such as norms."""
+        self.session.share(self._outside_layers(model))
+
+    def _outside_layers(self, model: nn.Module) -> list[DeferredParameter]:
         outside: dict[int, DeferredParameter] = {}
         inside: set[int] = set()
         for module in model.modules():
@@ -207,22 +317,25 @@ class LoadRun:
                     inside.add(id(parameter))
                 else:
                     outside[id(parameter)] = self._deferred[id(parameter)]
-        self.session.share([each for key, each in outside.items() if key not in inside])
+        return [each for key, each in outside.items() if key not in inside]
 
     def share_constant_layers(self, model: nn.Module) -> None:
-        """On a GPU: parameters of layers whose processing leaves them as they are, all at once.
+        """On a GPU: share at once the parameters of layers whose processing leaves them alone.
 
         They then fill slabs; one for each layer would leave half a handle empty in each.
         """
         if self._gpu is not None:
-            every = (
-                self._deferred.get(id(parameter))
-                for module in model.modules()
-                if type(getattr(module, "quant_method", None)) in CONSTANT_METHODS
-                for parameter in module._parameters.values()
-            )
-            unique = {id(each): each for each in every if each is not None and not each.installed}
-            self.session.share(list(unique.values()))
+            self.session.share(self._of_constant_layers(model))
+
+    def _of_constant_layers(self, model: nn.Module) -> list[DeferredParameter]:
+        every = (
+            self._deferred.get(id(parameter))
+            for module in model.modules()
+            if type(getattr(module, "quant_method", None)) in CONSTANT_METHODS
+            for parameter in module._parameters.values()
+        )
+        unique = {id(each): each for each in every if each is not None and not each.installed}
+        return list(unique.values())
 
     def bring_the_rest(self, model: nn.Module) -> None:
         """Parameters that loading code made itself: where the model wants them."""
@@ -299,10 +412,10 @@ class LoadRun:
         for file in self._files:
             file.remember()
 
-    def report(self, name: str, rank: int) -> ModelReport:
+    def report(self, rank: int) -> ModelReport:
         """What this load read, hashed, made and shared."""
         counters = self.session.reader.counters
-        report = ModelReport(name=name, rank=rank, known=self._known)
+        report = ModelReport(name=self._name, rank=rank, known=self._known)
         self.session.ledger.enter(report)
         report.checkpoint_bytes = sum(source.spec.nbytes for source in self._sources)
         report.header_bytes = sum(file.header.header_bytes for file in self._files)
