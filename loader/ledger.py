@@ -32,8 +32,18 @@ class NotShared(StrEnum):
     COMPARED_ON_GPU = (
         "on a GPU nothing is compared byte by byte: it stays private with verify_bytes"
     )
+    EPLB = "enable_eplb: balancing experts overwrites it while the engine runs"
+    GAPS = "its processed form has gaps"
+    KEPT_ELSEWHERE = "something beside the layer keeps its memory"
     META = "it is not in memory (meta)"
+    NEVER_WRITTEN = "part of it is never written"
+    NOT_DEFERRED = "the loading code gave it memory of its own"
+    NOT_FROM_CHECKPOINT = "it does not come from the checkpoint"
+    SCALES_WRITTEN = (
+        "weight_transfer_config: scales may be written, and its kernel knows their address"
+    )
     SHARED_STORAGE = "it shares its storage with another parameter"
+    UNKNOWN_HANDLER = "its kernel does not pack into a handler we know"
     UNSHARABLE_LAYOUT = "its type or layout cannot be shared"
     WRITABLE_BY_OTHERS = "other processes can write to its memory"
 

@@ -34,6 +34,7 @@ from tensor_dedup.loader.deferred.storage import (
     Write,
     span_of,
 )
+from tensor_dedup.loader.ledger import NotShared
 
 _CONTEXT = "tensor-dedup recipe v1"
 
@@ -194,7 +195,7 @@ def reason_to_keep_private(view: View) -> str | None:
         if storage.private is not None:
             return storage.private
         if storage.kind is ExpressionKind.EMPTY and needs_base(storage, version):
-            return "part of it is never written"
+            return NotShared.NEVER_WRITTEN
     return None
 
 

@@ -25,8 +25,8 @@ from tensor_dedup.loader.deferred.recipe import (
     whole_source,
 )
 from tensor_dedup.loader.deferred.storage import View, as_view
-from tensor_dedup.loader.ledger import LoadLedger
-from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
+from tensor_dedup.loader.ledger import LoadLedger, NotShared
+from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import registry
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
     from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
 
-SHARED_STORAGE = "it shares its storage with another parameter"
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
 # memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
 POUR_BYTES = 512 << 20
@@ -132,12 +131,12 @@ class LoadSession:
         """Why this final tensor stays private, or None."""
         view = each.view
         if view is None:
-            return "the loading code gave it memory of its own"
+            return NotShared.NOT_DEFERRED
         if not view.is_whole() or id(view.storage) in self.aliased:
-            return SHARED_STORAGE
+            return NotShared.SHARED_STORAGE
         sources = self.sources(each)
         if each.private is not None or not sources:
-            return each.private or "it does not come from the checkpoint"
+            return each.private or NotShared.NOT_FROM_CHECKPOINT
         smallest = min(source.spec.nbytes for source in sources)
         if smallest < self.config.min_tensor_bytes:
             return f"a source of {smallest} bytes is below min_tensor_bytes"
@@ -269,7 +268,7 @@ class LoadSession:
             self._install(each, resident)
         elif verify:
             self.ledger.collisions += 1
-            self.keep_private(each, COLLISION, made)
+            self.keep_private(each, NotShared.COLLISION, made)
         else:
             raise_audit(each.name, "the resident", "the tensor made from its checkpoint")
         self.give_back(made)
@@ -282,7 +281,7 @@ class LoadSession:
             return None
         here = made if made is not None else self.make(each)
         if not sharable(here.tensor):
-            self.keep_private(each, "its type or layout cannot be shared", here)
+            self.keep_private(each, NotShared.UNSHARABLE_LAYOUT, here)
             self._give_back_own(here, made)
             return None
         source = whole_source(_view(each))
@@ -295,7 +294,7 @@ class LoadSession:
             self.provider.note(self._recipe_key(each), resident)
             self._install(each, resident)
         else:
-            self.keep_private(each, COLLISION, here)
+            self.keep_private(each, NotShared.COLLISION, here)
         self._give_back_own(here, made)
         return None
 
@@ -324,7 +323,7 @@ class LoadSession:
         self.ahead.begin(self._must_be_read)
         first = registry.register(resident)
         if first is not resident and not self.agrees(first, tensor := resident.map()):
-            self.keep_private(each, COLLISION, ScratchTensor(tensor, tensor))
+            self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return
         self._install(each, first, made=first is resident)
         registry.register_record(self._recipe_key(each), first)
@@ -353,7 +352,7 @@ class LoadSession:
                 self._install(each, resident, made=new)
                 self.provider.note(self._recipe_key(each), resident)
             else:
-                self.keep_private(each, COLLISION, made)
+                self.keep_private(each, NotShared.COLLISION, made)
             if borrowed:
                 self.give_back(made)
 
@@ -490,6 +489,6 @@ def _checked(session: LoadSession, final: Named, found: Found) -> Found:
     if made:
         session.own.add(resident)
     elif not session.agrees(resident, tensor):
-        session.ledger.skip(name, COLLISION)
+        session.ledger.skip(name, NotShared.COLLISION)
         return None, False
     return found

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.residents.process_mappings import ProcessMappings
     from tensor_dedup.loader.residents.resident import Resident
 
-COLLISION = "another tensor has the same digest"
-
 
 def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
     """Raise AuditError, which stops a load whose audit found a difference."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord, structure_of
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
+from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.residents.compare import raise_audit
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.vllm.kernels import (
@@ -25,7 +26,7 @@ from tensor_dedup.patches.vllm.kernels import (
     packed_scaled,
     unpacked_linear,
 )
-from tensor_dedup.patches.vllm.processed import UPDATED, KeyedLayer, ProcessedLayer
+from tensor_dedup.patches.vllm.processed import KeyedLayer, ProcessedLayer
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.layer_key import LayerKey
@@ -157,7 +158,7 @@ class PackedGemm(KeyedLayer):
         if unpacked is None:
             self._enter(weight.nbytes)
         if linear is None:
-            session.ledger.skip(weight.name, "its kernel does not pack into a handler we know")
+            session.ledger.skip(weight.name, NotShared.UNKNOWN_HANDLER)
             return
         record = LayerRecord(key.digest, key.preimage)
         record.opaque, record.plain_name = weakref.ref(linear), plain
@@ -272,7 +273,7 @@ class ScaledGemm(KeyedLayer):
             return
         session.enter(weight.name, nbytes, None, made=True, sources=weight.sources)
         if self.context.updated:
-            session.ledger.skip(weight.name, UPDATED)
+            session.ledger.skip(weight.name, NotShared.SCALES_WRITTEN)
         if record is not None and layer.complete(record):
             record.opaque, record.opaque_bytes = weakref.ref(handler), nbytes
             registry.register_record(record.key, record)

@@ -14,6 +14,7 @@ from vllm.model_executor import model_loader
 from tensor_dedup.loader.deferred.parameters import replace_data
 from tensor_dedup.loader.deferred.session import share_by_content, slabs
 from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.residents.resident import sharable
 from tensor_dedup.patches.vllm.kernels import kept_by_others
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 # Formats of vLLM's plug-ins, which bring loaders of their own, and the quantisation that means one.
 OTHER_LOADERS = ("gguf", "bitsandbytes")
-
-BALANCED = "enable_eplb: balancing experts overwrites it while the engine runs"
 
 
 class QuantisedWhileLoadedError(UntraceableError):
@@ -101,7 +100,7 @@ def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
             label = f"{path}.{name}" if path else name
             reason = _reason(parameter, session.config.min_tensor_bytes)
             if id(parameter) in overwritten:
-                reason = BALANCED
+                reason = NotShared.EPLB
             if reason is None and parameter.numel():
                 finals.append((label, parameter))
             else:
@@ -132,9 +131,9 @@ def _reason(parameter: nn.Parameter, least: int) -> str | None:
     if parameter.nbytes < least:
         return f"its {parameter.nbytes} bytes are below min_tensor_bytes"
     if not sharable(parameter.detach()):
-        return "its type or layout cannot be shared"
+        return NotShared.UNSHARABLE_LAYOUT
     if kept_by_others(parameter):
-        return "something beside the layer keeps its memory"
+        return NotShared.KEPT_ELSEWHERE
     return None
 
 

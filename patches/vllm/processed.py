@@ -25,8 +25,9 @@ from tensor_dedup.loader.deferred.layer_records import (
     structure_of,
 )
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
-from tensor_dedup.loader.deferred.session import SHARED_STORAGE, share_by_content, slabs
-from tensor_dedup.loader.residents.compare import COLLISION, raise_audit, same_bytes
+from tensor_dedup.loader.deferred.session import share_by_content, slabs
+from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, sharable_anywhere
 from tensor_dedup.patches.vllm.kernels import dispatch, kept_by_others, linear_kernel, scales_kept
@@ -41,8 +42,6 @@ Deferred = dict[str, DeferredParameter]
 
 Original = Callable[[nn.Module], None]
 Final = tuple[str, str, nn.Parameter]  # name, label, object
-# What stands in a report for a layer that is packed with an address and may be written later.
-UPDATED = "weight_transfer_config: scales may be written, and its kernel knows their address"
 
 
 @dataclass(slots=True)
@@ -128,7 +127,7 @@ class LayerContext:
         if equal and structure == record.structure:
             return None
         self.session.ledger.collisions += 1
-        return COLLISION
+        return NotShared.COLLISION
 
 
 def _described(part: object) -> list[Any] | None:
@@ -217,7 +216,7 @@ class ProcessedLayer:
         session = self.context.session
         for name, each in self.deferred.items():
             reason = session.reason(each)
-            if reason == SHARED_STORAGE:
+            if reason is NotShared.SHARED_STORAGE:
                 session.keep_private(each, reason, made.get(name))
                 continue
             tensor = torch.empty_strided(
@@ -317,7 +316,7 @@ class ProcessedLayer:
             reason = self._reason(label, each, parameter)
             if reason is None and parameter.numel():
                 found.append((name, label, parameter))
-            elif reason != SHARED_STORAGE:  # entered when it got its memory
+            elif reason is not NotShared.SHARED_STORAGE:  # entered when it got its memory
                 sources = self._sources(parameter)
                 ledger = self.context.session.ledger
                 ledger.add(label, parameter.nbytes, shared=False, sources=sources)
@@ -337,11 +336,11 @@ class ProcessedLayer:
         if reason is None:
             reason = self.context.session.provider.reason(label)
         if reason is None and not sharable_anywhere(parameter.detach()):
-            return "its processed form has gaps"
+            return NotShared.GAPS
         if reason is None and self._kept and self.context.updated:
-            return UPDATED
+            return NotShared.SCALES_WRITTEN
         if reason is None and kept_by_others(parameter, self._kept):
-            return "something beside the layer keeps its memory"
+            return NotShared.KEPT_ELSEWHERE
         return reason
 
     def _sources(self, parameter: nn.Parameter) -> list[SourceTensor]:

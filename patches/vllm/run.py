@@ -43,6 +43,7 @@ from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.deferred.storage import within
 from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
 from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages, surely_unwritten
+from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.process_state import release_memory, rng_restored_on_failure
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.provider import host_provider_for
@@ -51,7 +52,6 @@ from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
 from tensor_dedup.patches.vllm.load_formats import is_draft
 from tensor_dedup.patches.vllm.post_load import (
-    BALANCED,
     QuantisedWhileLoadedError,
     eplb_parameters,
 )
@@ -250,7 +250,7 @@ class LoadRun:
         )
         for parameter in eplb_parameters(model):
             if (each := self._deferred.get(id(parameter))) is not None:
-                each.private = BALANCED
+                each.private = NotShared.EPLB
         parameters = list(self._deferred.values())
         session.expect(parameters)
         shareable = [p for p in parameters if p.sources and session.reason(p) is None]

@@ -15,7 +15,7 @@ import kernel
 from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.deferred.session import SHARED_STORAGE
+from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
 from tensor_dedup.loader.post_load.mapped_files import MappedFiles
@@ -41,7 +41,10 @@ def test_names_that_a_file_ties_stay_tied_though_one_was_shared_before(offset: i
     found.settle()
     assert model.first.data_ptr() == where
     assert model.second.data_ptr() == where + 4 * offset
-    assert found.ledger.skipped == {"first": SHARED_STORAGE, "second": SHARED_STORAGE}
+    assert found.ledger.skipped == {
+        "first": NotShared.SHARED_STORAGE,
+        "second": NotShared.SHARED_STORAGE,
+    }
     with torch.no_grad():
         model.second[-1 - offset] = -1.0
     assert model.first[-1] == -1.0
@@ -65,7 +68,7 @@ def test_neighbours_in_one_storage_are_not_taken_for_ties() -> None:
 def test_a_buffer_that_is_a_view_of_a_parameter_stays_one() -> None:
     model = model_of(weight=torch.ones(64, 64))
     model.register_buffer("view", model.weight.data[:8])
-    assert shared(model).ledger.skipped == {"weight": SHARED_STORAGE}
+    assert shared(model).ledger.skipped == {"weight": NotShared.SHARED_STORAGE}
     with torch.no_grad():
         model.weight[0] = 7.0
     assert (model.view[0] == 7.0).all()
@@ -79,7 +82,7 @@ def test_a_buffer_that_is_a_view_of_what_was_shared_before_becomes_one_again() -
     model.register_buffer("view", storage[:8])
     found.note("view")
     found.settle()
-    assert found.ledger.skipped == {"weight": SHARED_STORAGE}
+    assert found.ledger.skipped == {"weight": NotShared.SHARED_STORAGE}
     with torch.no_grad():
         model.weight[0] = 7.0
     assert model.view[0] == 7.0
@@ -100,7 +103,7 @@ def test_names_that_are_tied_after_one_was_shared_stay_tied(loading: bool, writt
             model.first[1] = 5.0
     found.note("second")
     found.settle()
-    assert found.ledger.skipped == dict.fromkeys(("first", "second"), SHARED_STORAGE)
+    assert found.ledger.skipped == dict.fromkeys(("first", "second"), NotShared.SHARED_STORAGE)
     with torch.no_grad():
         model.first[0] = 7.0
     assert model.second[0] == 7.0

@@ -14,7 +14,7 @@ import kernel
 from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
-from tensor_dedup.loader.deferred.session import SHARED_STORAGE
+from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
 from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
@@ -90,7 +90,7 @@ def test_names_that_are_tied_while_one_is_read_stay_tied(tmp_path: Path) -> None
     found.note("twin")
     found.settle()
     files.close()
-    assert found.ledger.skipped == dict.fromkeys(("weight", "twin"), SHARED_STORAGE)
+    assert found.ledger.skipped == dict.fromkeys(("weight", "twin"), NotShared.SHARED_STORAGE)
     with torch.no_grad():
         model.twin[3] = 4.0
     assert model.weight[3] == model.view[3] == 4.0

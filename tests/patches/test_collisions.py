@@ -23,7 +23,7 @@ import remains
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
-from tensor_dedup.loader.residents.compare import COLLISION
+from tensor_dedup.loader.ledger import NotShared
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -156,7 +156,7 @@ def _compare(base: Path, other: Path, of_base: Any, of_other: Any, *, known: boo
         assert shared.contents(llm) == parameters
         assert plain.outputs(llm) == answers
     assert found.collisions > 0
-    assert COLLISION in {reason for _, reason in found.skipped}
+    assert NotShared.COLLISION in {reason for _, reason in found.skipped}
     assert found.shared_bytes == 0
     for llm in (first, again, third):
         plain.let_go(llm)

@@ -18,9 +18,9 @@ import fresh
 import loads
 import ranks
 import tiny_checkpoints as checkpoints
+from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.patches.vllm.post_load import BALANCED
 from tensor_dedup.types import ResidentKey
 
 pytestmark = pytest.mark.vllm
@@ -285,7 +285,7 @@ def _balanced_experts(base: Path) -> None:
     _check_processed(one, load(base, ("tp", 0, 2), parallel=balanced))
     experts = {name for name in one.parameters() if _is_expert(name)}
     assert experts
-    assert dict(report().skipped) == dict.fromkeys(experts, BALANCED)
+    assert dict(report().skipped) == dict.fromkeys(experts, NotShared.EPLB)
     for model in (before, other):
         assert shared(one, model) == one.parameters().keys() - experts
     with torch.no_grad():
