@@ -1,5 +1,6 @@
 """How often a load asks the memory manager what it already has."""
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import engines
 import managers
 import plain
 import tiny_checkpoints as checkpoints
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS, MAX_PIECES
 from tensor_dedup.memory_manager.protocol.messages import Lookup, LookupDigests
@@ -42,6 +44,8 @@ def test_a_known_checkpoint_is_looked_up_all_at_once(
         expected = plain.outputs(first)
         engines.drop(first)
         del first
+        gc.collect()
+        assert registry.residents() == []
         looked_up.clear()
 
         second = engines.sharing(path, memory_manager=str(manager.socket))
