@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 def store_behind(config: TensorDedupConfig) -> Store | None:
-    """The store that a config names, when there is one to read from.
+    """Return the store that a config names, or None where it cannot be read from.
 
-    Said in the log when there is none, or it cannot be used: weights are then read as without it.
+    The log then says why, and weights are read as without a store.
     """
     if config.store is None:
         return None
@@ -49,23 +49,23 @@ def store_behind(config: TensorDedupConfig) -> Store | None:
 
 
 class OpenCheckpoint(Protocol):
-    """How one load opens the files of its checkpoint. Closed after the last read."""
+    """The way in which one load opens the files of its checkpoint; closed after the last read."""
 
     @property
     def bytes_from_store(self) -> int:
-        """How much of what was read a store gave."""
+        """Bytes that were read from a store."""
 
     def open(self, path: Path) -> SourceFile:
-        """The file at a path. Errors: those of SourceFile."""
+        """Open the file at a path; raises as `SourceFile` does."""
 
     def close(self) -> None:
         """Let go of everything that was opened besides the files."""
 
 
 class CheckpointFiles:
-    """What one load takes from a store by digest. Opened at the first read. Any thread.
+    """The pieces that one load takes from a store by digest, opened at the first read. Any thread.
 
-    A store that fails is a store that does not have it: said in the log, never raised.
+    A store that fails counts as one that does not have the piece; the log says so.
     """
 
     def __init__(self, store: Store) -> None:
@@ -76,14 +76,14 @@ class CheckpointFiles:
         self.bytes_read = 0
 
     def expect(self, digests: Iterable[str]) -> None:
-        """Say what may be asked for."""
+        """Announce digests that may be asked for."""
         with self._lock:
             self._expected.update(digests)
 
     def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bytes | None:
-        """Fill `piece` from `offset` of the `nbytes` with a digest; None: read them elsewhere.
+        """Fill `piece` from `offset` of the `nbytes` with this digest; None: read them elsewhere.
 
-        Returns the digests of whole leaves, that the bytes were compared with, else nothing.
+        Returns the digests of whole leaves that the bytes were compared with, else b"".
         """
         name = bytes.fromhex(digest)
         try:
@@ -136,7 +136,7 @@ class StoreBackedSource(SourceFile):
 
 
 class StoredSource(SourceFile):
-    """A file of a stored checkpoint, as its export would be. Needs no descriptor of its own."""
+    """A file of a stored checkpoint, as its export would be. It owns no descriptor."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class StoredSource(SourceFile):
         *,
         trust: bool,
     ) -> None:
-        """`trust`: digests are those of the manifest; without it, they come from reading only."""
+        """With `trust`, digests are those of the manifest; without it, they come from reading."""
         self.path = path
         self._fd = -1
         self._hints = None
@@ -170,7 +170,10 @@ class StoredSource(SourceFile):
         return SourceTensor(self, spec, digest, trust)
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill `piece` with the tensor's bytes from `offset` on, verified. StoreError."""
+        """Fill `piece` with the tensor's bytes from `offset` on, verified.
+
+        Raises:
+            StoreError: The store cannot give them, or not right."""
         if not piece.nbytes:
             return None
         name = self._digests[spec.start]
@@ -180,14 +183,14 @@ class StoredSource(SourceFile):
         return leaves
 
     def read_range(self, start: int, nbytes: int) -> bytes:
-        """Up to `nbytes` bytes from offset `start` of the file, inside one tensor, verified."""
+        """Return up to `nbytes` bytes from offset `start`, inside one tensor, verified."""
         spec = next(s for s in self.header.tensors if s.start <= start < s.start + s.nbytes)
         data = bytearray(min(nbytes, spec.start + spec.nbytes - start))
         self.read_into(spec, memoryview(data), start - spec.start)
         return bytes(data)
 
     def reread(self, spec: TensorSpec) -> Reread | None:
-        """From the store, by digest; reading raises StoreError once the store has it no more."""
+        """Return a reader by digest; it raises StoreError once the store has lost the piece."""
         store, digest, nbytes = self._store, self._digests[spec.start], spec.nbytes
 
         @contextmanager
@@ -198,17 +201,17 @@ class StoredSource(SourceFile):
         return opened
 
     def check_unchanged(self) -> None:
-        """Nothing: containers never change, and what is read is verified."""
+        """Do nothing: containers never change, and what is read is verified."""
 
     def remember(self) -> None:
-        """Nothing: the manifest knows."""
+        """Do nothing: the manifest holds the digests."""
 
     def forget(self) -> None:
-        """Nothing: there are no hints of it."""
+        """Do nothing: there are no hints of it."""
 
 
 class FromDisk:
-    """Opens files where they are, with a store behind them or without."""
+    """Files opened where they are, with a store behind them or without."""
 
     def __init__(
         self, hints: HintIndex, algorithm: str, *, trust: bool, store: Store | None = None
@@ -218,11 +221,11 @@ class FromDisk:
 
     @property
     def bytes_from_store(self) -> int:
-        """How much of what was read the store gave."""
+        """Bytes that were read from the store."""
         return self._shelf.bytes_read if self._shelf is not None else 0
 
     def open(self, path: Path) -> SourceFile:
-        """The file at a path. Errors: those of SourceFile."""
+        """Open the file at a path; raises as `SourceFile` does."""
         if self._shelf is None:
             return SourceFile(path, self._hints, self._algorithm, trust=self._trust)
         return StoreBackedSource(path, self._hints, self._algorithm, self._shelf, trust=self._trust)
@@ -234,10 +237,14 @@ class FromDisk:
 
 
 class FromStore:
-    """Opens the files of a stored checkpoint by the paths they would have in its checkout."""
+    """The files of a stored checkpoint, opened by the paths they would have in its checkout."""
 
     def __init__(self, store: Store, checkout: Checkout, *, trust: bool) -> None:
-        """StoreError: it cannot be read. ChangedFileError: the name stands for another by now."""
+        """Open the stored checkpoint.
+
+        Raises:
+            StoreError: It cannot be read.
+            ChangedFileError: The name stands for another checkpoint by now."""
         self._store, self._checkout, self._trust = store, checkout, trust
         self._files: list[StoredSource] = []
         self._checkpoint = store.checkpoint(checkout.name)
@@ -251,11 +258,14 @@ class FromStore:
 
     @property
     def bytes_from_store(self) -> int:
-        """How much was read: all of it from the store."""
+        """Bytes that were read, all of them from the store."""
         return sum(file.bytes_read for file in self._files)
 
     def open(self, path: Path) -> SourceFile:
-        """The file that would be at a path. FormatError: there is none with tensors."""
+        """Open the file that would be at a path.
+
+        Raises:
+            FormatError: The checkpoint has no such file with tensors."""
         name = path.relative_to(self._checkout.folder).as_posix()
         for file in self._checkpoint.files:
             if file.path == name:

@@ -66,7 +66,7 @@ _STATFS_BYTES = 512
 
 
 def file_system_of(fd: int) -> int | None:
-    """The magic number of the file system an open descriptor is on; None when nobody can say."""
+    """Return the magic number of the file system of an open file, or None when it is unknown."""
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
@@ -81,12 +81,12 @@ def is_trusted(fd: int) -> bool:
 
 
 class _UnusableIndexError(TensorDedupError):
-    """The index may not be used as it is. Never leaves this module."""
+    """The index must not be used as it is; never leaves this module."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What the kernel says about an open file. Equal identities, 2 s apart, mean equal bytes."""
+    """The kernel's description of an open file: equal identities, 2 s apart, mean equal bytes."""
 
     device: int
     inode: int
@@ -96,7 +96,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, fd: int) -> Self:
-        """The identity of the file behind an open descriptor, now."""
+        """Return the identity of the file behind an open descriptor, now."""
         status = os.fstat(fd)
         return cls(
             status.st_dev,
@@ -109,17 +109,17 @@ class FileIdentity:
     # As text: an inode number may need all of 64 bits, SQLite's integers have 63.
     @property
     def file(self) -> str:
-        """Which file it is."""
+        """The file, by device and inode."""
         return f"{self.device}:{self.inode}"
 
     @property
     def state(self) -> str:
-        """Which state of that file it is."""
+        """The state of that file, by size and times."""
         return f"{self.size}:{self.mtime_ns}:{self.ctime_ns}"
 
 
 class HintIndex:
-    """Remembered digests. Safe from threads, processes and forks; keeps nothing open.
+    """The index of remembered digests. Safe from threads, processes and forks; keeps nothing open.
 
     `path` is the SQLite file; by default that of the environment variable TENSOR_DEDUP_HINTS, else
     one in the user's cache folder. `trusted` says whether an open file lies on a file system whose
@@ -140,9 +140,10 @@ class HintIndex:
         self._busy_s = busy_s
 
     def lookup(self, fd: int, algorithm: str) -> dict[tuple[int, int], str]:
-        """The digests known of this open file, by (start, nbytes); {} when there are none.
+        """Return the digests known of this open file, by (start, nbytes).
 
-        The caller compares FileIdentity.of(fd) again after it has used the bytes."""
+        The caller compares `FileIdentity.of(fd)` again after it has used the bytes.
+        """
         if not self._trusted(fd):
             return {}
         identity = FileIdentity.of(fd)
@@ -252,7 +253,7 @@ class HintIndex:
 
 @dataclass(frozen=True, slots=True)
 class StoreHints:
-    """Remembers the files an import has hashed: loading them later hashes nothing.
+    """The hints that an import leaves: loading the same files later hashes nothing.
 
     The import itself trusts no hint: what is in the store was read. Safe from any thread.
     """
@@ -269,7 +270,7 @@ class StoreHints:
         self.index.record(fd, identity, began_ns, _STORE_ALGORITHM, digests)
 
     def known(self, _: Path, fd: int) -> Mapping[tuple[int, int], str]:
-        """The digests remembered of an open file."""
+        """Return the digests remembered of an open file."""
         return self.index.lookup(fd, _STORE_ALGORITHM)
 
 

@@ -50,7 +50,7 @@ Reread: TypeAlias = Callable[[], AbstractContextManager[Read]]
 
 
 class StaleHintError(ChangedFileError):
-    """Bytes were read that a hint described otherwise: the hint is wrong, load without hints."""
+    """A hint gave another digest than the bytes that were read; load again without hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Placed:
 
 
 def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
-    """How a member lies in its source; None where it is all of it, in order."""
+    """Return how a member lies in its source, or None where it is all of it, in order."""
     start = member.start - spec.start if member.nbytes else 0
     geometry = (member.dtype, member.shape, member.nbytes)
     if member.plain and not start and geometry == (spec.dtype, spec.shape, spec.nbytes):
@@ -79,7 +79,7 @@ def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
 
 @dataclass(eq=False, slots=True)
 class SourceTensor:
-    """One tensor of one open checkpoint file. `digest` is None until a hint or a read gives it."""
+    """One tensor of an open checkpoint file. `digest` is None until a hint or a read gives it."""
 
     file: SourceFile
     spec: TensorSpec
@@ -88,11 +88,14 @@ class SourceTensor:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages: file and name."""
+        """File and name, for messages."""
         return f"{self.file.path}: {self.spec.name}"
 
     def identity(self) -> tuple[object, ...]:
-        """The part of a recipe that stands for this tensor. IntegrityError without a digest."""
+        """Return the part of a recipe that stands for this tensor.
+
+        Raises:
+            IntegrityError: Its digest is not known yet."""
         if self.digest is None:  # two unknown tensors must never get one name
             raise IntegrityError(f"{self.place} was not hashed before its recipe was asked for")
         return ("source", self.digest, self.spec.dtype, self.spec.shape)
@@ -101,13 +104,17 @@ class SourceTensor:
 class SourceFile:
     """An open checkpoint file: header, identity when opened, digests by byte range.
 
-    Owns one descriptor until `close`. Raises FormatError for a header that lies, OSError from open.
+    Owns one descriptor until `close`.
+
+    Raises:
+        FormatError: The header is not valid.
+        OSError: The file cannot be opened.
     """
 
     def __init__(
         self, path: Path, hints: HintIndex | None, algorithm: str, *, trust: bool = True
     ) -> None:
-        """`trust`: take digests from the hints; without it they are only written."""
+        """Open the file; with `trust`, take digests from the hints, which are written anyway."""
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._hints = hints
@@ -124,9 +131,9 @@ class SourceFile:
             raise
 
     def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
-        """Every tensor of the file by every name it has, in the order of names.
+        """Yield every tensor of the file by every name it has, in the order of names.
 
-        In a file of torch.save several may lie in one source: then it is said how each does.
+        In a file of torch.save several may lie in one source; each then says where it lies.
         """
         members = members_in(self.header)
         for name in sorted(self.tensors.keys() | members.keys()):
@@ -141,8 +148,11 @@ class SourceFile:
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` (writable) with the tensor's bytes from `offset` on. Any thread.
 
-        Returns the digest of a whole leaf when the bytes were just compared with it; else nothing.
-        FormatError when the file was truncated, UnreadableFileError when reading it fails.
+        Returns the digest of a whole leaf when the bytes were just compared with it, else None.
+
+        Raises:
+            FormatError: The file was truncated.
+            UnreadableFileError: Reading it failed.
         """
         done = 0
         while done < piece.nbytes:
@@ -172,11 +182,11 @@ class SourceFile:
             ) from error
 
     def read_range(self, start: int, nbytes: int) -> bytes:
-        """Up to `nbytes` bytes from offset `start` of the file."""
+        """Return up to `nbytes` bytes from offset `start` of the file."""
         return os.pread(self._fd, nbytes, start)
 
     def reread(self, _: TensorSpec) -> Reread | None:
-        """How to read a tensor again once this is closed; None: by path, if nothing changed."""
+        """Return a way to read a tensor after `close`; None: by path, if the file is unchanged."""
         return None
 
     def check_unchanged(self) -> None:
@@ -200,7 +210,7 @@ class SourceFile:
             self._hints.forget(self._fd)
 
     def close(self) -> None:
-        """Close the descriptor; twice does no harm."""
+        """Close the descriptor. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd != -1:
             os.close(fd)
@@ -208,9 +218,9 @@ class SourceFile:
 
 @dataclass(slots=True)
 class ReadCounters:
-    """What one load fetched, in bytes, and how long it waited, in seconds of the wall clock.
+    """The bytes that one load fetched, and the seconds of wall-clock time that it waited.
 
-    `read_seconds`: for source tensors, which are hashed as they arrive. `hash_seconds`: for
+    `read_seconds` counts source tensors, which are hashed as they arrive; `hash_seconds` the
     digests of what was computed from them.
     """
 
@@ -222,7 +232,7 @@ class ReadCounters:
 
 @dataclass(slots=True)
 class SourceReader:
-    """Reads source tensors into memory of the caller's and hashes them there. One thread.
+    """A reader of source tensors that hashes them in the caller's memory. One thread.
 
     The pool that hashes also reads: each leaf is hashed while a cache still holds it, and several
     reads are under way at once.
@@ -253,10 +263,10 @@ class SourceReader:
         self.counters.read_seconds += time.perf_counter() - began
 
     def pour(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
-        """Read a tensor piece by piece and hand each to `write(piece, offset)`; its digest.
+        """Read a tensor piece by piece, hand each to `write(piece, offset)`, and return the digest.
 
-        Nowhere is it whole but where `write` puts it; that is called by threads of the pool, which
-        hash the same piece. Returns when all that is under way has arrived, and raises as `settle`.
+        The tensor is whole only where `write` puts it, which threads of the pool call that hash the
+        same piece. Returns when all that is under way has arrived, and raises as `settle`.
         """
         spec, file = source.spec, source.file
 
@@ -276,7 +286,10 @@ class SourceReader:
     def settle(self, mark: int | None = None) -> None:
         """Wait for all that is under way, or for the first `mark` begun; enter the digests.
 
-        StaleHintError when a hint said otherwise; what reading raised.
+        What reading raised is raised here.
+
+        Raises:
+            StaleHintError: A hint gave another digest.
         """
         count = (self.begun if mark is None else mark) - self._settled
         if count <= 0:
@@ -298,11 +311,11 @@ class SourceReader:
             raise failed
 
     def digest(self, data: Buffer) -> str:
-        """The digest of bytes that were computed here."""
+        """Return the digest of bytes that were computed here."""
         return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """The digest of a gap-free tensor that was computed here, or on a GPU."""
+        """Return the digest of a gap-free tensor that was computed here or on a GPU."""
         return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
 
     def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:
@@ -313,7 +326,7 @@ class SourceReader:
         return value
 
     def abandon(self) -> None:
-        """Wait for every read under way without using it: the memory may be freed then."""
+        """Wait for every read under way without using it, so that the memory may be freed."""
         while self._pending:
             self._pending.popleft()[1].exception()
         self._settled = self.begun

@@ -27,7 +27,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """Which stored checkpoint an engine loads, and the folder that stands for it.
+    """A stored checkpoint that an engine loads, and the folder that stands for it.
 
     `store` is the store's path, `weights` are the names of the files that hold the tensors.
     """
@@ -40,12 +40,15 @@ class Checkout:
     weights: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON can hold it."""
+        """Return it as JSON can hold it."""
         return asdict(self) | {"weights": list(self.weights)}
 
     @classmethod
     def from_any(cls, value: object) -> "Checkout":
-        """Of what to_dict gave. ConfigError."""
+        """Return the checkout that `to_dict` described.
+
+        Raises:
+            ConfigError: The value is not valid."""
         try:
             return msgspec.convert(value, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -56,9 +59,11 @@ class Checkout:
 
 
 def check_out(store: Store, url: str) -> Checkout:
-    """Make the folder of a stored checkpoint, or make it good.
+    """Make the folder of a stored checkpoint, or restore it.
 
-    StoreError: it is not there or damaged. UnsupportedError: it is nothing an engine can load.
+    Raises:
+        StoreError: The checkpoint is not there or damaged.
+        UnsupportedError: It is nothing an engine can load.
     """
     name = url.removeprefix(SCHEME)
     with store.checkpoint(name) as checkpoint:
@@ -117,6 +122,9 @@ def _root() -> Path:
 
 
 def stored_in(entry: object) -> Checkout | None:
-    """The checkout that an entry of a loader's configuration names, if any. ConfigError."""
+    """Return the checkout that an entry of a loader's configuration names, or None.
+
+    Raises:
+        ConfigError: The entry is not valid."""
     found: Any = entry.get("stored") if isinstance(entry, dict) else None
     return None if found is None else Checkout.from_any(found)

@@ -18,11 +18,11 @@ _MARK = 12  # digits of a manifest that tell two checkpoints of one name apart
 
 
 def keep(store: str | None, folder: Path, report: ModelReport, *, trust: bool) -> None:
-    """Have the checkpoint in `folder` in the store, and enter its name into the report.
+    """Write the checkpoint in `folder` to the store, and enter its name there into the report.
 
-    `store`: its path, or None for the user's own; made when it is not there. `trust`: files that
-    hints know are not read again to compare them with what is stored. Never fails: what goes
-    wrong is logged once and entered into the report.
+    `store` is a path, or None for the user's own store, which is made when it is not there. With
+    `trust`, files that hints know are not read again to compare them with what is stored. Never
+    fails: what goes wrong is logged once and entered into the report.
     """
     try:
         report.stored_as = _keep(Store.open(store), folder, trust=trust)

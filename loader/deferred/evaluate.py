@@ -92,10 +92,10 @@ class Scratch:
 
 
 class Evaluator:
-    """Computes the bytes of deferred tensors on the CPU. One thread, one load.
+    """The computation of deferred tensors' bytes on the CPU, for one load and one thread.
 
     A source that one recipe copies whole is read straight to its place. One that is used more
-    than once is read once and kept until `release` was called for every final tensor using it.
+    than once is read once, and kept until `release` was called for all final tensors using it.
     """
 
     def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
@@ -134,9 +134,9 @@ class Evaluator:
         self._reader.settle()
 
     def begin(self, view: View, out: torch.Tensor) -> bool:
-        """Start a `fill` that only copies whole sources; False, and nothing done, for any other.
+        """Start a `fill` that only copies whole sources; do nothing and return False for any other.
 
-        The reader says when every byte is there.
+        Every byte is there once the reader has settled.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -150,7 +150,7 @@ class Evaluator:
         return True
 
     def alone(self, view: View) -> SourceTensor | None:
-        """The source whose bytes `view` is, whole and as they are, and that nothing else uses."""
+        """Return the source that `view` is a plain copy of and that nothing else uses, or None."""
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
         if len(writes) != 1 or needs_base(storage, version):
@@ -161,7 +161,7 @@ class Evaluator:
         return source if source.spec.nbytes == storage.nbytes else None
 
     def value(self, view: View) -> torch.Tensor:
-        """A real CPU tensor equal to `view`; not to be written, valid until the next release."""
+        """Return a real CPU tensor equal to `view`: read only, and valid until the next `release`."""
         return as_view(self._flat(view.storage, view.version), view)
 
     def digest_sources(self, view: View) -> None:
@@ -229,7 +229,7 @@ class Evaluator:
                     self._begin_all(value.storage.operation)
 
     def _direct_span(self, write: Write) -> tuple[int, int] | None:
-        """The bytes of the target that a source can be read into as they are, or None."""
+        """Return the bytes of the target that a source can be read into unchanged, or None."""
         value, target = (write.args[1] if len(write.args) > 1 else None), write.target
         if write.func is not COPY or not isinstance(value, View) or not target.is_contiguous():
             return None
@@ -243,7 +243,7 @@ class Evaluator:
         return (start, stop) if value.shape == target.shape else None
 
     def _used_once(self, source: SourceTensor, view: View) -> bool:
-        """Is nothing between `view` and its whole source mentioned anywhere else?"""
+        """Return whether nothing between `view` and its whole source is mentioned anywhere else."""
         storage = view.storage
         while storage.source is None and self._uses.get(id(storage), 0) == 1:
             view = live_writes(storage, view.version)[0].args[1]
@@ -285,7 +285,7 @@ class Evaluator:
 
 
 def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
-    """Has this span bytes in common with one of others, which are in order and have none?"""
+    """Return whether a span meets one of others, which are in order and do not meet each other."""
     place = bisect.bisect(others, span)
     before = place > 0 and others[place - 1][1] > span[0]
     return before or (place < len(others) and others[place][0] < span[1])
@@ -293,7 +293,7 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
 
 @dataclass(slots=True)
 class Prefetcher:
-    """At most one final tensor of a load, on its way into borrowed memory. One thread."""
+    """At most one final tensor of a load on its way into borrowed memory. One thread."""
 
     reader: SourceReader
     scratch: Scratch
@@ -306,11 +306,11 @@ class Prefetcher:
         self._waiting = deque(parameters)
 
     def has(self, each: DeferredParameter) -> bool:
-        """Is this one on its way?"""
+        """Return whether `each` is on its way."""
         return self._begun is not None and self._begun[0] is each
 
     def take(self, each: DeferredParameter) -> torch.Tensor | None:
-        """The memory that `each` was read into, every byte there; None when it was not begun."""
+        """Return the memory that holds every byte of `each`, or None when it was not begun."""
         if self._begun is None or self._begun[0] is not each:
             return None
         (_, block, mark), self._begun = self._begun, None
@@ -318,7 +318,7 @@ class Prefetcher:
         return block
 
     def begin(self, needed: Callable[[DeferredParameter], bool]) -> None:
-        """Start with the next that is `needed`, whose recipe does nothing but copy sources."""
+        """Start reading the next tensor that is `needed` and only copies sources."""
         if self._begun is not None:
             return
         while self._waiting:
@@ -334,6 +334,6 @@ class Prefetcher:
             return
 
     def close(self) -> None:
-        """Nothing more will be asked for. Let go of every parameter; the reader waits for reads."""
+        """Let go of every parameter; the reader waits for the reads under way."""
         self._waiting.clear()
         self._begun = None

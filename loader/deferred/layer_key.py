@@ -116,7 +116,7 @@ _SECRET: Final = re.compile(
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that may touch weights, with their values; by default this process's."""
+    """Return the variables that may affect weights; by default those of this process."""
     variables = os.environ if variables is None else variables
     return {
         name: value
@@ -136,7 +136,7 @@ def _versions() -> dict[str, str]:
 
 
 def runtime() -> dict[str, Any]:
-    """Settings of this process, outside the environment, that kernels read when they pack."""
+    """Return the settings outside the environment that kernels read when they pack weights."""
     return {
         "threads": torch.get_num_threads(),
         "mkldnn": [torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic],
@@ -151,7 +151,7 @@ def runtime() -> dict[str, Any]:
 
 
 def plain(value: Any, depth: int = 6) -> Any:
-    """What of `value` a key can hold: plain values, containers, enums and dataclasses of them.
+    """Reduce `value` to what a key can hold: plain values, and containers and dataclasses of them.
 
     Anything else stands in by its class, so that a change of kind still changes the key.
     """
@@ -173,7 +173,7 @@ def plain(value: Any, depth: int = 6) -> Any:
 
 
 def attributes(thing: object, depth: int = 4) -> dict[str, Any]:
-    """The plain attributes of an object that do not name its place in a model."""
+    """Return the plain attributes of an object, without those that name its place in a model."""
     return {
         name: plain(value, depth)
         for name, value in sorted(vars(thing).items())
@@ -183,18 +183,18 @@ def attributes(thing: object, depth: int = 4) -> dict[str, Any]:
 
 
 def class_name(thing: object) -> str:
-    """Module and name of the class of `thing`, or of the class or function itself."""
+    """Return the qualified name of a class or function, or of the class of an object."""
     kind = thing if isinstance(thing, type) or hasattr(thing, "__qualname__") else type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def process_inputs() -> dict[str, Any]:
-    """What is common to the keys of all layers that this process makes now."""
+    """Return what the keys of all layers of this process have in common now."""
     return {"versions": _versions(), "environment": environment(), "runtime": runtime()}
 
 
 def process_state() -> str:
-    """One name for everything outside a recipe that arithmetic in it may depend on.
+    """Return a digest of everything outside a recipe that its arithmetic may depend on.
 
     Sums and products change their last bits with threads, precision settings and libraries.
     """
@@ -202,22 +202,22 @@ def process_state() -> str:
 
 
 def process_text() -> str:
-    """`process_inputs` as JSON: the first part of every preimage."""
+    """Return `process_inputs` as JSON, the first part of every preimage."""
     return json.dumps(process_inputs(), sort_keys=True, default=str)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKey:
-    """A layer key: the name, and what it is the name of. Secrets never stand in a preimage."""
+    """A layer key: a digest and its preimage, which never holds a secret."""
 
     digest: str
     preimage: str
 
     @classmethod
     def of(cls, process: str | None = None, **inputs: Any) -> LayerKey:
-        """The key of these inputs and of everything common to the layers of this process.
+        """Return the key of these inputs and of what all layers of this process have in common.
 
-        `process`: what `process_text` said at the beginning of the load, when one is under way.
+        `process`: the `process_text` of the beginning of the load, when one is under way.
         """
         own = json.dumps(inputs, sort_keys=True, default=str)
         common = process_text() if process is None else process

@@ -30,9 +30,9 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Where a donor's source tensor was read: file, what the file was then, byte range.
+    """Where the source tensor behind a record was read: the file, its identity then, a byte range.
 
-    `reread` reads what lies in no file of its own.
+    `reread` reads a tensor that lies in no file of its own.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class SourceLocation:
 
     @classmethod
     def of(cls, source: SourceTensor) -> SourceLocation:
-        """The place of an open source tensor."""
+        """Return the location of an open source tensor."""
         file, spec = source.file, source.spec
         return cls(file.path, file.identity, spec.start, spec.nbytes, file.reread(spec))
 
@@ -73,15 +73,16 @@ class LayerRecord:
 
 
 class OriginGoneError(TensorDedupError):
-    """What a record was made from is not there to compare with, or not what it was."""
+    """The source of a record is gone or has changed, so there is nothing to compare with."""
 
 
 def same_source_bytes(
     mine: Sequence[SourceTensor], donor: Sequence[SourceLocation]
 ) -> tuple[bool, int]:
-    """Compare sources byte by byte with those a record was made from; and the bytes read.
+    """Compare sources byte by byte with those of a record; return that and the bytes read.
 
-    OriginGoneError where the donor's file is gone or changed since.
+    Raises:
+        OriginGoneError: A file behind the record is gone, or has changed since.
     """
     if len(mine) != len(donor):
         return False, 0
@@ -136,7 +137,7 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 
 
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
-    """The recipes with sources numbered instead of named, and where the sources are."""
+    """Return the recipes with sources numbered instead of named, and where the sources lie."""
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}
     book = RecipeBook(lambda source: ("source", numbers[id(source)], source.spec.dtype))
@@ -145,5 +146,5 @@ def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[So
 
 
 def distinct_sources(parameters: Sequence[DeferredParameter]) -> list[SourceTensor]:
-    """The source tensors of these parameters, each once, in order."""
+    """Return the source tensors of these parameters, each once, in order."""
     return list({id(s): s for each in parameters for s in each.sources}.values())

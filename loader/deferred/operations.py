@@ -43,7 +43,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 @functools.cache
 def kind_of(func: torch._ops.OpOverload) -> Op:
-    """Which kind of operation `func` is, by its schema and tags."""
+    """Return the kind of operation that `func` is, by its schema and tags."""
     schema = func._schema
     if schema.name in _REFUSED:
         return Op.REFUSED
@@ -63,7 +63,7 @@ def kind_of(func: torch._ops.OpOverload) -> Op:
 
 @functools.cache
 def written(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of every argument `func` writes."""
+    """Return position and name of every argument that `func` writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple(
         (i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write
@@ -72,12 +72,12 @@ def written(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def is_random(func: torch._ops.OpOverload) -> bool:
-    """Does it draw from a random generator?"""
+    """Return whether an operation draws from a random generator."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """May the same operation on the same bytes give other bytes the next time?"""
+    """Return whether the same operation on the same bytes may give other bytes next time."""
     name = func._schema.name
     if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
@@ -85,7 +85,7 @@ def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def needs_data(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Indexing has a size that depends on data only where an index is a mask."""
+    """Return whether a data-dependent operation needs data: indexing does only with a mask."""
     if func is not aten.index.Tensor:
         return True
     return any(index is not None and index.dtype in _MASKS for index in args[1])

@@ -35,12 +35,12 @@ class DeferredParameter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The size of its elements in bytes."""
         return self.parameter.numel() * self.parameter.element_size()
 
 
 def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
-    """Make every parameter of `model` a deferred tensor; the result is by id of the parameter.
+    """Make every parameter of `model` a deferred tensor; return them by id of the parameter.
 
     Parameter objects stay what they are (vLLM and others hold references to them); two that share
     a storage go on sharing one. A storage that a buffer or another tensor of a module is a view of
@@ -78,7 +78,7 @@ def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
-    """After tracing: note of every parameter what it follows from, or that it is real already.
+    """Note of every parameter, after tracing, what it follows from or that it is real already.
 
     Parameters that the loading code made itself are added; those it dropped are taken out.
     """
@@ -99,8 +99,10 @@ def settle_strays(
 ) -> None:
     """Give real memory to deferred tensors that ended up elsewhere than in parameters.
 
-    Buffers and tensors kept as attributes are made now and stay private. UntraceableError for
-    one inside a container: it could be anywhere else too.
+    Buffers and tensors kept as attributes are computed now and stay private.
+
+    Raises:
+        UntraceableError: A container holds one, so others may be anywhere.
     """
     for name, module in model.named_modules():
         for held, items in (
@@ -142,7 +144,8 @@ def _inside(value: object) -> Iterable[torch.Tensor]:
 def replace_data(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     """Give `parameter` the data of `tensor`; its identity, class and attributes stay.
 
-    UntraceableError when something holds a weak reference to it: torch cannot swap it then.
+    Raises:
+        UntraceableError: Something holds a weak reference to it, so torch cannot swap it.
     """
     data = tensor.detach()
     data.__class__ = parameter.__class__

@@ -44,7 +44,7 @@ COPY = torch.ops.aten.copy_.default
 
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
-    """The writes among the first `version` that later ones do not hide completely."""
+    """Return the writes among the first `version` that later ones do not hide completely."""
     if version == 0:
         return []
     if storage.starts is None:
@@ -58,7 +58,7 @@ def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
 
 
 def needs_base(storage: VirtualStorage, version: int) -> bool:
-    """Do the bytes still depend on what the storage held before the first live write?
+    """Return whether bytes still depend on what the storage held before the first live write.
 
     Only writes before the first one that reads its target count; coverage is exact.
     """
@@ -84,7 +84,7 @@ def _is_covered(storage: VirtualStorage, version: int) -> bool:
 
 
 def whole_source(view: View) -> SourceTensor | None:
-    """The source whose bytes, in the same order, are exactly this view's; None otherwise."""
+    """Return the source whose bytes, in the same order, are exactly this view's, or None."""
     storage = view.storage
     if not view.is_whole():
         return None
@@ -102,7 +102,7 @@ def whole_source(view: View) -> SourceTensor | None:
 
 
 class RecipeBook:
-    """Digests of recipes, remembered. Every source asked about must have its digest by then."""
+    """The digests of recipes, each computed once. All sources must have their digests by then."""
 
     def __init__(
         self, identity: Callable[[SourceTensor], tuple[object, ...]] = SourceTensor.identity
@@ -112,7 +112,7 @@ class RecipeBook:
         self._known: dict[tuple[int, int], str] = {}
 
     def digest(self, view: View) -> str:
-        """Name the bytes and geometry of `view` by how they come about."""
+        """Return a name for the bytes and geometry of `view`, by how they come about."""
         return _hash(self._view(view))
 
     def _view(self, view: View) -> tuple[Any, ...]:
@@ -185,12 +185,12 @@ def _hash(description: tuple[Any, ...]) -> str:
 
 
 def sources_of(view: View) -> list[SourceTensor]:
-    """Every source the bytes of `view` follow from, once, in the order of the recipe."""
+    """Return every source that the bytes of `view` follow from, once, in the recipe's order."""
     return [s.source for s, v in _reach(view) if s.source is not None and needs_base(s, v)]
 
 
 def reason_to_keep_private(view: View) -> str | None:
-    """Why no other model may share these bytes, or None."""
+    """Return why no other model may share these bytes, or None."""
     for storage, version in _reach(view):
         if storage.private is not None:
             return storage.private
@@ -200,7 +200,7 @@ def reason_to_keep_private(view: View) -> str | None:
 
 
 def references(view: View) -> Sequence[View]:
-    """Every view that the recipe of `view` mentions, itself left out, each as often as it does."""
+    """Return every view that the recipe of `view` mentions, as often as it does, without itself."""
     return _reached(view).mentioned
 
 
@@ -281,14 +281,14 @@ def _views(value: Any) -> Iterator[View]:
 
 
 def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage under `tensor`, flat, on its device, without a copy."""
+    """Return all bytes of the storage under `tensor`, flat, on its device, without a copy."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage)
 
 
 def drop_what_is_overwritten(views: Sequence[View]) -> None:
-    """Let go of what constructors left where no recipe asks for it: it may be memory in use."""
+    """Let go of what constructors left where no recipe needs it: it may be memory in use."""
     mentioned = {id(mention.storage) for view in views for mention in references(view)}
     for view in views:
         storage = view.storage
@@ -298,7 +298,7 @@ def drop_what_is_overwritten(views: Sequence[View]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StorageRange:
-    """Bytes `start` to `stop` of a storage; `source` when they are those of one source tensor."""
+    """Bytes `start` to `stop` of a storage; `source` is set when they are those of one tensor."""
 
     start: int
     stop: int
@@ -306,7 +306,7 @@ class StorageRange:
 
 
 def parts_of(view: View) -> list[StorageRange]:
-    """The parts of a view that is the whole of its storage, in order, without gap or overlap."""
+    """Return the parts of a view that fills its storage, in order, without gap or overlap."""
     storage, version = view.storage, view.version
     whole = [StorageRange(0, storage.nbytes, whole_source(view))]
     writes = live_writes(storage, version)
@@ -338,7 +338,7 @@ def _copied_whole(write: Write) -> SourceTensor | None:
 def composite_digest(
     view: View, data: memoryview, digest: Callable[[memoryview], str], *, trusted: bool = True
 ) -> str:
-    """Name the bytes `data` of the whole of `view`: their digest when there is one part.
+    """Return a name for `data`, the bytes of `view`: their digest when there is one part.
 
     `digest` hashes what no source's digest covers, and everything when those are not `trusted`.
     """

@@ -102,7 +102,7 @@ class LoadSession:
         self._hits.clear()
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
-        """Say which final tensors there will be, before the first is asked for."""
+        """Announce the final tensors of the load, before the first is asked for."""
         seen: set[int] = set()
         for each in parameters:
             if each.view is not None:
@@ -117,18 +117,18 @@ class LoadSession:
         self.ahead.plan(parameters)
 
     def sources(self, each: DeferredParameter) -> list[SourceTensor]:
-        """The source tensors its bytes follow from."""
+        """Return the source tensors that the bytes of `each` follow from."""
         return each.sources
 
     def _shareable_sources(self, each: DeferredParameter) -> list[SourceTensor]:
         return [] if self.reason(each) is not None else self.sources(each)
 
     def known(self, each: DeferredParameter) -> bool:
-        """Are all digests its recipe needs at hand?"""
+        """Return whether every digest that the recipe needs is known."""
         return all(source.digest is not None for source in self.sources(each))
 
     def reason(self, each: DeferredParameter) -> str | None:
-        """Why this final tensor stays private, or None."""
+        """Return why this final tensor stays private, or None."""
         view = each.view
         if view is None:
             return NotShared.NOT_DEFERRED
@@ -158,7 +158,7 @@ class LoadSession:
         return all(source.digest is None for source in each.sources)
 
     def give_back(self, made: ScratchTensor | None) -> None:
-        """Return borrowed memory."""
+        """Return the borrowed memory of `made`, if any."""
         if made is not None and made.escaped:
             self.scratch.forget(made.block)
         elif made is not None:
@@ -299,11 +299,11 @@ class LoadSession:
         return None
 
     def pours(self, each: DeferredParameter) -> bool:
-        """Is it read straight into shared memory, without memory to be made in first?"""
+        """Return whether a tensor is read straight into shared memory, without scratch memory."""
         return self._poured(each) is not None
 
     def _poured(self, each: DeferredParameter) -> SourceTensor | None:
-        """What it is read from, if so: a second copy might not fit, and it is not on its way."""
+        """Return its source in that case: a second copy might not fit, and it is not on its way."""
         if each.installed or each.nbytes <= POUR_BYTES or self.config.hash_algorithm != "blake3":
             return None
         if self.ahead.has(each) or not self.provider.local or self.reason(each) is not None:
@@ -363,7 +363,7 @@ class LoadSession:
         *,
         borrowed: bool,
     ) -> None:
-        """No shared memory, descriptor or mapping to be had: the model loads all the same."""
+        """Keep tensors private for want of shared memory; the model loads all the same."""
         for each, made, _ in missed:
             self.keep_private(each, reason, made)
             if borrowed:
@@ -391,7 +391,7 @@ class LoadSession:
         made: bool,
         sources: Iterable[SourceTensor] = (),
     ) -> None:
-        """Account for a final tensor that is, or is part of, `used`: a resident or a record."""
+        """Account for a final tensor that is, or is part of, `used`, a resident or a record."""
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
 
@@ -424,11 +424,14 @@ class LoadSession:
         return f"recipe:{self.config.hash_algorithm}:{self._state}:{recipe}"
 
     def sampled(self) -> bool:
-        """Is this hit one of those to audit?"""
+        """Return whether this hit is one of those to audit."""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
     def agrees(self, resident: AnyResident, tensor: torch.Tensor) -> bool:
-        """On a hit by content: compare when asked to. Counts a collision, or AuditError."""
+        """Compare a hit by content where that is asked for; return whether it may be used.
+
+        Raises:
+            AuditError: An audit found other bytes. With verify_bytes it counts as a collision."""
         verify = self.config.verifies_bytes
         if not (verify or self.sampled()):
             return True
@@ -446,7 +449,7 @@ def _view(each: DeferredParameter) -> View:
 
 
 def slabs(sizes: Sequence[int]) -> list[list[int]]:
-    """Which tensors of a layer, by their sizes in bytes, are to share a slab: numbers of each."""
+    """Group the tensors of a layer, given by sizes in bytes, into slabs; return their numbers."""
     large = [[n] for n, size in enumerate(sizes) if size >= _OWN_SLAB_BYTES]
     middling = [n for n, size in enumerate(sizes) if _SMALL_BYTES <= size < _OWN_SLAB_BYTES]
     small = [n for n, size in enumerate(sizes) if size < _SMALL_BYTES]
@@ -454,10 +457,10 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
-    """The residents with the bytes of these sharable tensors; was each made for it just now?
+    """Return the resident with the bytes of each tensor, and whether it was built just now.
 
-    Those that are made share a slab. None, with the reason in the ledger under the tensor's name,
-    when another tensor has the same digest or there is no shared memory to be had.
+    Those that are built share a slab. It is None, with the reason in the ledger, where another
+    tensor has the same digest or there is no shared memory to be had.
     """
     wanted = []
     for _, tensor in finals:

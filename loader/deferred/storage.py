@@ -73,12 +73,12 @@ class View:
         return count
 
     def is_whole(self) -> bool:
-        """Does the view hold every byte of its storage once, without gaps?"""
+        """Return whether the view holds every byte of its storage once, without gaps."""
         whole = self.numel * self.dtype.itemsize == self.storage.nbytes
         return whole and self.offset == 0 and _is_packed(self.shape, self.stride)
 
     def is_contiguous(self) -> bool:
-        """Row-major and without gaps, so that its bytes are one range of the storage."""
+        """Return whether it is row-major without gaps, so that its bytes are one range."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1:
@@ -155,21 +155,24 @@ class Reach(NamedTuple):
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous CPU tensor, flat, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, flat, without a copy."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
-    """`view` over real memory: `flat` holds the storage's bytes (1-d, uint8)."""
+    """Return `view` over real memory; `flat` holds the storage's bytes (1-d, uint8)."""
     usable = flat.numel() - flat.numel() % view.dtype.itemsize
     typed = flat[:usable].view(view.dtype)
     return torch.as_strided(typed, view.shape, view.stride, typed.storage_offset() + view.offset)
 
 
 def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
-    """A view of a deferred source, which is contiguous. UnsupportedError: it is none of its bytes.
+    """Return a view of a deferred source, which is contiguous.
 
-    Nothing is recorded: which bytes a view means, it says itself.
+    Nothing is recorded: a view says by itself which bytes it means.
+
+    Raises:
+        UnsupportedError: The tensor is stored conjugated or negated, so it is no view.
     """
     if place.lazy:
         raise UnsupportedError(
@@ -183,7 +186,7 @@ def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
 
 
 def span_of(view: View) -> tuple[int, int]:
-    """First byte of a view in its storage, and the one behind the last; there may be gaps."""
+    """Return the range of bytes that a view lies in; there may be gaps."""
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     itemsize = view.dtype.itemsize
     return view.offset * itemsize, (view.offset + last + 1) * itemsize

@@ -1,7 +1,7 @@
 """The tracer: runs a model's own `load_weights` over deferred tensors and logs what it does.
 
 One `TorchDispatchMode` sees every operation. Views are left alone; writes and new storages are
-recorded (`virtual.py`); what depends on data is answered with real data, read for the purpose.
+recorded (`storage.py`); what depends on data is answered with real data, read for the purpose.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 
 class UntraceableError(UnsupportedError):
-    """This model's loading code does something the tracer cannot defer: load it plainly."""
+    """This model's loading code does something that cannot be deferred: load it plainly."""
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -79,41 +79,42 @@ class Tracer:
         self.data_reads: list[str] = []
 
     def source(self, source: SourceTensor, dtype: torch.dtype) -> torch.Tensor:
-        """A deferred tensor for `source`, whose bytes are not read."""
+        """Return a deferred tensor for `source`, whose bytes are not read."""
         with torch._C._DisableTorchDispatch():  # our own meta tensor, made in the model's code
             meta = torch.empty(source.spec.shape, dtype=dtype, device="meta")
         self._add(ExpressionKind.SOURCE, meta).source = source
         return meta
 
     def parameter(self, initial: torch.Tensor) -> torch.Tensor:
-        """A deferred flat byte tensor in place of `initial`, the bytes the constructor left."""
+        """Return a deferred flat byte tensor in place of `initial`, which a constructor left."""
         meta = torch.empty(initial.numel(), dtype=torch.uint8, device="meta")
         self._add(ExpressionKind.PARAMETER, meta).initial = initial
         return meta
 
     def find(self, tensor: torch.Tensor) -> VirtualStorage | None:
-        """The deferred storage under `tensor`, or None for a real tensor."""
+        """Return the deferred storage under `tensor`, or None for a real tensor."""
         if not tensor.is_meta:
             return None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def view(self, tensor: torch.Tensor) -> View | None:
-        """A snapshot of a deferred tensor, or None for a real one."""
+        """Return a snapshot of a deferred tensor, or None for a real one."""
         storage = self.find(tensor)
         return None if storage is None else _plain_view(storage, tensor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While active in this thread, operations on deferred tensors are logged.
+        """Log operations on deferred tensors in this thread while the block runs.
 
-        Raises UntraceableError when the code starts a thread: its writes would go unseen.
+        Raises:
+            UntraceableError: The code starts a thread, whose writes would go unseen.
         """
         with _no_new_threads(lambda: self._evaluating), _Mode(self):
             yield
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Within `recording`: what runs is ours and not the model's, and may use a pool."""
+        """Mark what runs within `recording` as ours and not the model's: it may use a pool."""
         before, self._evaluating = self._evaluating, True
         try:
             yield
@@ -121,7 +122,7 @@ class Tracer:
             self._evaluating = before
 
     def held(self) -> int:
-        """How many deferred storages some tensor still refers to."""
+        """Return how many deferred storages some tensor still refers to."""
         return sum(
             torch._C._storage_Use_Count(storage.untyped._cdata) > 1
             for storage in self._storages.values()
@@ -343,7 +344,7 @@ def _plain_view(storage: VirtualStorage, tensor: torch.Tensor) -> View:
 
 
 def _overlap(a: View, b: View) -> bool:
-    """May two views of one storage have bytes in common, and not be the same view?"""
+    """Return whether two different views of one storage may have bytes in common."""
     if (a.dtype, a.shape, a.stride, a.offset) == (b.dtype, b.shape, b.stride, b.offset):
         return False
     (first, last), (start, stop) = span_of(a), span_of(b)
@@ -367,7 +368,7 @@ def _no_new_threads(ours: Callable[[], bool]) -> Iterator[None]:
     """Refuse threads started by the traced code: a dispatch mode is active in one thread only.
 
     Without this a loader that copies from a pool would silently leave its parameters as they were.
-    `ours`: is the code that runs now our own, which may use a pool?
+    `ours` says whether the code that runs now is our own, which may use a pool.
     """
     tracing = threading.get_ident()
     original = threading.Thread.start

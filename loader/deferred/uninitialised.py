@@ -40,12 +40,12 @@ class UninitialisedStorages:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While active in this thread, see what is made and written."""
+        """Watch what this thread makes and writes while the block runs."""
         with _Mode(self):
             yield
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Has nothing been written to the memory of this tensor?"""
+        """Return whether nothing has been written to the memory of this tensor."""
         return number_of(tensor.untyped_storage()) in self._storages
 
     def made(self, tensor: torch.Tensor) -> None:
@@ -61,9 +61,9 @@ class UninitialisedStorages:
 
 
 def surely_unwritten(storage: VirtualStorage) -> int:
-    """At least so many bytes of a storage did nothing write that was recorded.
+    """Return a lower bound of the bytes of a storage that no recorded write has filled.
 
-    A lower bound that never errs on the side of more: writes that overlap count twice.
+    Writes that overlap count twice, so the bound may be too low and never too high.
     """
     done = sum(write.target.numel * write.target.dtype.itemsize for write in storage.writes)
     return max(0, storage.nbytes - done)

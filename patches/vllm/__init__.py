@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Entry point in `vllm.platform_plugins`: patches the arguments and claims no platform.
+    """Patch the arguments and claim no platform: entry point in `vllm.platform_plugins`.
 
     vLLM asks platform plug-ins while it is being imported, before anybody can build arguments;
     the general plug-ins below would come too late for `LLM(tensor_dedup=...)`.
@@ -27,7 +27,10 @@ def prepare() -> None:
 
 
 def register() -> None:
-    """Entry point in `vllm.general_plugins`: idempotent, called in every process of an engine."""
+    """Patch the arguments and register the load format: entry point in `vllm.general_plugins`.
+
+    Idempotent; vLLM calls it in every process of an engine.
+    """
     install()
     _register_loader()
 
@@ -49,7 +52,7 @@ def _register_loader() -> None:
 
 
 def _loader_class() -> "type[DefaultModelLoader]":
-    """The loader; where this vLLM lost a name that it imports, one that loads plainly."""
+    """Return the loader; where this vLLM lacks a name that it imports, one that loads plainly."""
     try:
         from tensor_dedup.patches.vllm.loader import TensorDedupLoader
         from tensor_dedup.patches.vllm.post_load import install as keep_format

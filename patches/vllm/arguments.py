@@ -66,7 +66,10 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
 
     `extra` is the user's own model_loader_extra_config; its other keys are kept and the object is
     not changed. Applied to its own result with `value` None it returns the same again. A config
-    that is switched off returns what plain vLLM would have been given. Raises ConfigError.
+    that is switched off returns what plain vLLM would have been given.
+
+    Raises:
+        ConfigError: The config is not valid, or does not combine with the load format.
     """
     own = _loader_config(extra)
     request = _requested(value, load_format, own)
@@ -103,14 +106,14 @@ def refuse_moving_weights(settings: object) -> None:
 
 
 def _copied_on_write() -> bool:
-    """Is a weight of this vLLM's engines in the machine's memory, and not in a device's?"""
+    """Return whether this vLLM's engines have weights in the machine's memory."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def parse_flag(text: str) -> dict[str, Any]:
-    """Type of `--tensor-dedup` for argparse, which turns ArgumentTypeError into exit status 2."""
+    """Parse `--tensor-dedup` for argparse, which turns ArgumentTypeError into exit status 2."""
     try:
         return TensorDedupConfig.from_any(text).to_dict()
     except ConfigError as error:

@@ -33,7 +33,7 @@ _KERNELS = "vllm.model_executor.kernels.linear"
 
 
 def _classes(*targets: str) -> tuple[type, ...]:
-    """Those of these classes that this vLLM has."""
+    """Return those of these classes that this vLLM has."""
     found = []
     for target in targets:
         module, _, name = target.partition(":")
@@ -60,7 +60,7 @@ _INT8_KERNELS = _classes(f"{_KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel"
 
 
 def linear_kernel(layer: nn.Module) -> Any | None:
-    """vLLM's kernel of a quantised linear layer: its method's, or that of its scheme; or None."""
+    """Return vLLM's kernel of a quantised linear layer, of its method or its scheme, or None."""
     for holder in (layer.quant_method, getattr(layer, "scheme", None)):
         for name in ("fp8_linear", "kernel"):
             kernel = getattr(holder, name, None)
@@ -70,13 +70,13 @@ def linear_kernel(layer: nn.Module) -> Any | None:
 
 
 def is_plain_fp8(layer: nn.Module) -> bool:
-    """Is it a layer of fp8 weights, processed by nobody but their method?"""
+    """Return whether a layer has fp8 weights that only their method processes."""
     method: Any = layer.quant_method
     return type(method) in _FP8 and type(method.fp8_linear) in _FP8_KERNELS
 
 
 def packs_int8(layer: nn.Module) -> bool:
-    """Is it a layer whose int8 weight the kernel may pack for oneDNN?"""
+    """Return whether a layer has an int8 weight that its kernel may pack for oneDNN."""
     scheme = getattr(layer, "scheme", None)
     if type(layer.quant_method) not in _INT8_METHODS or type(scheme) not in _INT8:
         return False  # a method that rotates weights has the same scheme
@@ -84,7 +84,7 @@ def packs_int8(layer: nn.Module) -> bool:
 
 
 def dispatch() -> dict[str, bool]:
-    """What vLLM asks, beside CPU features and environment, when it chooses how to pack a weight."""
+    """Return what vLLM's choice of a packing depends on beside CPU features and environment."""
     return {
         "onednn": bool(_custom_ops._supports_onednn),
         "zen": bool(current_platform.is_zen_cpu()),
@@ -96,7 +96,7 @@ def dispatch() -> dict[str, bool]:
 
 
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """The layer's `cpu_linear` when it owns all it needs and nothing of the layer; else None.
+    """Return the layer's `cpu_linear` if it owns all it needs and nothing of the layer, or None.
 
     vLLM's closures hold a oneDNN handler, or a packed weight and the number of outputs. One that
     holds anything else, as one of vLLM 0.28 does with a copy of the bias, is tied to its layer and
@@ -116,7 +116,7 @@ def _owned(name: str, value: object) -> bool:
 
 
 def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """The layer's `cpu_linear` when it is a function of its arguments alone; else None.
+    """Return the layer's `cpu_linear` if it is a function of its arguments alone, or None.
 
     vLLM falls back to one where oneDNN has no kernel (float16 on many CPUs): the layer then keeps
     its plain weight.
@@ -127,7 +127,7 @@ def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 
 def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
-    """The handler that the layer's kernel packed an int8 weight into, when it uses one."""
+    """Return the handler that the layer's kernel packed an int8 weight into, or None."""
     kernel: Any = linear_kernel(layer)
     handler = getattr(kernel, "dnnl_handler", None)
     if not packs_int8(layer) or not isinstance(handler, CPUDNNLGEMMHandler):
@@ -137,7 +137,7 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 
 @contextmanager
 def scales_kept() -> Iterator[list[int]]:
-    """Give each int8 handler that this thread makes in the block its scales' memory to keep.
+    """Let each int8 handler that this thread makes in the block keep the memory of its scales.
 
     oneDNN is given the scales once, as a pointer; a parameter that is given other memory, or a
     layer that is dropped before one that shares its handler, would leave it pointing to nothing.
@@ -154,7 +154,7 @@ def scales_kept() -> Iterator[list[int]]:
 
 
 class _Handlers:
-    """Replaces vLLM's function that makes int8 handlers while any thread is in `scales_kept`."""
+    """The replacement of vLLM's handler factory while any thread is in `scales_kept`."""
 
     def __init__(self) -> None:
         self.mine = _Kept()
@@ -209,7 +209,7 @@ _HANDLERS: Final = _Handlers()
 
 
 def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
-    """Does anything but the parameter itself keep its memory, such as a kernel's own view of it?
+    """Return whether anything beside the parameter keeps its memory, such as a kernel's view.
 
     `kept`: what `scales_kept` has given to handlers, which does not count.
     """
@@ -219,7 +219,7 @@ def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
 
 
 def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
-    """Does the layer, or its packed function, still use the memory of `block`?"""
+    """Return whether the layer or its packed function still uses the memory of `block`."""
     storage = block.untyped_storage().data_ptr()
     linear = getattr(layer, "cpu_linear", None)
     cells = [cell.cell_contents for cell in getattr(linear, "__closure__", None) or ()]
@@ -231,9 +231,9 @@ def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
 
 
 def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
-    """What processing set on the layer's MoE kernel that a kernel made anew lacks.
+    """Return what processing set on the layer's MoE kernel that a fresh kernel lacks.
 
-    None when something of it is not a plain value, so that no other layer can be given it.
+    None when some of it is not a plain value, so that no other layer can be given it.
     """
     method: Any = layer.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):
@@ -268,7 +268,7 @@ def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
 
 
 def final_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of a processed model's parameters and of what was packed from them.
+    """Return the bytes of a processed model's parameters and of what was packed from them.
 
     A packed weight counts as the plain one it was made from, of the model's `dtype`; oneDNN may
     pad it.

@@ -46,7 +46,7 @@ _PREPROCESSED = (UnquantizedFusedMoEMethod,)
 
 
 def _takes_processed(layer: nn.Module) -> bool:
-    """Has it a method that can be told that its weights are processed, and that tests cover?"""
+    """Return whether its method can be told that weights are processed, and tests cover it."""
     method: Any = layer.quant_method
     return takes_processed(method) and (type(method) in _PREPROCESSED or is_plain_fp8(layer))
 
@@ -56,7 +56,7 @@ class PreprocessedLayer(KeyedLayer):
     """A layer whose method can be told that its weights are processed already."""
 
     def form_of(self, record: LayerRecord) -> LayerRecord:
-        """The record, which holds residents."""
+        """Return the record, which holds residents."""
         return record
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
@@ -98,7 +98,7 @@ class PreprocessedLayer(KeyedLayer):
 
 @dataclass(slots=True)
 class LayerProcessor:
-    """Processes the layers of one load."""
+    """The processing of one load's layers."""
 
     context: LayerContext
 
@@ -126,7 +126,7 @@ class LayerProcessor:
             PreprocessedLayer(self.context, original, layer, parameters).share_by_key()
 
     def _private(self, layer: nn.Module, parameters: Deferred) -> tuple[str, str] | None:
-        """A parameter that no layer key can hold, and why; None when all can be held."""
+        """Return a parameter that no layer key can hold, and why; None when there is none."""
         for each in parameters.values():
             if (reason := self.session.reason(each)) is not None:
                 return each.name, reason

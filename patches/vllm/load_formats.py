@@ -26,8 +26,11 @@ OWN = ("runai_streamer", SAVED_STATE)
 def split(mine: object) -> tuple[TensorDedupConfig, str]:
     """Take our entry of model_loader_extra_config apart: the config and the inner load format.
 
-    Whatever may be written as a config may be written there, None included. Raises ConfigError.
-    What else may stand there, under `stored`, is for `stub_folder.stored_in`.
+    The entry may be whatever stands for a config, None included. What it holds under `stored` is
+    for `stub_folder.stored_in`.
+
+    Raises:
+        ConfigError: The config is not valid.
     """
     if not isinstance(mine, Mapping):
         return TensorDedupConfig.from_any(mine), "auto"
@@ -36,7 +39,7 @@ def split(mine: object) -> tuple[TensorDedupConfig, str]:
 
 
 def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | None:
-    """The loader of a format that vLLM's default loader does not read, or None."""
+    """Return the loader of a format that vLLM's default loader does not read, or None."""
     if load_format not in OWN:
         return None
     # Here, because an older vLLM may lack what hardly anybody asks for.
@@ -58,7 +61,7 @@ def tie_again(load_format: str, model_config: ModelConfig) -> None:
 
 
 def is_draft(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
-    """Is this a speculative draft? It may lack what it takes from its target afterwards."""
+    """Return whether a model is a speculative draft, which may take weights from its target."""
     speculative = vllm_config.speculative_config
     if speculative is None or model_config is speculative.target_model_config:
         return False  # without a draft model the target stands for it

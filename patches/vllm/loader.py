@@ -59,7 +59,7 @@ _CAST: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class ReadingLoader(DefaultModelLoader):
-    """Gives a model its weights as the load format does; notes whether the model tells which."""
+    """vLLM's loader of the inner load format; notes whether the model tells what it has loaded."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._format = str(load_config.load_format)
@@ -81,7 +81,7 @@ class ReadingLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Every tensor by name, for a reload; AttributeError where vLLM's own loader has none."""
+        """Yield every tensor by name, for a reload; AttributeError where vLLM's loader cannot."""
         if self._inner is None:
             return super().get_all_weights(model_config, model)
         found: Generator[tuple[str, torch.Tensor], None, None]
@@ -91,21 +91,27 @@ class ReadingLoader(DefaultModelLoader):
     def track_weights_loading(
         self, model: nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
     ) -> None:
-        """As vLLM does: called where the model says what it has loaded."""
+        """Track as vLLM does; called only where the model tells what it has loaded."""
         super().track_weights_loading(model, loaded_weights, *args, **more)
         quantized = args[0] if args else more.get("quantized")  # of newer versions
         self._tracked = loaded_weights is not None and not quantized
 
 
 class TensorDedupLoader(ReadingLoader):
-    """Loads a model whose final tensors are shared with the models already in this process.
+    """The loader of models whose final tensors are shared with those that are loaded already.
 
-    Any weights it cannot share it loads as vLLM would, and `report()` says why. Loads of one
-    process wait for each other. Raises ConfigError, FormatError, ChangedFileError, AuditError.
+    Weights that cannot be shared are loaded as vLLM would, and `report()` says why. The loads of a
+    process wait for each other.
+
+    Raises:
+        ConfigError: The configuration is not valid.
+        FormatError: A stored checkpoint is not valid.
+        ChangedFileError: A file of the checkpoint changed meanwhile.
+        AuditError: An audit found a resident that differs from its checkpoint.
     """
 
     def __new__(cls, load_config: LoadConfig) -> Any:
-        """In a vLLM that is not the one we know: a loader that overrides nothing and says so."""
+        """Make a loader; in an unknown vLLM, one that overrides nothing and says so."""
         reason = why_not("loader", "reload")
         return super().__new__(cls) if reason is None else plain_loader(reason)(load_config)
 
@@ -180,7 +186,7 @@ class TensorDedupLoader(ReadingLoader):
         fall_back_to_pt: bool,
         allow_patterns_overrides: list[str] | None,
     ) -> tuple[Any, ...]:
-        """As vLLM does; notes the folder, which for a hub model nobody knew before."""
+        """Find the files as vLLM does; note the folder, which is new for a model of the hub."""
         found: tuple[Any, ...] = super()._prepare_weights(
             model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides
         )
@@ -191,7 +197,7 @@ class TensorDedupLoader(ReadingLoader):
     def _get_weights_iterator(
         self, source: DefaultModelLoader.Source
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """As vLLM does; the tensors of a stored checkpoint come from its store."""
+        """Read as vLLM does; the tensors of a stored checkpoint come from its store."""
         checkout = self._stored(source.model_or_path)
         if checkout is None:
             return super()._get_weights_iterator(source)
@@ -225,9 +231,10 @@ class TensorDedupLoader(ReadingLoader):
         return None
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
-        """Bytes of this model that a memory manager holds already: no part of the engine's own.
+        """Return the bytes of this model that a memory manager holds already.
 
-        0 where nothing is shared there. vLLM asks on GPUs, before it looks how much memory is free.
+        They are no part of the engine's own memory; 0 where nothing is shared there. vLLM asks on
+        GPUs, before it looks how much memory is free.
         """
         manager = self.dedup.memory_manager
         if manager is None or self._refusal(vllm_config) is not None:
@@ -251,7 +258,7 @@ class TensorDedupLoader(ReadingLoader):
         *,
         share: bool = False,
     ) -> _Loaded:
-        """Load as vLLM does, with the loader that the model asks for; `share`: what came of it."""
+        """Load with vLLM's own loader of this model; with `share`, share the result."""
         _log.warning("%s: loading without sharing: %s", model_config.model, reason)
         with scales_kept():
             model = self._loaded_by_vllm(vllm_config, model_config, prefix)
@@ -354,7 +361,7 @@ class TensorDedupLoader(ReadingLoader):
 
 
 def _describe_checkpoint(report: ModelReport, path: str) -> None:
-    """Enter the sizes of a local checkpoint that vLLM read by itself; nothing when unknown."""
+    """Enter the sizes of a local checkpoint that vLLM read by itself, if it can be read here."""
     try:
         checkpoint = open_checkpoint(path)
     except (TensorDedupError, OSError):
@@ -365,7 +372,7 @@ def _describe_checkpoint(report: ModelReport, path: str) -> None:
 
 
 def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:
-    """Bytes that the manager at `where` holds under this checkpoint's name; 0 where none answers.
+    """Return the bytes that the manager at `where` holds of a checkpoint; 0 if none answers.
 
     `device`: the UUID of the GPU whose manager, beside that one, is asked. What a fine-tune has in
     common with others is known when it is loaded and not before, so it is missing here: it then
@@ -381,7 +388,7 @@ def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str 
 
 
 def at_most(held: int, path: str, dtype: torch.dtype) -> int:
-    """So many bytes, but no more than a model of this dtype can take of a local checkpoint.
+    """Return `held`, but no more than a model of this dtype can take of a local checkpoint.
 
     Other engines may have it in their own dtype. What an engine adds to tensors, as rows of a
     vocabulary, is left out; so is a checkpoint that cannot be read here.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PackedGemm(KeyedLayer):
-    """One layer whose 2-d weight vLLM packs for the CPU."""
+    """One layer whose two-dimensional weight vLLM packs for the CPU."""
 
     keeps_weight: bool
 
@@ -54,7 +54,7 @@ class PackedGemm(KeyedLayer):
             self.share_by_key()
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """As every keyed layer; a large weight that is kept is read straight into shared memory."""
+        """Compute the weight; a large one that is kept is read straight into shared memory."""
         session, weight = self.context.session, self.weight
         if weight.installed or session.known(weight):
             return {}
@@ -64,7 +64,7 @@ class PackedGemm(KeyedLayer):
         return {"weight": session.make(weight)}
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """The function that vLLM made of the weight, while a layer uses it."""
+        """Return the function that vLLM made of the weight, while a layer uses it."""
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
@@ -223,7 +223,7 @@ class ScaledGemm(KeyedLayer):
             self.share_by_key()
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """The handler that the weight was packed into, while a layer uses it."""
+        """Return the handler that the weight was packed into, while a layer uses it."""
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:

@@ -32,11 +32,11 @@ OTHER_LOADERS = ("gguf", "bitsandbytes")
 
 
 class QuantisedWhileLoadedError(UntraceableError):
-    """Weights are made while they are read; what they end as can be shared all the same."""
+    """Weights are quantised while they are read; the result can be shared all the same."""
 
 
 def other_format(inner: str, model_config: ModelConfig) -> str | None:
-    """The format whose loader has to load this model, where that is none we can defer."""
+    """Return the format whose own loader has to load this model, or None."""
     if inner in OTHER_LOADERS:
         return inner
     quantised = str(model_config.quantization)
@@ -44,14 +44,14 @@ def other_format(inner: str, model_config: ModelConfig) -> str | None:
 
 
 def weights_of(model_config: ModelConfig) -> str:
-    """The path of a model's weights: with GGUF its model is the folder of its configuration."""
+    """Return the path of a model's weights; with GGUF, `model` is its configuration's folder."""
     weights = getattr(model_config, "model_weights", "")
     return str(weights if weights and model_config.quantization == "gguf" else model_config.model)
 
 
 @functools.cache
 def install() -> None:
-    """Keep the format that was asked for where a plug-in puts its own in its place. Idempotent.
+    """Keep the requested format where a plug-in puts its own in its place. Idempotent.
 
     The plug-in for bitsandbytes does so after the arguments are made, and our settings, which are
     still there, would be passed over without a word.
@@ -72,7 +72,7 @@ def install() -> None:
 
 
 def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights that vLLM moves from rank to rank when it balances experts (`enable_eplb`)."""
+    """Yield the weights that vLLM moves between ranks to balance experts (`enable_eplb`)."""
     for module in model.modules():
         config: Any = getattr(module, "moe_config", None)
         parallel = getattr(config, "moe_parallel_config", None)

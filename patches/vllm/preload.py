@@ -23,7 +23,7 @@ _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": Tr
 
 
 def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
-    """Load `path` in an engine and pin what it put; why not, or None."""
+    """Load `path` in an engine and pin what it put; return why that failed, or None."""
     from vllm import LLM
 
     from tensor_dedup.loader.report import report

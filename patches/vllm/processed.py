@@ -46,9 +46,10 @@ Final = tuple[str, str, nn.Parameter]  # name, label, object
 
 @dataclass(slots=True)
 class LayerContext:
-    """One load, as its layers see it. `deferred` is by id of the parameter object.
+    """One load as its layers see it.
 
-    `updated`: somebody may write weights in place later (`weight_transfer_config`).
+    `deferred` is by id of the parameter. With `updated`, somebody may write weights in place later
+    (`weight_transfer_config`).
     """
 
     session: LoadSession
@@ -60,7 +61,7 @@ class LayerContext:
     process: str = field(default_factory=process_text)
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
-        """The layer's own parameters that were deferred, by name in the layer."""
+        """Return the layer's own parameters that were deferred, by name in the layer."""
         found = {}
         for name, parameter in layer._parameters.items():
             if parameter is not None and id(parameter) in self.deferred:
@@ -80,9 +81,9 @@ class LayerContext:
         parameters: Mapping[str, DeferredParameter],
         content: str | None = None,
     ) -> LayerKey:
-        """The layer's key. All digests must be known; asked before processing changes the layer.
+        """Return the layer's key, before processing changes the layer. All digests must be known.
 
-        With `content`, the digest of the only parameter's bytes, that stands for its recipe.
+        `content`: the digest of the only parameter's bytes, in place of its recipe.
         """
         return LayerKey.of(
             self.process,
@@ -111,7 +112,7 @@ class LayerContext:
     def refusal(
         self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]
     ) -> str | None:
-        """With verify_bytes: why the record must not be used, or None.
+        """Return why verify_bytes forbids the use of a record, or None.
 
         Its sources are other bytes, or cannot be compared any more.
         """
@@ -178,7 +179,7 @@ class KeyedLayer(ABC):
 
     @abstractmethod
     def form_of(self, record: LayerRecord) -> Any | None:
-        """The processed form that a record leads to; None when it is gone."""
+        """Return the processed form that a record leads to, or None when it is gone."""
 
     @abstractmethod
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
@@ -245,7 +246,7 @@ class ProcessedLayer:
     def share(self, record: LayerRecord | None = None) -> None:
         """Replace what the layer has by residents with equal bytes; enter them into `record`.
 
-        One slab after the other: never is the layer there twice.
+        That happens slab by slab, so that the layer is never in memory twice.
         """
         finals = self._finals()
         for group in slabs([parameter.nbytes for _, _, parameter in finals]):
@@ -267,7 +268,7 @@ class ProcessedLayer:
                 record.residents[name] = (resident, type(parameter))
 
     def complete(self, record: LayerRecord) -> bool:
-        """Does `record` hold every parameter that the layer has now?"""
+        """Return whether `record` holds every parameter that the layer has now."""
         return len(record.residents) == len(self._parameters())
 
     def audit(self, record: LayerRecord) -> None:
@@ -305,7 +306,7 @@ class ProcessedLayer:
         setattr(layer, RECORD, record)
 
     def _finals(self) -> list[Final]:
-        """Every parameter that can be shared; others are entered."""
+        """Return every parameter that can be shared; enter the others as private."""
         others = {id(parameter) for parameter in self._others}
         found = []
         for name, parameter in self._parameters():
@@ -327,7 +328,7 @@ class ProcessedLayer:
     def _reason(
         self, label: str, each: DeferredParameter | None, parameter: nn.Parameter
     ) -> str | None:
-        """Why a processed parameter stays private, or None.
+        """Return why a processed parameter stays private, or None.
 
         One that processing made may follow from any that the layer had.
         """

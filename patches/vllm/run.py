@@ -119,7 +119,10 @@ def load(
 
 
 class LoadRun:
-    """Owns what one load opens and borrows; a context manager. One thread, under the load lock."""
+    """The state of one load, which owns what it opens and borrows.
+
+    A context manager, for one thread that holds the load lock.
+    """
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class LoadRun:
         name: str,
         gpu: SharedGpu | None = None,
     ) -> None:
-        """`name` of the model, for people who look at a memory manager's tables. `gpu`: its."""
+        """Open nothing yet. `name` is for reports and a manager's tables."""
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
         evaluator = Evaluator(reader, scratch)
@@ -240,7 +243,7 @@ class LoadRun:
         return file
 
     def conclude(self, model: nn.Module, *, updated: bool = False) -> None:
-        """After tracing: settle what there is to do. `updated`: as `LayerContext` says."""
+        """Settle, after tracing, what there is to do. `updated`: as `LayerContext` says."""
         session = self.session
         conclude(model, self._deferred, self.tracer)
         settle_strays(
@@ -262,7 +265,7 @@ class LoadRun:
         )
 
     def require_filled(self, path: str) -> None:
-        """IncompleteCheckpointError where a parameter would be what memory held before."""
+        """Raise IncompleteCheckpointError where a parameter would keep what memory held before."""
         lacking = [
             (each.name, missing)
             for key, each in self._deferred.items()
@@ -338,14 +341,14 @@ class LoadRun:
         return list(unique.values())
 
     def bring_the_rest(self, model: nn.Module) -> None:
-        """Parameters that loading code made itself: where the model wants them."""
+        """Move parameters that loading code made itself to the device of the model."""
         if self._gpu is not None:
             for parameter in model.parameters():
                 if not parameter.is_meta and parameter.device.type != self._gpu.device.type:
                     replace_data(parameter, self.session.provider.private(parameter.detach()))
 
     def share_left_over(self, model: nn.Module) -> None:
-        """Parameters that no layer's processing asked for."""
+        """Share the parameters that no layer's processing asked for."""
         remaining = [p for p in model.parameters() if p.is_meta and id(p) in self._deferred]
         self.session.share([self._deferred[id(p)] for p in remaining])
         for name, parameter in model.named_parameters():
@@ -354,7 +357,7 @@ class LoadRun:
 
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
-        """Tie a head that the checkpoint repeats, by recipe; vLLM would compare bytes."""
+        """Tie a head that the checkpoint repeats by comparing recipes; vLLM would compare bytes."""
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
             yield
             return
@@ -396,9 +399,11 @@ class LoadRun:
         return torch.equal(self.session.evaluator.value(a), self.session.evaluator.value(b))
 
     def finish(self) -> None:
-        """The files are what they were when opened; remember what was hashed.
+        """Check that no file changed, and remember what was hashed.
 
-        UntraceableError when somebody still holds a deferred tensor, which has no content.
+        Raises:
+            ChangedFileError: A file is not what it was when it was opened.
+            UntraceableError: Somebody still holds a deferred tensor, which has no content.
         """
         self._deferred.clear()
         self.session.ahead.close()
@@ -413,7 +418,7 @@ class LoadRun:
             file.remember()
 
     def report(self, rank: int) -> ModelReport:
-        """What this load read, hashed, made and shared."""
+        """Return what this load read, hashed, built and shared."""
         counters = self.session.reader.counters
         report = ModelReport(name=self._name, rank=rank, known=self._known)
         self.session.ledger.enter(report)
@@ -451,7 +456,7 @@ def _dtype(source: SourceTensor) -> torch.dtype:
 
 @contextmanager
 def restored_on_failure(vllm_config: VllmConfig) -> Iterator[None]:
-    """When the block fails, let the next attempt find things as this one found them.
+    """Put vLLM's configuration and the random generators back when the block fails.
 
     vLLM enters each attention and MoE layer in the configuration when it is made, and refuses a
     second one of that name; constructors draw random numbers.
@@ -479,10 +484,11 @@ def _counted_ops(compilation: CompilationConfig) -> tuple[Counter[str], Counter[
 
 @contextmanager
 def parameters_on_host(device: torch.device, untouched: UninitialisedStorages) -> Iterator[None]:
-    """Let parameters that modules register on `device` be in host memory, within the block.
+    """Keep in host memory the parameters that modules register on `device` within the block.
 
-    Modules of the calling thread; for the CPU nothing is done. `untouched` is to watch meanwhile:
-    what it holds is not copied, and memory of the host that nobody has touched takes none.
+    This concerns modules that the calling thread makes; for the CPU nothing is done. `untouched`
+    has to watch meanwhile: what it holds is not copied, and host memory that nobody has touched
+    takes none.
     """
     if device.type == "cpu":
         yield

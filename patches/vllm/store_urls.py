@@ -25,8 +25,11 @@ def is_url(model: object) -> bool:
 def resolve(arguments: MutableMapping[str, Any]) -> None:
     """Replace `store://NAME` among engine arguments by a folder, and say where its tensors are.
 
-    The arguments are those of a load of ours already. StoreError: there is no such checkpoint.
-    UnsupportedError: it is nothing an engine can load.
+    The arguments are already those of a load of ours.
+
+    Raises:
+        StoreError: There is no such checkpoint.
+        UnsupportedError: It is nothing an engine can load.
     """
     url = arguments["model"]
     extra: Mapping[str, Any] = arguments["model_loader_extra_config"]

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def plain_loader(reason: str) -> type[DefaultModelLoader]:
-    """A loader class that reads as vLLM does and says, for each model, why nothing is shared."""
+    """Return a loader class that reads as vLLM does and says why nothing is shared."""
 
     class PlainLoader(DefaultModelLoader):
         def __init__(self, load_config: LoadConfig) -> None:
@@ -64,7 +64,7 @@ def _model_name(given: list[Any]) -> str:
 
 
 def _rank() -> int:
-    """Of this worker; torch knows it whatever vLLM's configuration calls it."""
+    """Return this worker's rank; torch knows it whatever vLLM's configuration calls it."""
     distributed = torch.distributed
     there = distributed.is_available() and distributed.is_initialized()
     return distributed.get_rank() if there else 0

@@ -42,7 +42,7 @@ untied_lm_head: Callable[[nn.Module], Any] | None = _optional(
 
 
 def takes_processed(method: object) -> bool:
-    """May a layer of this method be given weights that were processed before?"""
+    """Return whether a layer of this method may be given weights that were processed before."""
     asked = getattr(method, "supports_pre_processed_weights", False)
     return weights_already_processed is not None and bool(asked)
 
@@ -62,7 +62,7 @@ KEEP_PLAIN = "_cpu_skip_gemm_dispatch"
 
 @functools.cache
 def install() -> None:
-    """Have KEEP_PLAIN heard where vLLM does not: a reload would pack a weight that is shared plain.
+    """Make vLLM honour KEEP_PLAIN, or a reload would pack a weight that is shared plain.
 
     Once a process.
     """
@@ -72,7 +72,7 @@ def install() -> None:
 
 
 def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `dispatch_cpu_unquantized_gemm`."""
+    """Wrap `dispatch_cpu_unquantized_gemm` so that it leaves layers with KEEP_PLAIN alone."""
 
     @functools.wraps(original)
     def dispatch(layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -47,7 +47,7 @@ _OTHERS = (
 
 @contextmanager
 def deferring(open_files: OpenFiles) -> Iterator[None]:
-    """In this context the iterators yield what `open_files(paths, wanted)` does."""
+    """Let the iterators yield what `open_files(paths, wanted)` does within the block."""
     token = _active.set(open_files)
     try:
         yield
@@ -56,7 +56,7 @@ def deferring(open_files: OpenFiles) -> Iterator[None]:
 
 
 def active() -> OpenFiles | None:
-    """What yields deferred tensors here and now, if anything does."""
+    """Return what yields deferred tensors in this context, or None."""
     return _active.get()
 
 
@@ -110,7 +110,7 @@ def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def in_order(files: Iterable[str]) -> list[str]:
-    """The order in which vLLM reads a checkpoint's files."""
+    """Return a checkpoint's files in the order in which vLLM reads them."""
     return sorted(files, key=_natural_sort_key)
 
 
@@ -126,7 +126,7 @@ REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
 
 @functools.cache
 def install() -> None:
-    """Put the wrappers in place, once a process; what this vLLM has not got, it does not call."""
+    """Put the wrappers in place, once a process, for the names that this vLLM has."""
     for name, replacement in REPLACEMENTS.items():
         original = getattr(default_loader, name, None)
         if original is not None:
@@ -142,7 +142,7 @@ def stored_tensors(
     subfolder: str | None,
     patterns: Sequence[str] | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every wanted tensor by name: deferred while a load of ours asks, else read from the store."""
+    """Yield every wanted tensor by name: deferred for a load of ours, else read from the store."""
     paths = in_order(_paths(checkout, subfolder, patterns))
     open_files = active()
     if open_files is not None:
