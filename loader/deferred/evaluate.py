@@ -161,7 +161,7 @@ class Evaluator:
         return source if source.spec.nbytes == storage.nbytes else None
 
     def value(self, view: View) -> torch.Tensor:
-        """Return a real CPU tensor equal to `view`: read only, and valid until the next `release`."""
+        """Return a real CPU tensor equal to `view`: read only, valid until the next `release`."""
         return as_view(self._flat(view.storage, view.version), view)
 
     def digest_sources(self, view: View) -> None:
