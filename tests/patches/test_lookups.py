@@ -53,6 +53,8 @@ def test_a_known_checkpoint_is_looked_up_all_at_once(
         report = engines.last_report()
         assert plain.outputs(second) == expected
         engines.drop(second)
+        del second
+        gc.collect()
     assert report.known
     assert report.shared_bytes == report.total_bytes > 0
     assert report.bytes_read == 0
