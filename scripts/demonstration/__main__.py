@@ -24,9 +24,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from demonstration import gallery, models, pictures, run, show
-from tensor_dedup.cli.errors import data_errors
-from tensor_dedup.cli.groups import INTERRUPTED
-from tensor_dedup.cli.names import console as console_of_tables
+from tensor_dedup.cli import INTERRUPTED, data_errors
+from tensor_dedup.cli.output import console as console_of_tables
 from tensor_dedup.formats.checkpoint import open_checkpoint
 
 # Loads and answers, each of them done by both sides.

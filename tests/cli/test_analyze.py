@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import tiny_checkpoints as checkpoints
 from tensor_dedup.analyze import analyze
-from tensor_dedup.cli.analysis_tables import show
+from tensor_dedup.cli.analyze import show_analysis
 from tensor_dedup.store import Store
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
@@ -88,7 +88,7 @@ def test_people_read_tables_with_the_saving_at_the_end(pair: checkpoints.Pair) -
 def said(*paths: Path, width: int = 200) -> str:
     """The text form, in this process."""
     out = StringIO()
-    show(analyze(paths), Console(file=out, width=width))
+    show_analysis(analyze(paths), Console(file=out, width=width))
     return out.getvalue()
 
 

@@ -135,7 +135,7 @@ def test_a_wrong_budget_is_wrong_use(budget: str) -> None:
         "tensor_dedup.memory_manager.client",
         "tensor_dedup.memory_manager.server.main",
         "tensor_dedup.cli.serve",
-        "tensor_dedup.cli.status",
+        "tensor_dedup.cli.manager",
     ],
 )
 def test_the_manager_and_its_clients_need_no_framework(module: str) -> None:

@@ -1,6 +1,5 @@
 """The verbs of training checkpoints, as a user runs them."""
 
-import importlib.util
 import json
 import re
 import tomllib
@@ -128,16 +127,6 @@ def test_a_plot_is_a_page_of_its_own(kept: Runs, tmp_path: Path) -> None:
     assert page.count("<polyline") == 4  # bytes twice, the ratio, the loss; NaN is nowhere
     assert "http" not in page
     assert kept.run("plot", "a/one", "--output", str(tmp_path / "run.gif")).exit_code == 2
-
-
-def test_a_plot_as_png(kept: Runs, tmp_path: Path) -> None:
-    target = tmp_path / "run.png"
-    result = kept.run("plot", "a/one", "--output", str(target))
-    if importlib.util.find_spec("matplotlib") is None:
-        assert result.exit_code == 1
-        assert "pip install matplotlib" in result.stderr
-    else:
-        assert target.read_bytes().startswith(b"\x89PNG")
 
 
 def cas(runs: Runs, *arguments: str) -> Result:

@@ -25,7 +25,7 @@ BAD = [
     ("tensor_dedup.memory_manager.server", "import tensor_dedup.store"),
     ("tensor_dedup.loader.plan", "from tensor_dedup import report"),
     ("tensor_dedup.loader.plan", "import tensor_dedup"),
-    ("tensor_dedup.patches.vllm.hooks", "import tensor_dedup.cli.errors"),
+    ("tensor_dedup.patches.vllm.hooks", "import tensor_dedup.cli"),
     ("tensor_dedup.loader.plan", "import vllm.config"),
     ("tensor_dedup.patches.diffusers", "from vllm import LLM"),
     ("tensor_dedup.patches.vllm_like", "from vllm import LLM"),

@@ -1,16 +1,28 @@
 """The command line `tensor-dedup VERB [OPTIONS]`.
 
-A verb lives in `tensor_dedup.cli.<verb>` as a click command named `command`. It is imported only
-when it is called, so that `--help` stays quick and no verb pays for another's libraries.
+The module of a verb is imported only when the verb is called, so that `--help` stays quick and no
+verb pays for another's libraries.
+
+A failure leaves one line on stderr and an exit status, and nothing on stdout: a verb with `--json`
+prints its one document when it has succeeded, so a reader of the document never takes an error for
+a result.
 """
 
 import importlib
-import keyword
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Final
 
 import click
 
-from tensor_dedup.cli.groups import Program
+from tensor_dedup.errors import ConfigError, NoSuchPathError, TensorDedupError
+
+# As shells say it, and unlike 1, which is for wrong data.
+INTERRUPTED: Final = 128 + signal.SIGINT
+_WHOLE: Final = 1000
+_HYPHEN: Final = "\ue000"  # of no text
 
 VERBS: Mapping[str, str] = {
     "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
@@ -32,6 +44,129 @@ VERBS: Mapping[str, str] = {
     "unpin": "Let a pinned checkpoint be evicted again.",
     "verify": "Read the store and say what is wrong.",
 }
+_COMMANDS: Mapping[str, str] = {
+    "analyze": "tensor_dedup.cli.analyze:command",
+    "delete": "tensor_dedup.cli.store:delete",
+    "evict": "tensor_dedup.cli.manager:evict",
+    "export": "tensor_dedup.cli.store:export",
+    "gc": "tensor_dedup.cli.store:gc",
+    "import": "tensor_dedup.cli.store:import_",
+    "list": "tensor_dedup.cli.store:list_",
+    "pin": "tensor_dedup.cli.manager:pin",
+    "repair": "tensor_dedup.cli.store:repair",
+    "runs": "tensor_dedup.cli.runs:command",
+    "serve": "tensor_dedup.cli.serve:command",
+    "show": "tensor_dedup.cli.store:show",
+    "stats": "tensor_dedup.cli.store:stats",
+    "status": "tensor_dedup.cli.manager:status",
+    "stop": "tensor_dedup.cli.manager:stop",
+    "top": "tensor_dedup.cli.manager:top",
+    "unpin": "tensor_dedup.cli.manager:unpin",
+    "verify": "tensor_dedup.cli.store:verify",
+}
+
+
+class BadData(click.ClickException):
+    """Something is wrong with the data: click prints one line on stderr and ends with 1."""
+
+    exit_code = 1
+
+
+class WrongUse(click.ClickException):
+    """The command was called wrongly: click prints one line on stderr and ends with 2."""
+
+    exit_code = 2
+
+
+@contextmanager
+def data_errors() -> Iterator[None]:
+    """Turn what a verb raises about its data, its settings or its files into an exit status."""
+    try:
+        yield
+    except (ConfigError, NoSuchPathError) as error:
+        raise WrongUse(_one_line(error)) from error
+    except TensorDedupError as error:
+        raise BadData(_one_line(error)) from error
+    except BrokenPipeError:
+        raise  # `| head` has seen enough: click ends the command without a message
+    except OSError as error:
+        raise BadData(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    return printable(" ".join(str(error).split()))
+
+
+def printable(name: str) -> str:
+    """The text with what no reader can see (escapes, controls, direction marks) written out."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+
+class _Formatter(click.HelpFormatter):
+    """Breaks no line at a hyphen: names, options and paths are there to be copied."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_held(text))
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        super().write_dl([(name, _held(text)) for name, text in rows], col_max, col_spacing)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_HYPHEN, "-")
+
+
+def _held(text: str) -> str:
+    return text.replace("-", _HYPHEN)
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
+class Verbs(click.Group):
+    """Lists each verb with a whole sentence, and says which verb was perhaps meant."""
+
+    context_class = _Context
+
+    def sentence(self, ctx: click.Context, verb: str) -> str:
+        """What the help says of a verb."""
+        command = self.get_command(ctx, verb)
+        return command.get_short_help_str(_WHOLE) if command is not None else ""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click's own cuts sentences.
+        with formatter.section("Verbs"):
+            formatter.write_dl([(v, self.sentence(ctx, v)) for v in self.list_commands(ctx)])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        verbs = self.list_commands(ctx)
+        if args[0] not in verbs and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = get_close_matches(args[0], verbs, 1)
+            more = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(verbs)}."
+            ctx.fail(f"no verb {args[0]!r}; {more}")
+        verb, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            command.context_class = _Context
+        return verb, command, rest
+
+
+class Program(Verbs):
+    """Turns what went wrong, and Ctrl-C, into one line and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            with data_errors():
+                result: object = super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+        return result
 
 
 class VerbGroup(Program):
@@ -43,9 +178,8 @@ class VerbGroup(Program):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        # No module can be called `import`.
-        module = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
-        command = importlib.import_module(f"tensor_dedup.cli.{module}").command
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), name)
         return command if isinstance(command, click.Command) else None
 
     def sentence(self, ctx: click.Context, verb: str) -> str:

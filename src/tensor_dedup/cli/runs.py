@@ -1,5 +1,9 @@
 """`tensor-dedup runs`: the training checkpoints of a store."""
 
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -8,21 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.cli.errors import WrongUse
-from tensor_dedup.cli.gc import space_after
-from tensor_dedup.cli.groups import Verbs
-from tensor_dedup.cli.names import Dotted, cell, console, counted, listing
-from tensor_dedup.cli.plot import PlotSeries, plot_to
-from tensor_dedup.cli.store_verbs import (
+from tensor_dedup.cli import Verbs, WrongUse
+from tensor_dedup.cli.output import (
+    Dotted,
     ask,
-    empty,
-    existing,
+    cell,
+    console,
+    counted,
     json_option,
-    print_table,
+    listing,
     say,
-    store_option,
     yes_option,
 )
+from tensor_dedup.cli.store import empty, existing, print_table, space_after, store_option
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.notes import shown
@@ -38,6 +40,31 @@ from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 
 _SHOWN_NAMES = 20
+_WIDTH, _HEIGHT, _MARGIN = 720, 180, 60
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>body{{font-family:sans-serif;margin:2em}}h2{{font-size:1em;margin-bottom:0}}
+svg text{{font-size:11px}}polyline{{fill:none;stroke:#1f6fb2;stroke-width:1.5}}
+circle{{fill:#1f6fb2}}.axis{{stroke:#999}}</style></head>
+<body><h1>{title}</h1>
+{charts}
+</body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlotSeries:
+    """Values at steps; what is no finite number is left out."""
+
+    title: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """The steps that have a value."""
+        both = zip(self.steps, self.values, strict=True)
+        return [(step, value) for step, value in both if math.isfinite(value)]
 
 
 @click.group(name="runs", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
@@ -246,12 +273,12 @@ def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A file that ends in .html or .png; by default RUN.html.",
+    help="A file that ends in .html; by default RUN.html.",
 )
 @store_option
 @json_option
 def plot(run: str, output: Path | None, store: str | None, as_json: bool) -> None:
-    """Draw bytes per step, dedup ratio and metrics of RUN. PNG needs matplotlib."""
+    """Draw bytes per step, dedup ratio and metrics of RUN."""
     opened = existing(store)
     steps = steps_of(opened, run)
     found = opened.run_growth(run)
@@ -267,7 +294,7 @@ def plot(run: str, output: Path | None, store: str | None, as_json: bool) -> Non
 
 
 def series_of(found: list[Growth], steps: list[Step]) -> list[PlotSeries]:
-    """What is drawn."""
+    """Return the lines that are drawn."""
     at = [each.step for each in found]
     drawn = [
         PlotSeries(
@@ -281,3 +308,49 @@ def series_of(found: list[Growth], steps: list[Step]) -> list[PlotSeries]:
         values = [step.metrics[name] for step in having]
         drawn.append(PlotSeries(name, [step.step for step in having], values))
     return drawn
+
+
+def plot_to(path: Path, title: str, series: Sequence[PlotSeries]) -> None:
+    """Write lines over steps as a page of HTML that needs nothing else.
+
+    Raises:
+        WrongUse: The name of the file does not end in .html.
+    """
+    if path.suffix == ".html":
+        charts = "\n".join(_chart(each) for each in series)
+        path.write_text(_PAGE.format(title=html.escape(title), charts=charts), encoding="utf-8")
+    else:
+        raise WrongUse(f"{path} does not end in .html; name a file that does")
+
+
+def _chart(series: PlotSeries) -> str:
+    points = series.points
+    if not points:
+        return f"<h2>{html.escape(series.title)}</h2><p>no values</p>"
+    low, high = min(0.0, *(v for _, v in points)), max(v for _, v in points)
+    first, last = points[0][0], points[-1][0]
+
+    def x(step: int) -> float:
+        return _MARGIN + (step - first) / max(1, last - first) * (_WIDTH - 2 * _MARGIN)
+
+    def y(value: float) -> float:
+        return _HEIGHT - 25 - (value - low) / ((high - low) or 1.0) * (_HEIGHT - 40)
+
+    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+    dots = "".join(
+        f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5">'
+        f"<title>step {step}: {value:g}</title></circle>"
+        for step, value in points
+    )
+    bottom = y(low)
+    return (
+        f"<h2>{html.escape(series.title)}</h2>"
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img">'
+        f'<line class="axis" x1="{_MARGIN}" y1="{bottom}" x2="{_WIDTH - _MARGIN}" y2="{bottom}"/>'
+        f'<line class="axis" x1="{_MARGIN}" y1="15" x2="{_MARGIN}" y2="{bottom}"/>'
+        f'<text x="{_MARGIN - 5}" y="20" text-anchor="end">{high:.4g}</text>'
+        f'<text x="{_MARGIN - 5}" y="{bottom}" text-anchor="end">{low:.4g}</text>'
+        f'<text x="{_MARGIN}" y="{_HEIGHT - 8}">{first}</text>'
+        f'<text x="{_WIDTH - _MARGIN}" y="{_HEIGHT - 8}" text-anchor="end">{last}</text>'
+        f'<polyline points="{line}"/>{dots}</svg>'
+    )

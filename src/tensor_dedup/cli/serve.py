@@ -6,8 +6,8 @@ import re
 
 import click
 
-from tensor_dedup.cli.manager_verbs import socket_option
-from tensor_dedup.cli.store_verbs import json_option
+from tensor_dedup.cli.manager import socket_option
+from tensor_dedup.cli.output import json_option
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
 from tensor_dedup.memory_manager.server.preload import Preload

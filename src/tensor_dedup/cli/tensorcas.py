@@ -4,10 +4,10 @@ from pathlib import Path
 
 import click
 
-from tensor_dedup.cli.gc import gc_lines
-from tensor_dedup.cli.groups import Program
+from tensor_dedup.cli import Program
+from tensor_dedup.cli.output import ask, say
 from tensor_dedup.cli.runs import delete_steps, measured, stats_lines, steps_of
-from tensor_dedup.cli.store_verbs import ask, existing, say
+from tensor_dedup.cli.store import existing, gc_lines
 from tensor_dedup.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
 

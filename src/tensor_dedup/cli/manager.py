@@ -1,0 +1,418 @@
+"""The verbs of a memory manager that runs: status, top, pin, unpin, evict, stop."""
+
+import errno
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Any, Final, TypeVar
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tensor_dedup.cli import BadData, WrongUse
+from tensor_dedup.cli.output import Dotted, cell, console, counted, json_option, say, short
+from tensor_dedup.memory_manager.client.admin import Admin, Overview
+from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
+from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
+from tensor_dedup.memory_manager.errors import ManagerGoneError
+from tensor_dedup.memory_manager.protocol.paths import (
+    ENVIRONMENT,
+    default_socket,
+    device_socket,
+    socket_path,
+)
+from tensor_dedup.memory_manager.protocol.tables import ClientRow
+from tensor_dedup.text_table import human
+
+_DEVICE: Final = "tensor_dedup.device"
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def socket_option(verb: _Verb) -> _Verb:
+    """`--socket PATH`, as `socket`; None means the environment's or the user's own."""
+    return _socket_option(verb, None)
+
+
+def place_options(verb: _Verb) -> _Verb:
+    """`--socket PATH` and `--device UUID`: as `socket`, the one of that GPU's manager."""
+    device = click.option(
+        "--device",
+        metavar="UUID",
+        expose_value=False,
+        is_eager=True,  # or the socket would be looked at first
+        callback=_remember_device,
+        help="Ask the manager of this GPU's memory.",
+    )
+    return device(_socket_option(verb, _beside))
+
+
+def _socket_option(verb: _Verb, callback: Callable[..., Any] | None) -> _Verb:
+    return click.option(
+        "--socket",
+        type=click.Path(dir_okay=False),
+        metavar="PATH",
+        callback=callback,
+        help=f"The manager's socket; by default ${ENVIRONMENT}, else {short(default_socket())}.",
+    )(verb)
+
+
+def _remember_device(
+    context: click.Context, _parameter: click.Parameter, value: str | None
+) -> None:
+    if value is not None and not re.fullmatch(r"GPU-[0-9a-f]{8}[0-9a-f-]*", value):
+        raise click.BadParameter(f"{value!r} is no UUID; `nvidia-smi -L` shows them")
+    context.meta[_DEVICE] = value
+
+
+def _beside(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    device = context.meta.get(_DEVICE)
+    return str(device_socket(socket_path(value), device)) if device else value
+
+
+def on_device(admin: Admin) -> DeviceUse | NotAvailable | None:
+    """What NVML says of the GPU whose memory a manager lends; None for the machine's memory."""
+    return use_of(admin.device) if admin.device else None
+
+
+def document(overview: Overview, use: DeviceUse | NotAvailable | None) -> dict[str, Any]:
+    """All of it as JSON can hold it; `device` for a GPU's manager only."""
+    return overview.to_dict() | ({} if use is None else {"device": use.to_dict()})
+
+
+def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
+    """The totals, one a line."""
+    t = overview.totals
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    layers, leases = counted(t.records, "layer"), counted(t.leases, "lease")
+    waiting = counted(t.waiting, "client")
+    for name, value in (
+        ("manager", f"process {t.pid} at {t.name}, up {_time(t.uptime_s)}"),
+        ("budget", f"{human(t.charged)} of {human(t.budget)} in use"),
+        (
+            "residents",
+            f"{counted(t.residents, 'tensor')}, {human(t.resident_bytes)}; {layers}",
+        ),
+        ("leased", f"{human(t.leased_bytes)}, {leases} of {_processes(overview)}"),
+        ("pinned", human(t.pinned_bytes) + (f" ({', '.join(t.pins)})" if t.pins else "")),
+        ("look-ups", f"{counted(t.hits, 'layer')} found, {t.misses} not; {t.published} published"),
+        ("builds", f"{t.builds} under way, {waiting} waiting, {t.takeovers} taken over"),
+        ("evicted", human(t.evicted_bytes)),
+    ):
+        table.add_row(name, cell(value))
+    if t.lingering_bytes:
+        table.add_row("lingering", f"{human(t.lingering_bytes)} of processes that were cut off")
+    if isinstance(use, DeviceUse):
+        others = len({each.pid for each in use.processes} - {row.pid for row in overview.clients})
+        table.add_row(
+            "GPU", f"{use.name}: {human(use.used)} of {human(use.total)} in use, as NVML counts"
+        )
+        table.add_row("", f"{len(use.processes)} processes on it, {others} no clients of this")
+    elif use is not None:
+        table.add_row("GPU", f"not available: {use.reason}")
+    return table
+
+
+def _processes(overview: Overview) -> str:
+    count = len({row.pid for row in overview.clients})
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def clients(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
+    """Which process holds what; with NVML, what each has of the GPU in all.
+
+    What several connections of a process lease counts for each of them.
+    """
+    gpu = ("on the GPU",) if isinstance(use, DeviceUse) else ()
+    table = _table("pid", "client", "leases", "leased", "builds", "connected", *gpu)
+    of_pid: dict[int, list[ClientRow]] = {}
+    for row in overview.clients:
+        of_pid.setdefault(row.pid, []).append(row)
+    for pid, rows in of_pid.items():
+        cells: list[Text | str] = [
+            str(pid),
+            _client(rows),
+            str(sum(row.leases for row in rows)),
+            human(sum(row.leased_bytes for row in rows)),
+            str(sum(row.builds for row in rows)),
+            _time(max(row.connected_s for row in rows)),
+        ]
+        if isinstance(use, DeviceUse):
+            cells.append(_of_process(use, pid))
+        table.add_row(*cells)
+    return table
+
+
+def _client(rows: Sequence[ClientRow]) -> Text:
+    """The names that the connections of one process gave, each once."""
+    names = ", ".join(dict.fromkeys(row.name for row in rows))
+    return cell(names + (f" ({len(rows)} connections)" if len(rows) > 1 else ""))
+
+
+def _of_process(use: DeviceUse, pid: int) -> str:
+    found = use.of(pid)
+    if found is None:
+        return "-"
+    return "?" if found.nbytes is None else human(found.nbytes)
+
+
+def checkpoints(overview: Overview) -> Table:
+    """Bytes by checkpoint; a tensor that several share counts for each."""
+    table = _table("checkpoint", "tensors", "size", "in use", "pinned")
+    for row in overview.checkpoints:
+        pinned = "yes" if row.pinned else ""
+        size, used = human(row.nbytes), human(row.leased_bytes)
+        table.add_row(Dotted(row.name), str(row.residents), size, used, pinned)
+    return table
+
+
+def builds(overview: Overview) -> Table:
+    """Puts under way."""
+    table = _table("put", "pid", "state", "layers", "slab", "silent for")
+    for row in overview.builds:
+        silent = f"{row.silent_s:.1f} s"
+        table.add_row(
+            str(row.put), str(row.pid), row.state, str(row.keys), human(row.nbytes), silent
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for column in columns:
+        text = column in ("client", "checkpoint", "state", "pinned")
+        if text:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+_DIGEST_NAME: Final = re.compile(r"[0-9a-f]{64}")
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class HeldName:
+    """What a name means to a manager: is anything of it in memory, and is it pinned?"""
+
+    here: bool
+    pinned: bool
+
+
+def name_of(admin: Admin, given: str) -> str:
+    """What the manager calls it: this very name, or else that of the path it is from here."""
+    name = printed(given)
+    held = look_up(admin, name)
+    return name if held.here or held.pinned else checkpoint_name(given)
+
+
+def look_up(admin: Admin, name: str) -> HeldName:
+    """What the manager has of a checkpoint's name or of a digest."""
+    pinned = name in admin.totals().pins
+    if _DIGEST_NAME.fullmatch(name):
+        here = any(row.digest == name for row in admin.overview().residents)
+    else:
+        here = name in _names(admin)
+    return HeldName(here, pinned)
+
+
+def not_held_error(admin: Admin, name: str, advice: str = "") -> WrongUse:
+    """Nothing of that name is here: what is, the nearest names first."""
+    offer = _offer(admin, name)
+    more = f"{' ' if offer.endswith('?') else '; '}{advice}" if advice else ""
+    return WrongUse(f"nothing of {name!r} is in the memory manager; {offer}{more}")
+
+
+def _offer(admin: Admin, name: str) -> str:
+    names = _names(admin)
+    if not names:
+        return "it holds no checkpoint yet, as `tensor-dedup status` shows"
+    close = _close(name, names)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    return f"`tensor-dedup status` lists {shown}"
+
+
+def _names(admin: Admin) -> list[str]:
+    return [row.name for row in admin.overview(residents=False).checkpoints]
+
+
+def _close(name: str, names: list[str]) -> list[str]:
+    """Those that end like it, or look like it; most people write a path's last part."""
+    last = PurePath(name).name
+    same = [each for each in names if last and PurePath(each).name == last]
+    ends = {PurePath(each).name: each for each in names}
+    near = [ends[end] for end in get_close_matches(last, ends, _SHOWN)]
+    return list(dict.fromkeys([*same, *near, *get_close_matches(name, names, _SHOWN)]))[:_SHOWN]
+
+
+@click.command(name="status")
+@place_options
+@json_option
+def status(socket: str | None, as_json: bool) -> None:
+    """Show residents, bytes by checkpoint, leases and who holds them, hits, misses, budget.
+
+    Of a GPU's manager also what NVML counts, where the package nvidia-ml-py is installed.
+    """
+    with Admin(socket) as admin:
+        overview = admin.overview(residents=as_json)
+        use = on_device(admin)
+    if as_json:
+        say(document(overview, use), as_json)
+        return
+    out = console()
+    out.print(numbers(overview, use))
+    if overview.clients:
+        out.print(clients(overview, use))
+    for rows, table in (
+        (overview.checkpoints, checkpoints),
+        (overview.builds, builds),
+    ):
+        if rows:
+            out.print(table(overview))
+
+
+@click.command(name="top")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+@place_options
+@json_option
+def top(every: float, socket: str | None, as_json: bool) -> None:
+    """Show the manager's numbers and tables until Ctrl-C. With --json: once, as `status` does."""
+    with suppress(KeyboardInterrupt), Admin(socket) as admin:
+        if as_json:
+            overview = admin.overview()
+            say(document(overview, on_device(admin)), as_json)
+            return
+        console = Console()
+        live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
+        with live:
+            while True:
+                live.update(_screen(admin), refresh=True)
+                time.sleep(every)
+
+
+def _screen(admin: Admin) -> Group:
+    overview = admin.overview(residents=False)
+    use = on_device(admin)
+    return Group(
+        numbers(overview, use),
+        clients(overview, use),
+        checkpoints(overview),
+        builds(overview),
+    )
+
+
+@click.command(name="pin")
+@click.argument("name", metavar="X")
+@click.option("--ahead", is_flag=True, help="Also when nothing of X is in memory yet.")
+@place_options
+@json_option
+def pin(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
+    """Keep X in memory, a checkpoint or a digest, also while nobody uses it.
+
+    X is what `status` calls it. What comes later under that name is kept too.
+    """
+    with Admin(socket) as admin:
+        name = name_of(admin, name)
+        if not ahead and not look_up(admin, name).here:
+            raise not_held_error(admin, name, "`pin --ahead` keeps what will come under that name")
+        done = admin.pin(name)
+    document = {"name": name, "pinned": True, "tensors": done.count, "bytes": done.nbytes}
+    so_far = f"{counted(done.count, 'tensor')}, {human(done.nbytes)} so far"
+    now = so_far if done.count else "nothing yet"
+    say(document, as_json, f"{name} is pinned: {now}")
+
+
+@click.command(name="unpin")
+@click.argument("name", metavar="X")
+@place_options
+@json_option
+def unpin(name: str, socket: str | None, as_json: bool) -> None:
+    """Let X, a checkpoint or a digest, be evicted when memory is needed and nobody uses it.
+
+    X is what `status` calls it.
+    """
+    with Admin(socket) as admin:
+        name = name_of(admin, name)
+        held = look_up(admin, name)
+        if not held.here and not held.pinned:
+            raise not_held_error(admin, name)
+        done = admin.pin(name, pinned=False)
+    document = {"name": name, "pinned": False, "tensors": done.count, "bytes": done.nbytes}
+    was = "is not pinned any more" if held.pinned else "was not pinned"
+    here = f"{counted(done.count, 'tensor')}, {human(done.nbytes)} here"
+    say(document, as_json, f"{name} {was}: {here}")
+
+
+@click.command(name="evict")
+@click.argument("name", metavar="X")
+@place_options
+@json_option
+@click.pass_context
+def evict(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> None:
+    """Drop X, a checkpoint or a digest, from memory: what is neither in use nor pinned.
+
+    X is what `status` calls it. Memory is given back slab by slab, so tensors that lie beside X's
+    go too. Exit status 1 when nothing could be dropped.
+    """
+    with Admin(socket) as admin:
+        name = name_of(admin, name)
+        if not look_up(admin, name).here:
+            raise not_held_error(admin, name)
+        done = admin.evict(name)
+    document = {"name": name, "tensors": done.count, "bytes": done.nbytes}
+    nothing = f"nothing of {name} was dropped: it is in use, or pinned; see `tensor-dedup status`"
+    freed = f"{name}: {counted(done.count, 'tensor')} dropped, {human(done.nbytes)} free"
+    say(document, as_json, freed if done.count else nothing)
+    if not done.count:
+        ctx.exit(1)
+
+
+_NOBODY: Final = (errno.ENOENT, errno.ECONNREFUSED)
+
+
+@click.command(name="stop")
+@place_options
+@json_option
+def stop(socket: str | None, as_json: bool) -> None:
+    """End the memory manager. Engines keep what they have mapped; new ones load from disk.
+
+    Exit status 1 when none runs.
+    """
+    try:
+        admin = Admin(socket)
+    except ManagerGoneError as error:
+        if error.facts.get("errno") not in _NOBODY:
+            raise
+        raise BadData(
+            f"no memory manager runs at {socket_path(socket)}, so there is nothing to stop; "
+            f"--socket or {ENVIRONMENT} names another one"
+        ) from error
+    with admin:
+        pid = admin.totals().pid
+        admin.stop()
+    document = {"socket": str(admin.path), "pid": pid, "stopped": True}
+    say(document, as_json, f"the memory manager (process {pid}) has ended")

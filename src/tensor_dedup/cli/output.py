@@ -1,0 +1,151 @@
+"""What the command line prints: tables, names in them, bytes and progress, documents, questions.
+
+Names come from files, and are anybody's text, also a terminal's commands: none is printed as it is.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from tensor_dedup.cli import WrongUse, printable
+
+_WIDE: Final = 10_000
+_PART: Final = re.compile(r"[^./]*[./]*")
+
+
+def cell(name: str) -> Text:
+    """For a cell of a table: the name itself, whatever brackets it has."""
+    return Text(printable(name))
+
+
+class Dotted:
+    """For a cell of a table: a name that takes several lines breaks after a dot or a slash."""
+
+    def __init__(self, name: str) -> None:
+        self._name = printable(name)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(len(part) for part in _PART.findall(self._name))
+        limit = options.max_width
+        return Measurement(min(widest, limit), min(len(self._name), limit))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line, lines = "", list[str]()
+        for part in _PART.findall(self._name):
+            if line and len(line) + len(part) > options.max_width:
+                lines.append(line)
+                line = ""
+            line += part
+        yield Text("\n".join([*lines, line]), overflow="fold")
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def listing(name: str, *others: str) -> Table:
+    """A table of names, which may take several lines, and of what stays on one."""
+    table = Table(name)
+    for each in others:
+        table.add_column(each, no_wrap=True)
+    return table
+
+
+def short(path: Path) -> str:
+    """As people write it: `~` for their home."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without one
+        return str(path)
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def console() -> Console:
+    """Where tables go. For other programs a line stays a line, and nothing is cut."""
+    found = Console()
+    return found if found.is_terminal else Console(width=_WIDE)
+
+
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def json_option(verb: _Verb) -> _Verb:
+    """`--json`, as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(
+        verb
+    )
+
+
+def yes_option(verb: _Verb) -> _Verb:
+    """`--yes`, as `yes`."""
+    return click.option("--yes", is_flag=True, help="Do not ask.")(verb)
+
+
+def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
+    """One JSON document, or lines for people, on stdout."""
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+    else:
+        for line in lines:
+            click.echo(printable(line))
+
+
+def ask(question: str, yes: bool) -> None:
+    """Go on only when the user agrees. WrongUse when there is nobody to ask."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise WrongUse(f"{question} Nobody can be asked here: say --yes")
+    click.confirm(question, abort=True, err=True)
+
+
+class ByteBar:
+    """A bar on stderr with bytes, rate and time left; nothing where stderr is no terminal."""
+
+    def __init__(self, label: str) -> None:
+        console = Console(stderr=True)
+        self._label = label
+        self.bar = Bar(
+            TextColumn(label),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self.bar.add_task(label, total=None)
+
+    def __enter__(self) -> "ByteBar":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def start(self, total_bytes: int) -> None:
+        """`total_bytes` will be handled."""
+        self.bar.update(self._task, total=total_bytes)
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        self.bar.advance(self._task, nbytes)

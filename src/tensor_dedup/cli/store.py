@@ -1,0 +1,547 @@
+"""The verbs of the store: import, export, list, show, stats, delete, gc, verify, repair."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tensor_dedup.cli import BadData, WrongUse, printable
+from tensor_dedup.cli.output import (
+    ByteBar,
+    Dotted,
+    ask,
+    cell,
+    console,
+    counted,
+    json_option,
+    listing,
+    say,
+    short,
+    yes_option,
+)
+from tensor_dedup.errors import (
+    CheckpointNotFoundError,
+    StoreError,
+    TensorDedupError,
+    UnsupportedError,
+)
+from tensor_dedup.loader.checkpoint_io.hints import StoreHints
+from tensor_dedup.store import (
+    GcPlan,
+    ImportResult,
+    Listed,
+    Stats,
+    Store,
+    StoredCheckpoint,
+    VerifyResult,
+)
+from tensor_dedup.store.errors import NameTakenError
+from tensor_dedup.store.format.tables import PLAIN
+from tensor_dedup.store.init import ENVIRONMENT, own_path
+from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
+from tensor_dedup.store.writing.sources import HubSnapshot, cache_path, snapshots
+from tensor_dedup.text_table import human
+
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def store_option(verb: _Verb) -> _Verb:
+    """`--store DIR`, as `store`; None means the environment's or the user's own."""
+    return click.option(
+        "--store",
+        type=click.Path(file_okay=False),
+        metavar="DIR",
+        help=f"The store; by default ${ENVIRONMENT}, else {short(own_path())}.",
+    )(verb)
+
+
+def existing(store: str | None) -> Store:
+    """The store that is there; NotAStoreError rather than a new one."""
+    return Store.open(store, create=False)
+
+
+def empty(store: Store, what: str) -> str:
+    """That there is nothing, where that was, and how to look elsewhere."""
+    return f"{store.path} holds {what}; --store DIR or {ENVIRONMENT} names another store"
+
+
+def print_table(store: Store, table: Table) -> None:
+    """A table of what a store has, under the store's path."""
+    out = console()
+    out.print(cell(f"store {store.path}"), soft_wrap=True)
+    out.print(table)
+
+
+@click.command(name="import")
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--name", metavar="N", help="What to call it; by default as its folder, file or repository."
+)
+@click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
+@click.option("--compress", type=click.Choice(["auto"]), help="Encode what gets a tenth smaller.")
+@click.option("--base", metavar="N", help="With --compress: what to store differences from.")
+@click.option("--external", is_flag=True, help="Index the weights where they are; copy none.")
+@click.option("--hub-cache", is_flag=True, help="All of your Hugging Face cache, in place.")
+@store_option
+@json_option
+def import_(
+    path: Path | None,
+    name: str | None,
+    replace: bool,
+    compress: Literal["auto"] | None,
+    base: str | None,
+    external: bool,
+    hub_cache: bool,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Take a checkpoint into the store: what is new is stored, the rest only referred to.
+
+    PATH is a file (safetensors, GGUF, torch.save), an index, or a folder; a folder's other files
+    (config, tokenizer) are kept too, so that an export works anywhere.
+
+    With --compress auto, new tensors are stored encoded where samples of them say that it saves a
+    tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
+    default the most similar one. Exports are byte for byte the same; reading takes longer.
+
+    With --external the weights are indexed where they are: no second copy is made, they are never
+    changed or deleted, and a file that somebody else changes is missed and named. --hub-cache does
+    so with every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
+    """
+    if (external or hub_cache) and compress is not None:
+        raise WrongUse("--compress stores weights, --external and --hub-cache leave them in place")
+    if base is not None and compress is None:
+        raise WrongUse("--base says what --compress auto compares with; give both")
+    if hub_cache:
+        if path is not None or name is not None:
+            raise WrongUse("--hub-cache names every snapshot itself: no PATH, no --name")
+        import_cache(store, replace, as_json)
+        return
+    if path is None:
+        raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
+    with ByteBar("importing") as progress:
+        result = Store.open(store).import_(
+            path,
+            name,
+            replace,
+            progress=progress,
+            hints=StoreHints(),
+            compress=compress,
+            base=base,
+            external=external,
+        )
+    say(result.to_dict(), as_json, *_import_lines(result))
+
+
+def _import_lines(result: ImportResult) -> list[str]:
+    lines = [
+        f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
+        f"new {human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}, "
+        f"known {human(result.known_bytes)}; {human(result.stored_bytes)} written",
+    ]
+    if result.encoded_tensors:
+        against = f", against {result.base}" if result.base is not None else ""
+        encoded = counted(result.encoded_tensors, "tensor")
+        lines.append(f"saved {human(result.saved_bytes)} by encoding {encoded}{against}")
+    if result.external_bytes:
+        lines.append(f"indexed in place {human(result.external_bytes)}")
+    if result.skipped:
+        lines.append(f"left out, weights in another form or copy: {', '.join(result.skipped)}")
+    return lines
+
+
+def import_cache(store: str | None, replace: bool, as_json: bool) -> None:
+    """Index all snapshots in the store of this path; say which could not be, and go on.
+
+    WrongUse: there are none. BadData, after all others were done: something is wrong with one.
+    """
+    found = list(snapshots(cache_path()))
+    if not found:
+        raise WrongUse(f"{cache_path()} holds no models; set HF_HUB_CACHE to your cache")
+    work = _CacheImport(Store.open(store), replace)
+    for snapshot in found:
+        work.take(snapshot)
+    document = {
+        "cache": str(cache_path()),
+        "imported": [result.to_dict() for result in work.done],
+        "left_out": work.left_out,
+        "failed": work.failed,
+    }
+    say(document, as_json, *work.lines())
+    if work.failed:
+        raise BadData(f"{len(work.failed)} of {len(found)} snapshots could not be imported")
+
+
+class _CacheImport:
+    def __init__(self, store: Store, replace: bool) -> None:
+        self._store, self._replace = store, replace
+        self.done: list[ImportResult] = []
+        self.left_out: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
+
+    def take(self, snapshot: HubSnapshot) -> None:
+        """Index one; what is no checkpoint of ours, or there already, is left out."""
+        try:
+            with ByteBar(snapshot.name) as progress:
+                result = self._store.import_(
+                    snapshot.path,
+                    snapshot.name,
+                    self._replace,
+                    progress=progress,
+                    hints=StoreHints(),
+                    external=True,
+                )
+        except NameTakenError:
+            self.left_out[snapshot.name] = "it is in the store already"
+        except (CheckpointNotFoundError, UnsupportedError) as error:
+            self.left_out[snapshot.name] = str(error)
+        except TensorDedupError as error:
+            self.failed[snapshot.name] = str(error)
+            click.echo(f"{snapshot.name}: {error}", err=True)
+        else:
+            self.done.append(result)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        indexed = sum(result.external_bytes for result in self.done)
+        lines = [
+            f"{result.name}: {counted(result.tensors, 'tensor')}, "
+            f"{human(result.external_bytes)} in place"
+            for result in self.done
+        ]
+        lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
+        return [*lines, f"{counted(len(self.done), 'snapshot')}, {human(indexed)} indexed in place"]
+
+
+@click.command(name="export")
+@click.argument("name")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@store_option
+@json_option
+def export(name: str, directory: Path, store: str | None, as_json: bool) -> None:
+    """Write the files of the checkpoint NAME to DIR, which must be empty or not there.
+
+    Every byte is compared with its digest on the way.
+    """
+    with ByteBar("exporting") as progress:
+        paths = existing(store).export(name, directory, progress=progress)
+    document = {"name": name, "files": [str(path) for path in paths]}
+    say(document, as_json, f"{name}: {counted(len(paths), 'file')} in {directory}")
+
+
+@click.command(name="list")
+@store_option
+@json_option
+def list_(store: str | None, as_json: bool) -> None:
+    """List the checkpoints of the store."""
+    opened = existing(store)
+    found = opened.list()
+    if as_json:
+        document = {"store": str(opened.path), "checkpoints": [each.to_dict() for each in found]}
+        say(document, as_json)
+    elif found:
+        print_table(opened, _listing_table(found))
+    else:
+        say({}, as_json, empty(opened, "no checkpoints"))
+
+
+def _listing_table(found: list[Listed]) -> Table:
+    table = listing("name", "files", "size", "imported")
+    for each in found:
+        when = datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        table.add_row(Dotted(each.name), str(each.files or "-"), human(each.nbytes), when)
+    return table
+
+
+# What goes first where a terminal is narrow, so that names keep this width.
+_LEAST: Final = ("codec", "stored", "digest", "dtype")
+_NAME: Final = 32
+_BORDER: Final = 4
+
+
+@click.command(name="show")
+@click.argument("name")
+@store_option
+@json_option
+def show(name: str, store: str | None, as_json: bool) -> None:
+    """Show the files and tensors of the checkpoint NAME; digests are those `analyze` shows."""
+    with existing(store).checkpoint(name) as checkpoint:
+        if as_json:
+            say(_document(checkpoint), as_json)
+        else:
+            out = console()
+            out.print(_file_table(checkpoint))
+            table, left_out = _tensor_table(checkpoint, out)
+            out.print(table)
+            if left_out:
+                out.print(f"No room for: {', '.join(left_out)}; a pipe and --json have all.")
+
+
+def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
+    return {
+        "name": checkpoint.name,
+        "stored_bytes": sum(stored for _, stored, _ in map(checkpoint.stored, checkpoint)),
+        "manifest": checkpoint.manifest,
+        "bytes": checkpoint.nbytes,
+        "files": [{"path": file.path, "bytes": file.nbytes} for file in checkpoint.files],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "digest": tensor.digest,
+                "alias_of": tensor.alias_of,
+                "codec": codec,
+                "stored_bytes": stored,
+                "base": base,
+            }
+            for tensor in checkpoint
+            for codec, stored, base in [checkpoint.stored(tensor)]
+        ],
+    }
+
+
+def _file_table(checkpoint: StoredCheckpoint) -> Table:
+    table = Table("file", "size", title=checkpoint.name, title_justify="left")
+    for file in checkpoint.files:
+        table.add_row(cell(file.path), human(file.nbytes))
+    return table
+
+
+def _tensor_table(checkpoint: StoredCheckpoint, out: Console) -> tuple[Table, list[str]]:
+    """All tensors, and the columns that had to go to leave room for their names.
+
+    For other programs digests in full; on a terminal their beginning tells tensors apart.
+    """
+    digits = 8 if out.is_terminal else None
+    names, rows = [], []
+    for tensor in checkpoint:
+        codec, stored, _ = checkpoint.stored(tensor)
+        shape = "x".join(map(str, tensor.shape)) or "-"
+        sizes = human(tensor.nbytes), human(stored)
+        names.append(tensor.name)
+        rows.append((printable(tensor.dtype), shape, *sizes, codec, tensor.digest[:digits]))
+    columns = ["dtype", "shape", "size", "stored", "codec", "digest"]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    room = out.width - _BORDER - min(_NAME, max(map(len, ["tensor", *names])))
+    left_out: list[str] = []
+    while sum(widths[columns.index(c)] + _BORDER for c in columns if c not in left_out) > room:
+        if len(left_out) == len(_LEAST):
+            break
+        left_out.append(_LEAST[len(left_out)])
+    table = listing("tensor", *(column for column in columns if column not in left_out))
+    for name, row in zip(names, rows, strict=True):
+        shown = [cell for column, cell in zip(columns, row, strict=True) if column not in left_out]
+        table.add_row(Dotted(name), *map(Text, shown))
+    return table, left_out
+
+
+@click.command(name="stats")
+@store_option
+@json_option
+def stats(store: str | None, as_json: bool) -> None:
+    """Say how large the store is, what it saves, and what gc would give back."""
+    found = existing(store).stats()
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found.containers.items()))
+    say(
+        found.to_dict(),
+        as_json,
+        f"checkpoints   {found.checkpoints} with {counted(found.tensors, 'tensor')}",
+        f"their size    {human(found.logical_bytes)}",
+        f"distinct      {human(found.unique_bytes)} ({found.dedup_ratio:.1%})",
+        f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
+        *_encoded(found),
+        f"unused        {human(found.reclaimable_bytes)} that gc takes, "
+        f"{human(found.dead_bytes)} in containers that are still needed",
+        f"trash         {human(found.trash_bytes)}",
+        *([f"damaged       {counted(found.damaged_files, 'file')}"] if found.damaged_files else []),
+    )
+
+
+def _encoded(found: Stats) -> list[str]:
+    """A line on what encoding saves, and one for each codec."""
+    encoded = {codec: c for codec, c in sorted(found.codecs.items()) if codec != PLAIN}
+    if not encoded:
+        return []
+    nbytes = sum(coded.nbytes for coded in encoded.values())
+    stored = sum(coded.stored_bytes for coded in encoded.values())
+    return [
+        f"encoded       {human(nbytes)} as {human(stored)} ({stored / nbytes:.1%})",
+        *(
+            f"  {codec:<12}{counted(coded.pieces, 'piece')}, {human(coded.nbytes)} as "
+            f"{human(coded.stored_bytes)}"
+            for codec, coded in encoded.items()
+        ),
+    ]
+
+
+@click.command(name="gc")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_GRACE_HOURS,
+    show_default=True,
+    metavar="HOURS",
+    help="How long the trash is kept; 0 deletes at once.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@yes_option
+@store_option
+@json_option
+def gc(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: bool) -> None:
+    """Move what no checkpoint uses to the trash, and delete what was there for the grace."""
+    opened = existing(store)
+    plan = opened.gc(grace, dry_run=True)
+    if not dry_run:
+        if plan.trash or plan.delete or plan.unfinished:
+            ask(f"{'. '.join(gc_lines(plan, grace))}. Do it?", yes)
+        plan = opened.gc(grace)
+    files = [str(item.path) for item in (*plan.trash, *plan.delete, *plan.unfinished)]
+    say(plan.to_dict(), as_json, *(files if dry_run else []), *gc_lines(plan, grace))
+
+
+def gc_lines(plan: GcPlan, grace: float) -> list[str]:
+    """What gc does or did with a grace of so many hours, for people."""
+    trash = f"To the trash: {counted(len(plan.trash), 'file')}, {human(_trashed(plan))}"
+    if plan.trash:
+        trash += f", which a gc {_later(grace)} deletes" if grace else ", and deleted at once"
+    gone = len(plan.delete) + len(plan.unfinished)
+    deleted = f"{counted(gone, 'file')}, {human(plan.freed_bytes)}"
+    return [
+        trash,
+        f"{'Deleted' if plan.done else 'To delete'}: {deleted}",
+        f"Kept: {human(plan.kept_bytes)}",
+    ]
+
+
+def _trashed(plan: GcPlan) -> int:
+    return sum(item.nbytes for item in plan.trash)
+
+
+def _later(grace: float) -> str:
+    return f"{grace:g} hours later" if grace != 1 else "an hour later"
+
+
+def space_after(store: Store) -> tuple[dict[str, object], str]:
+    """What gc could give back now that something was deleted: for JSON, and for people."""
+    try:
+        plan = store.gc(dry_run=True, wait_s=0.0)
+    except StoreError as error:
+        return {"reclaimable_bytes": None}, f"how much `gc` can give back is not known: {error}"
+    nbytes = _trashed(plan)
+    known: dict[str, object] = {
+        "reclaimable_bytes": nbytes,
+        "grace_hours": DEFAULT_GRACE_HOURS,
+        "dead_bytes": plan.dead_bytes,
+    }
+    if nbytes:
+        later = _later(DEFAULT_GRACE_HOURS)
+        text = (
+            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it puts them into the "
+            f"trash, and when it runs {later} it deletes them (`gc --grace 0`: at once)"
+        )
+    else:
+        text = "other checkpoints need all that it lies in: there is no space to give back"
+    if 100 * plan.dead_bytes > nbytes:  # less is not worth a word
+        text += f"; in all, {human(plan.dead_bytes)} that nobody uses lie in what others need"
+    return known, text
+
+
+@click.command(name="delete")
+@click.argument("name")
+@yes_option
+@store_option
+@json_option
+def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
+    """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
+    opened = existing(store)
+    opened.check_exists(name)
+    ask(f"Delete {name} from {opened.path}?", yes)
+    opened.delete(name)
+    reclaimable, space = space_after(opened)
+    say({"deleted": name, **reclaimable}, as_json, f"{name} is deleted; {space}")
+
+
+@click.command(name="verify")
+@click.option(
+    "--sample",
+    type=click.FloatRange(0, 100),
+    metavar="P",
+    help="Read P percent of the tensors, chosen by chance.",
+)
+@click.option("--full", is_flag=True, help="Read every byte.")
+@store_option
+@json_option
+@click.pass_context
+def verify(
+    ctx: click.Context, sample: float | None, full: bool, store: str | None, as_json: bool
+) -> None:
+    """Check the store's bookkeeping, and with --sample or --full the tensors themselves.
+
+    What is damaged is named and kept from readers. Exit status 1 when anything is.
+    """
+    if full and sample is not None:
+        raise WrongUse("--sample and --full exclude each other: give one of them")
+    with ByteBar("verifying") as progress:
+        share = None if sample is None else sample / 100
+        result = existing(store).verify(sample=share, full=full, progress=progress)
+    say(result.to_dict(), as_json, *_verify_lines(result))
+    if not result.fine:
+        ctx.exit(1)
+
+
+def _verify_lines(result: VerifyResult) -> list[str]:
+    lines = [
+        f"{fault.kind}: {fault.path}: {fault.what.removeprefix(fault.path + ': ')}"
+        for fault in result.faults
+    ]
+    users = sorted({name for fault in result.faults for name in fault.affected})
+    if users:
+        lines.append(f"affected: {', '.join(users)}")
+    checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
+    return [*lines, f"{counted(len(result.faults), 'fault')} ({result.level}: {checked})"]
+
+
+@click.command(name="repair")
+@click.option(
+    "--from",
+    "paths",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="A checkpoint that holds what is lost; can be given several times.",
+)
+@click.argument("more", nargs=-1, metavar="[PATH]...", type=click.Path(path_type=Path))
+@store_option
+@json_option
+@click.pass_context
+def repair(
+    ctx: click.Context,
+    paths: Sequence[Path],
+    more: Sequence[Path],
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Restore what `verify` found damaged, from the trash and from checkpoints that hold it.
+
+    Bytes come back only under the digest they have. Exit status 1 while anything is missing.
+    """
+    opened = Store.open(store, create=False, mend=True)
+    with ByteBar("repairing") as progress:
+        result = opened.repair([*paths, *more], progress=progress)
+    say(
+        result.to_dict(),
+        as_json,
+        f"restored: {counted(result.pieces, 'piece')} ({human(result.bytes)}), "
+        f"{result.manifests} of manifests and pages, {counted(result.references, 'reference')}, "
+        f"{counted(result.from_trash, 'container')} from the trash",
+        *(f"missing: {what}" for what in result.missing),
+    )
+    if not result.whole:
+        ctx.exit(1)
