@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"patches", "integrations"}),
 )
 # The top may import every layer, and no layer imports the top.
-TOP = frozenset({"", "analyze", "cli"})
+TOP = frozenset({"", "__main__", "analyze", "cli"})
 # Which part of the package may import a framework, be it inside a function.
 FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "torch": (
@@ -42,6 +42,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.store.checkpoints",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
+        "tensor_dedup.store.store",  # for type checkers: what `Store.load` returns
     ),
     "vllm": ("tensor_dedup.patches.vllm",),
     "diffusers": ("tensor_dedup.patches.huggingface",),
