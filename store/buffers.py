@@ -24,7 +24,7 @@ _POPULATE_READ: Final = 22
 
 
 def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
-    """At least one page of zeros, writable; given back when nothing refers to it any more.
+    """Allocate at least one page of zeros, writable; freed when nothing refers to it any more.
 
     `huge` asks for huge pages: right for memory that is used again. For memory that is used once
     they may cost more than they give, where a host must first find them.
@@ -38,10 +38,10 @@ def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
 
 
 def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
-    """Memory for each size, at multiples of 64 bytes; many small ones share a region.
+    """Allocate memory for each size, at multiples of 64 bytes; many small ones share a region.
 
-    A process may have some 65,000 mappings, and a checkpoint more tensors. A region is given back
-    when nothing refers to any part of it.
+    A process may have some 65,000 mappings, and a checkpoint may have more tensors. A region is
+    freed when nothing refers to any part of it.
     """
     found: list[memoryview] = []
     at = 0
@@ -59,9 +59,11 @@ def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
 
 
 def map_file(fd: int, start: int, nbytes: int) -> memoryview:
-    """A range of a file, private once it is written; `start` is a multiple of PAGE.
+    """Map a range of a file, private once it is written; `start` is a multiple of PAGE.
 
-    OSError, also where the file is shorter: touching what is not there would end the process.
+    Raises:
+        OSError: it cannot be mapped, or the file is shorter: touching what is not there would end
+            the process.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if os.fstat(fd).st_size < start + nbytes:
@@ -70,7 +72,10 @@ def map_file(fd: int, start: int, nbytes: int) -> memoryview:
 
 
 def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
-    """Read a range of what map_file gave, not fault by fault; `start` is a multiple of PAGE."""
+    """Read a range of what `map_file` gave in one go, not fault by fault.
+
+    `start` is a multiple of PAGE.
+    """
     region = mapped.obj
     if isinstance(region, mmap.mmap):
         with suppress(OSError):  # before Linux 5.14; and what cannot be read is found when it is
@@ -80,7 +85,8 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
 class BufferPool:
     """Memory that is used again once nobody holds what was given. Safe from any thread.
 
-    `keep_bytes` is how much is kept while nobody uses it. `allocated` counts regions that were new.
+    `keep_bytes` is how much is kept while nobody uses it. `allocated` counts the regions that were
+    new.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -93,10 +99,10 @@ class BufferPool:
         self._returned: deque[memoryview] = deque()
 
     def take(self, nbytes: int) -> memoryview:
-        """At least `nbytes` that nobody else has; it holds what it held before.
+        """Return at least `nbytes` that nobody else has; they hold what they held before.
 
-        It comes back when this very object is gone: a tensor made of it by torch.frombuffer holds
-        it, a slice of it does not.
+        The memory comes back when this very object is gone: a tensor made of it by torch.frombuffer
+        holds it, a slice of it does not.
         """
         with self._lock:
             self._collect()

@@ -3,7 +3,8 @@
 StoreError
   - of its use:    NotAStoreError, BadNameError, NameTakenError, UnknownNameError,
                    UnknownTensorError, BadRangeError, ExportTargetError, ClosedCheckpointError
-  - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError
+  - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
+                   ChangedModelError
   - of its files:  NewerFormatError
                    DamagedFileError         a file of the store is not what it was written as
                      - EscapingPathError      a manifest names a path outside the export
@@ -118,6 +119,12 @@ class LostHitError(AdvisedError):
     """What an import or a save found in the store was gone before it could refer to it."""
 
     advice = "import or save it again: nothing was committed"
+
+
+class ChangedModelError(AdvisedError):
+    """A tensor was written to while it was saved. Nothing was committed."""
+
+    advice = "save between two steps of the optimizer, or save a copy"
 
 
 class NewerFormatError(AdvisedError):

@@ -59,7 +59,7 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PieceLocation:
-    """Where bytes lie; `file_bytes` is the size of all of the container's file."""
+    """Where bytes lie; `file_bytes` is the size of the container's whole file."""
 
     container: ContainerId
     offset: int
@@ -73,7 +73,7 @@ Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
 
 
 class StoreIndex:
-    """The index during one session, in one thread. Use open_index."""
+    """The index during one session, in one thread. `open_index` opens it."""
 
     def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
         self.broken = False
@@ -82,16 +82,16 @@ class StoreIndex:
         self._objects = objects
 
     def close(self) -> None:
-        """Let the database go."""
+        """Close the database."""
         self._db.close()
 
     def relax(self) -> None:
-        """Do not wait for the disk: what a crash takes from a cache is taken in again."""
+        """Stop waiting for the disk: what a crash takes from a cache is read in again."""
         with contextlib.suppress(sqlite3.DatabaseError):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     def refresh(self) -> None:
-        """Bring it up to date with the containers that are there; in memory, if need be."""
+        """Bring it up to date with the containers that are there; in memory if need be."""
         try:
             self.update()
         except sqlite3.DatabaseError:
@@ -115,7 +115,7 @@ class StoreIndex:
         self.fresh = True
 
     def add(self, container: ContainerId, table: Table, file_bytes: int) -> None:
-        """Take in a container that has just been written, and nothing else."""
+        """Add a container that has just been written, and nothing else."""
         try:
             with transaction(self._db):
                 # To delete looks at every place of every container.
@@ -126,7 +126,7 @@ class StoreIndex:
             self._fall_back()
 
     def still_so(self, containers: Iterable[ContainerId]) -> bool:
-        """Whether these containers are there, and what it says of them is what can be read."""
+        """Return whether these containers are there, and what it says of them can still be read."""
         wanted = list(containers)
         bad = set(self._objects.bad_containers())
         try:
@@ -149,9 +149,9 @@ class StoreIndex:
     def find(
         self, digests: Iterable[bytes], *, external: bool = False
     ) -> dict[bytes, list[PieceLocation]]:
-        """The places of each of these digests that has any from which it can be read.
+        """Find the places of these digests, of each that can be read from anywhere.
 
-        With `external` also those in files that others own and may change; those come late.
+        With `external` also those in files that others own and may change; these come last.
         """
         wanted = list(digests)
         try:
@@ -188,7 +188,7 @@ class StoreIndex:
         return found
 
     def places(self, container: ContainerId) -> set[Entry]:
-        """What it says is in a container."""
+        """Return what it says is in a container."""
         try:
             return self._places(container)
         except sqlite3.DatabaseError:
@@ -207,7 +207,7 @@ class StoreIndex:
         }
 
     def containers(self) -> list[ContainerId]:
-        """The containers it knows."""
+        """Return the containers that it knows."""
         rows = self._db.execute("SELECT name, kind FROM container ORDER BY name")
         return [ContainerId(name, kind) for name, kind in rows]
 
@@ -331,10 +331,10 @@ class _IndexFile:
 
 @contextlib.contextmanager
 def open_index(objects: Objects, *, update: bool = True) -> Iterator[StoreIndex]:
-    """The index, up to date. Never fails for its own sake: it is then made anew, or in memory.
+    """Open the index, brought up to date. A broken one is made anew, or used in memory.
 
-    With `update` off it is what it was: what it says has to be looked at, and what it does not
-    know, may be there. It costs the same however much the store holds.
+    With `update` off it stays what it was: what it says has to be checked, and what it does not
+    know may be there. That costs the same however much the store holds.
     """
     with contextlib.ExitStack() as undo:
         index = _usable(objects, undo, update=update)

@@ -19,23 +19,29 @@ _MARKER_BYTES = 1 << 12
 
 
 def default_path() -> Path:
-    """The store of a user who names none."""
+    """Return the store of a user who names none."""
     named = os.environ.get(ENVIRONMENT)
     return Path(named) if named else own_path()
 
 
 def own_path() -> Path:
-    """Where a user's store is when the environment names none."""
+    """Return where a user's store is if the environment names none."""
     return platformdirs.user_data_path("tensor-dedup") / "store"
 
 
 def workers() -> int:
-    """As many threads as this process may use."""
+    """Return how many threads this process may use at once."""
     return len(os.sched_getaffinity(0))
 
 
 def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
-    """Check that there is a store of this version; make one where there is nothing yet."""
+    """Check that there is a store of this version; make one where there is nothing yet.
+
+    Raises:
+        NotAStoreError: the folder holds other files, or nothing and `create` is off.
+        NewerFormatError: a later version has made it.
+        DamagedFileError: its marker is damaged, and `mend` is off or it cannot be told what it was.
+    """
     files, layout = objects.files, objects.layout
     marker = files.status(layout.marker)
     if marker is not None:

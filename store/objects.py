@@ -49,7 +49,12 @@ class Objects:
         self.layout = layout
 
     def read(self, path: Path, limit: int = frames.MAX_FRAME_BYTES) -> bytes:
-        """A whole file. MissingObjectError: it is not there; DamagedFileError: over the limit."""
+        """Read a whole file.
+
+        Raises:
+            MissingObjectError: it is not there.
+            DamagedFileError: it is larger than `limit`.
+        """
         try:
             handle = self.files.open(path, "read")
         except FileNotFoundError as error:
@@ -64,11 +69,14 @@ class Objects:
             self.files.close(handle)
 
     def tmp_path(self) -> Path:
-        """A new name among the files that are being written."""
+        """Return a new path among the files that are being written."""
         return self.layout.tmp / self.files.token()
 
     def publish(self, blob: bytes, target: Path) -> None:
-        """Make `target` a durable file of these bytes. One that is there and equal stays."""
+        """Make `target` a durable file of these bytes.
+
+        An equal file that is there already stays.
+        """
         status = self.files.status(target)
         if status is not None and status.size == len(blob) and self.read(target) == blob:
             self._sync_place(target)
@@ -97,18 +105,21 @@ class Objects:
     # Containers
 
     def containers(self) -> Iterator[ContainerId]:
-        """Every container that has a table."""
+        """Iterate over all containers that have a table."""
         for path in self._tree("containers"):
             container = container_in(path)
             if container is not None:
                 yield container
 
     def manifest_names(self) -> Iterator[str]:
-        """Every manifest and page."""
+        """Iterate over the names of all manifests and pages."""
         return (path.name for path in self._tree("manifests") if _is_object(path))
 
     def aliens(self) -> Iterator[Path]:
-        """Files that no version 1 of this program makes: reading goes on, deleting does not."""
+        """Iterate over the files that no version 1 of this program makes.
+
+        Where there are any, reading goes on and deleting does not.
+        """
         for path in self._tree("containers"):
             if container_in(path) is None and not _is_data(path):
                 yield path
@@ -118,7 +129,7 @@ class Objects:
                 yield self.layout.refs / file
 
     def orphans(self) -> Iterator[Path]:
-        """Data of `raw` containers whose table was never written."""
+        """Iterate over the data of `raw` containers whose table was never written."""
         for path in self._tree("containers"):
             table = path.with_name(path.stem + TABLE_SUFFIX)
             if _is_data(path) and self.files.status(table) is None:
@@ -131,9 +142,14 @@ class Objects:
                 yield root / part / file
 
     def table(self, container: ContainerId, *, at: Path | None = None) -> Table:
-        """What a container holds. DamagedFileError, NewerFormatError, MissingObjectError.
+        """Read what a container holds.
 
-        `at` is where the file with its table lies now, when it is not in its place.
+        `at` is where the file with its table lies now, if that is not its place.
+
+        Raises:
+            MissingObjectError: the file is not there.
+            DamagedFileError: it is not a table of this container.
+            NewerFormatError: a later version has written it.
         """
         path = at or self.layout.table(container.name, container.kind)
         if container.kind not in READABLE_KINDS:
@@ -160,9 +176,9 @@ class Objects:
             self.files.close(handle)
 
     def data_is_whole(self, container: ContainerId, table: Table) -> bool:
-        """Whether the file with the data is there and has the size it should have.
+        """Return whether the file with the data is there and has the size it should have.
 
-        For one that is indexed in place: whether it is still what it was.
+        For a container that indexes a file in place: whether that file is still what it was.
         """
         origin = self.origin(container, table)
         if origin is not None:
@@ -173,22 +189,24 @@ class Objects:
         return status.size == table.data_bytes or container.kind != "raw"
 
     def origin(self, container: ContainerId, table: Table) -> ExternalFile | None:
-        """The file that a container indexes in place; None: its data is its own."""
+        """Return the file that a container indexes in place, or None if its data is its own."""
         if container.kind != EXTERNAL:
             return None
         path = self.layout.table(container.name, container.kind)
         return ExternalFile.from_texts(table.origin, table.data_bytes, path)
 
     def data_path(self, container: ContainerId, table: Table) -> Path:
-        """Where the bytes of a container are."""
+        """Return the file with the bytes of a container."""
         origin = self.origin(container, table)
         own = self.layout.container(container.name, container.kind)
         return own if origin is None else origin.path
 
     def open_data(self, container: ContainerId, table: Table) -> Handle:
-        """Open the bytes of a container. ChangedExternalError: the file is another one by now.
+        """Open the bytes of a container.
 
-        FileNotFoundError: one of the store's own is gone.
+        Raises:
+            ChangedExternalError: a file that was indexed in place is another one by now.
+            FileNotFoundError: a file of the store's own is gone.
         """
         origin = self.origin(container, table)
         if origin is None:
@@ -203,7 +221,7 @@ class Objects:
         return handle
 
     def changed_holding(self, digest: bytes) -> Path | None:
-        """A file indexed in place that held these bytes and changed since; None: there is none."""
+        """Find a file indexed in place that held these bytes and changed since; None if none."""
         for container in self.containers():
             if container.kind == EXTERNAL:
                 with suppress(StoreError):
@@ -214,7 +232,7 @@ class Objects:
         return None
 
     def bad_offsets(self, container: str) -> frozenset[int]:
-        """Where in this container bytes were found that are not what they should be."""
+        """Return where in this container bytes were found that are not what they should be."""
         path = self.layout.bad(container)
         if self.files.status(path) is None:
             return frozenset()
@@ -230,29 +248,37 @@ class Objects:
             self.files.sync_folder(path.parent)
 
     def add_bad_offset(self, container: str, offset: int) -> None:
-        """Note that a record is not what it should be: nobody is given its bytes again."""
+        """Remember one more record as bad: nobody is given its bytes again."""
         with self.naming():
             self.set_bad_offsets(container, sorted(self.bad_offsets(container) | {offset}))
 
     def bad_containers(self) -> list[str]:
-        """The names of the containers with bad places."""
+        """Return the names of the containers that have bad places."""
         found = [Path(name) for name in self.files.listdir(self.layout.quarantine)]
         return [p.stem for p in found if p.suffix == BAD_SUFFIX and _is_digest(p.stem)]
 
     # Manifests
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of this name. MissingObjectError, DamagedFileError, NewerFormatError."""
+        """Read the manifest of this name.
+
+        Raises:
+            MissingObjectError, DamagedFileError, NewerFormatError: it cannot be read.
+        """
         path = self.layout.manifest(name)
         return manifests.decode_manifest(self.read(path), name, path)
 
     def page(self, name: str) -> manifests.ManifestPage:
-        """The page of this name. MissingObjectError, DamagedFileError, NewerFormatError."""
+        """Read the page of this name.
+
+        Raises:
+            MissingObjectError, DamagedFileError, NewerFormatError: it cannot be read.
+        """
         path = self.layout.manifest(name)
         return manifests.decode_page(self.read(path), name, path)
 
     def pieces(self, name: str, manifest: Manifest) -> list[Piece]:
-        """All pieces of a manifest, in order."""
+        """Read all pieces of a manifest, in order. Raises what `page` does."""
         found = [piece for page in manifest.pages for piece in self.page(page.hex()).pieces]
         manifests.check_pieces(manifest, found, self.layout.manifest(name))
         return found
@@ -260,12 +286,17 @@ class Objects:
     # References
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all checkpoints' names, sorted."""
         found = [name_in(file) for file in self.files.listdir(self.layout.refs)]
         return sorted(name for name in found if name is not None)
 
     def ref(self, name: str) -> str:
-        """The manifest a name stands for. UnknownNameError, DamagedFileError."""
+        """Return the manifest that a name stands for.
+
+        Raises:
+            UnknownNameError: no checkpoint has this name.
+            DamagedFileError, NewerFormatError: its reference cannot be read.
+        """
         path = self.layout.refs / file_of(name)
         try:
             blob = self.read(path, _REF_BYTES)
@@ -282,7 +313,11 @@ class Objects:
         return manifest
 
     def set_ref(self, name: str, manifest: str, *, replace: bool) -> None:
-        """Commit: make a name stand for a manifest. NameTakenError, unless `replace`."""
+        """Commit: make a name stand for a manifest, durably.
+
+        Raises:
+            NameTakenError: the name is there, and `replace` is off.
+        """
         path = self.layout.refs / file_of(name)
         with self.naming():
             if not replace and self.files.status(path) is not None:
@@ -290,7 +325,11 @@ class Objects:
             self.publish(ref_text(name, manifest), path)
 
     def drop_ref(self, name: str) -> None:
-        """Forget a name. UnknownNameError."""
+        """Forget a name, durably.
+
+        Raises:
+            UnknownNameError: no checkpoint has it.
+        """
         path = self.layout.refs / file_of(name)
         with self.naming():
             try:
@@ -302,7 +341,7 @@ class Objects:
             self.files.sync_folder(path.parent)
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Move a file to the trash or the quarantine; when, is part of its new name."""
+        """Move a file to the trash or the quarantine; its new name begins with the time."""
         target = folder / f"{self.files.now()}.{path.name}"
         self.files.rename(path, target)
         self.files.sync_folder(folder)
@@ -319,7 +358,7 @@ class Objects:
 
 
 def ref_text(name: str, manifest: str) -> bytes:
-    """The one text a reference of this name to this manifest can have."""
+    """Return the one text that a reference of this name to this manifest can have."""
     return frames.encode_text([_REF_TITLE, f"name {name}", f"manifest {manifest}"])
 
 
@@ -328,7 +367,7 @@ def _is_digest(text: str) -> bool:
 
 
 def container_in(path: Path) -> ContainerId | None:
-    """The container whose table this path is the place of; None: of none."""
+    """Return the container whose table has its place at this path, or None if none has."""
     if path.name.endswith(TABLE_SUFFIX):
         name, kind = path.name.removesuffix(TABLE_SUFFIX), "raw"
     else:

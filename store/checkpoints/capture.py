@@ -34,7 +34,6 @@ from msgspec.structs import replace
 
 from tensor_dedup.store.buffers import PAGE, allocate
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.memory_writer import changed
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.run_cache import StoredPiece
 from tensor_dedup.store.checkpoints.state import (
@@ -44,12 +43,12 @@ from tensor_dedup.store.checkpoints.state import (
     pieces,
     tensor_fault,
 )
-from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.writing.containers import PACK_BELOW, changed_in_memory
 from tensor_dedup.store.writing.hashing import change_hash
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.errors import ChangedModelError
     from tensor_dedup.store.checkpoints.state import Value
+    from tensor_dedup.store.errors import ChangedModelError
 
 
 # More than this share of a block is not left unused.
@@ -426,7 +425,7 @@ class StepCapture:
 
     def _check(self, large: _Large) -> None:
         if large.written():
-            self._error = changed(large.name)
+            self._error = changed_in_memory(large.name)
 
     def _found(self, places: Sequence[int], key: bytes) -> None:
         """Note that the store has these pieces, whose bytes are not needed any more."""
@@ -451,7 +450,7 @@ class StepCapture:
         with self._lock:
             written = [name for name, was_written in self._written if was_written()]
             if written and not self._held:
-                self._error = changed(written[0])
+                self._error = changed_in_memory(written[0])
             self._held = True
 
     def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:

@@ -1,37 +1,29 @@
 """Committing a step: what is new goes to containers, the rest is only referred to.
 
-    snapshot -> commit
-
-A snapshot is a step's pieces, in memory that nobody writes to until commit has returned; commit may
-run in any thread. A piece is unchanged when its bytes are: a fast hash compares them with those of
-the step this handle saved last; what that does not know gets its digest and is looked up. Names and
-addresses are never asked.
-
-Order: containers, pages and manifest together, the index, then the reference; everything under the
-session's lock, all of it durable before the reference appears.
+A snapshot is a step's pieces, in memory that nobody writes to until the commit has returned; a
+commit may run in any thread. A piece is unchanged when its bytes are: a fast hash compares them
+with those of the step that this handle saved last, and what that does not know gets its digest and
+is looked up. Names and addresses are never asked. In what order files become durable, and why, is
+told in `tensor_dedup.store.writing.transaction`.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import Self
+from typing import Self, TypeAlias
 
 from tensor_dedup.digest import digest
-from tensor_dedup.store.checkpoints.deltas import Deltas, Encoding
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
-from tensor_dedup.store.checkpoints.memory_writer import Want, Wanted
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.piece_writer import PieceWriter
-from tensor_dedup.store.checkpoints.policy import Compress, checked_compress
-from tensor_dedup.store.checkpoints.publish_batch import PublishBatch, SyncedFolders
+from tensor_dedup.store.checkpoints.policy import Compress, Deltas, Encoding, checked_compress
 from tensor_dedup.store.checkpoints.run_cache import (
     LastStep,
     PageState,
     PieceTable,
+    Places,
     Row,
     RunCache,
     StoredPiece,
@@ -39,17 +31,136 @@ from tensor_dedup.store.checkpoints.run_cache import (
 )
 from tensor_dedup.store.checkpoints.runs import check_not_kept, latest_digests, step_name
 from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.errors import LostHitError, NameTakenError, os_errors
+from tensor_dedup.store.errors import LostHitError, os_errors
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES, RESERVED, FileEntry, Manifest
-from tensor_dedup.store.format.names import check_path, file_of
-from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects, ref_text
-from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.format.names import check_path
+from tensor_dedup.store.index import PieceLocation, StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.writing.containers import (
+    PACK_BELOW,
+    ContainerWriter,
+    Want,
+    Wanted,
+    hash_pieces,
+    kind_for,
+)
+from tensor_dedup.store.writing.encoder import EncodedWriter
 from tensor_dedup.store.writing.hashing import Hasher, change_hashes
+from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"
+_Held: TypeAlias = Mapping[bytes, Sequence[PieceLocation]]
+
+
+class PieceWriter:
+    """Stores the pieces of one step, in a session and a transaction."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        index: StoreIndex,
+        hasher: Hasher,
+        transaction: BatchTransaction,
+        encoding: Encoding | None,
+    ) -> None:
+        self._objects, self._index = objects, index
+        self._hasher, self._transaction, self._encoding = hasher, transaction, encoding
+        self._writers = {
+            kind: transaction.own(ContainerWriter(objects, hasher, kind))
+            for kind in ("slab", "pack")
+        }
+        self._encoder = transaction.own(EncodedWriter(objects, hasher))
+        self.pieces = self.nbytes = self.stored_bytes = 0
+
+    def store(self, wanted: Wanted, again: Wanted) -> dict[bytes, StoredPiece]:
+        """Store these pieces; return where they are, by fast hash.
+
+        The pieces in `again` are written wherever they lie already.
+        """
+        hashed = {piece.hashed.digest: piece for piece in hash_pieces(self._hasher, wanted)}
+        places = self._look_up(hashed)
+        fresh = [piece for digest, piece in hashed.items() if digest not in places]
+        self.pieces += len(fresh)
+        self.nbytes += sum(piece.view.nbytes for piece in fresh)
+        moved = hash_pieces(self._hasher, again)
+        left = [*fresh, *moved]
+        if self._encoding is not None:
+            left = self._encoding.encode(self._encoder, left)
+        for piece in left:
+            self._writers[kind_for(piece.view.nbytes)].put(piece)
+        self.stored_bytes += self._transaction.seal()
+        places |= self._places()
+        hashed |= {piece.hashed.digest: piece for piece in moved}
+        return {
+            piece.fast: StoredPiece(digest, piece.view.nbytes, places[digest])
+            for digest, piece in hashed.items()
+        }
+
+    def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
+        """Return where pieces are whose bytes are not at hand.
+
+        Raises:
+            LostHitError: they are nowhere any more.
+        """
+        places = self._look_up({known.digest for known in elsewhere.values()})
+        gone = [key for key, known in elsewhere.items() if known.digest not in places]
+        if gone:
+            what = f"{len(gone)} tensors that did not change were removed meanwhile"
+            raise LostHitError.at(self._objects.layout.root, what, tensors=len(gone))
+        return {
+            key: known._replace(places=places[known.digest]) for key, known in elsewhere.items()
+        }
+
+    def _look_up(self, digests: Collection[bytes]) -> dict[bytes, Places]:
+        """The containers in which the store has some of these pieces."""
+        held, under = self._find(digests)
+        containers = _containers(held) | _containers(under)
+        if not self._index.fresh and not self._index.still_so(containers):
+            self._index.refresh()
+            held, under = self._find(digests)
+        found = {digest: _nearest(places, under) for digest, places in held.items()}
+        return {digest: places for digest, places in found.items() if places}
+
+    def _find(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
+        """The places of these pieces, and of what some of them are stored against."""
+        held = self._index.find(digests)
+        bases = {place.base for places in held.values() for place in places if place.base}
+        return held, self._index.find(bases)
+
+    def _places(self) -> dict[bytes, Places]:
+        """Where what was written lies."""
+        sealed = self._transaction.sealed
+        records = [(each.container, r) for each in sealed for r in each.table.records]
+        under = self._index.find({record.base for _, record in records if record.base})
+        found = {}
+        for container, record in records:
+            place = PieceLocation(container, record.offset, record.nbytes, record.base)
+            places = found[record.digest] = _nearest([place], under)
+            if not places:
+                what = f"what {record.digest.hex()} is stored against was removed meanwhile"
+                raise LostHitError.at(self._objects.layout.root, what)
+        return found
+
+
+def _containers(held: _Held) -> set[ContainerId]:
+    return {place.container for places in held.values() for place in places}
+
+
+def _nearest(places: Sequence[PieceLocation], under: _Held) -> Places:
+    """The containers that a piece is read from: one that needs no other, where there is one.
+
+    None where what it is stored against is nowhere.
+    """
+    for place in places:
+        if place.base is None:
+            return (place.container,)
+    for place in places:
+        for anchor in under.get(place.base or b"", ()):
+            if anchor.base is None:
+                return (place.container, anchor.container)
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +181,12 @@ class StepSnapshot:
     awaited: Callable[[], bool] | None = None
 
     def check(self) -> None:
-        """NamedTwiceError: two parts have one name. EscapingPathError: a file has no fit path."""
+        """Check the names.
+
+        Raises:
+            NamedTwiceError: two parts have one name.
+            EscapingPathError: a small file's path would leave an export.
+        """
         names = {piece.name for piece in self.pieces}
         if len(names) != len(self.pieces):
             what = f"{len(self.pieces)} tensors have {len(names)} names"
@@ -83,19 +199,21 @@ class StepSnapshot:
             raise NamedTwiceError.at(self.name, what, file=str(taken[0]))
 
     def as_new(self) -> Self:
-        """The same, that may replace no step."""
+        """Return the same step, but one that may replace none."""
         return replace(self, new=True)
 
     @property
     def name(self) -> str:
-        """What it will be called in the store."""
+        """The name that it will have in the store."""
         return step_name(self.notes.run, self.notes.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a save did. `new_bytes` were nowhere in the store, `stored_bytes` went to the disk for
-    them, with the bookkeeping; `seconds` until it was durable.
+    """What a save did.
+
+    `new_bytes` were nowhere in the store; `stored_bytes` went to the disk for them, bookkeeping
+    included; `seconds` passed until all was durable.
     """
 
     name: str
@@ -117,7 +235,7 @@ class Saver:
         self._compress = checked_compress(compress)
         self._keeper = RunCache(objects, workers)
         self._lock = threading.Lock()
-        self._settled = SyncedFolders()
+        self._synced = SyncedFolders()
         self.reset()
 
     @property
@@ -126,7 +244,7 @@ class Saver:
         return self._objects.layout.root
 
     def reset(self) -> None:
-        """As new, in a forked child: what held any lock is not there any more."""
+        """Begin anew, in a forked child: whoever held a lock is not there any more."""
         self._lock = threading.Lock()
         self._deltas = Deltas() if self._compress is not None else None
         self._last = self._shown = LastStep()
@@ -138,7 +256,7 @@ class Saver:
             self._keeper.close()
 
     def large(self) -> dict[bytes, StoredPiece]:
-        """What lies outside packs of the step that was committed last, by fast hash.
+        """Return what lies outside packs of the step that was committed last, by fast hash.
 
         It waits for no commit that is under way, and a sweep may come before the next.
         """
@@ -150,10 +268,13 @@ class Saver:
     def commit(self, snapshot: StepSnapshot) -> Saved:
         """Store a step under its name, in place of one that has it. All or nothing.
 
-        NoSpaceError, StoreIOError and all else that StoreError is: what was saved before is as it
-        was, and the name may be there or not only when the disk failed in the very end.
-        PinnedStepError: the step was pinned, perhaps while this was written. NameTakenError: one
-        that is to be new is there.
+        Whatever it raises, what was saved before is as it was. Only if the disk failed in the very
+        end may the name be there or not.
+
+        Raises:
+            PinnedStepError: the step was pinned, perhaps while this was written.
+            NameTakenError: the step is to be new, and there is one.
+            StoreError: NoSpaceError, StoreIOError and whatever else the disk does.
         """
         began = time.monotonic()
         snapshot.check()
@@ -161,10 +282,9 @@ class Saver:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._keeper.session() as (index, hasher):
                 encoding = self._encoding(index, last, snapshot)
-                batch = PublishBatch(self._objects, hasher, self._settled)
-                stocker = PieceWriter(self._objects, index, hasher, batch, encoding)
-                work = _Commit(self._objects, hasher, stocker, batch, last, snapshot)
-                with work:
+                with BatchTransaction(self._objects, index, hasher, self._synced) as transaction:
+                    writer = PieceWriter(self._objects, index, hasher, transaction, encoding)
+                    work = _Commit(self._objects, hasher, writer, transaction, last, snapshot)
                     manifest = work.run()
             self._last = self._shown = work.next
         return work.result(manifest, time.monotonic() - began)
@@ -184,35 +304,25 @@ class Saver:
 
 
 class _Commit:
-    """One commit, in a session. Leaving it removes what was not published."""
+    """One commit of a step, in a session and a transaction."""
 
     def __init__(
         self,
         objects: Objects,
         hasher: Hasher,
-        stocker: PieceWriter,
-        batch: PublishBatch,
+        writer: PieceWriter,
+        transaction: BatchTransaction,
         last: LastStep,
         snapshot: StepSnapshot,
     ) -> None:
         self._objects, self._hasher = objects, hasher
-        self._stocker, self._batch = stocker, batch
+        self._writer, self._transaction = writer, transaction
         self._last, self._snapshot = last, snapshot
-        self._undo = ExitStack()
         self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
-        self._bookkeeping = 0
         self.next = LastStep()
 
-    def __enter__(self) -> Self:
-        self._undo.enter_context(self._batch)
-        self._undo.enter_context(self._stocker)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
     def run(self) -> str:
-        """Store and commit; the manifest's name."""
+        """Store what is new and commit; return the manifest's name."""
         rows = self._rows()
         alive = _alive(self._objects, self._last)
         parts = rows.pages()
@@ -221,7 +331,16 @@ class _Commit:
         self.next.pages = [
             page or self._page(part, known) for part, page in zip(parts, kept, strict=True)
         ]
-        return self._publish()
+        manifest, blob = manifests.encode_manifest(self._manifest())
+        self._transaction.add_object(manifest, blob)
+        self._transaction.commit(
+            self._snapshot.name,
+            manifest,
+            replace=not self._snapshot.new,
+            check_hits=self._check_hits,
+            check_name=self._check_not_kept,
+        )
+        return manifest
 
     def _rows(self) -> PieceTable:
         # Here all tensors are read: nothing else is done for each of them when none has changed.
@@ -277,9 +396,9 @@ class _Commit:
         packs = packs_to_merge(chain(places, *(page.weights.items() for page in pages)))
         again = self._lying_in(packs, parts, known, pages)
         if wanted or again:
-            known |= self._stocker.store(wanted, again)
+            known |= self._writer.store(wanted, again)
         if elsewhere := {key: each for key, each in elsewhere.items() if key not in wanted}:
-            known |= self._stocker.find(elsewhere)
+            known |= self._writer.find(elsewhere)
         for page in pages:
             if not again.keys().isdisjoint(page.held):
                 page.take({**page.held, **{key: known[key] for key in again}})
@@ -320,30 +439,8 @@ class _Commit:
         name, blob = manifests.encode_page(
             [manifests.Piece(known[row[0]].digest, known[row[0]].nbytes, *row[1:]) for row in part]
         )
-        self._batch.write(blob, self._objects.layout.manifest(name))
-        self._bookkeeping += len(blob)
+        self._transaction.add_object(name, blob)
         return PageState(part, known, name, len(blob))
-
-    def _publish(self) -> str:
-        objects, snapshot = self._objects, self._snapshot
-        manifest, blob = manifests.encode_manifest(self._manifest())
-        self._batch.write(blob, objects.layout.manifest(manifest))
-        text = ref_text(snapshot.name, manifest)
-        reference = self._batch.write(text, None)
-        self._bookkeeping += len(blob) + len(text)
-        self._batch.publish()
-        self._stocker.index()
-        self._check_hits()
-        with objects.naming():
-            # Here nobody can pin it any more before it is replaced.
-            check_not_kept(objects, snapshot.notes.run, snapshot.notes.step)
-            target = objects.layout.refs / file_of(snapshot.name)
-            if snapshot.new and objects.files.status(target) is not None:
-                what = f"{snapshot.name!r} is there already"
-                raise NameTakenError.at(objects.layout.root, what, name=snapshot.name)
-            objects.files.rename(reference, target)
-            objects.files.sync_folder(objects.layout.refs)
-        return manifest
 
     def _manifest(self) -> Manifest:
         pages = self.next.pages
@@ -358,7 +455,8 @@ class _Commit:
     def _check_hits(self) -> None:
         """Look all containers up again, and make those durable that others have written.
 
-        LostHitError: one is not there any more.
+        Raises:
+            LostHitError: one is not there any more.
         """
         files, layout = self._objects.files, self._objects.layout
         for container in {each for page in self.next.pages for each in page.containers}:
@@ -369,9 +467,12 @@ class _Commit:
                 what = f"the container {container.name} was removed meanwhile"
                 raise LostHitError.at(layout.root, what)
             self.next.containers[container] = (path, status.size)
-        own = {each.container for each in self._stocker.sealed}
+        own = {each.container for each in self._transaction.sealed}
         new = self.next.containers.keys() - self._last.containers.keys() - own
-        self._batch.settle(self.next.containers[container][0] for container in sorted(new))
+        self._transaction.settle(self.next.containers[container][0] for container in sorted(new))
+
+    def _check_not_kept(self) -> None:
+        check_not_kept(self._objects, self._snapshot.notes.run, self._snapshot.notes.step)
 
     def result(self, manifest: str, seconds: float) -> Saved:
         """What it did."""
@@ -381,9 +482,9 @@ class _Commit:
             manifest=manifest,
             tensors=len(self._snapshot.pieces),
             nbytes=sum(page.nbytes for page in self.next.pages),
-            new_tensors=self._stocker.pieces,
-            new_bytes=self._stocker.nbytes,
-            stored_bytes=self._stocker.stored_bytes + self._bookkeeping,
+            new_tensors=self._writer.pieces,
+            new_bytes=self._writer.nbytes,
+            stored_bytes=self._writer.stored_bytes + self._transaction.object_bytes,
             seconds=seconds,
         )
 

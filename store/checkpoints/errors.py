@@ -9,8 +9,7 @@ StoreError
                    NamedTwiceError       two tensors have one name, or a file a tensor's place
                    NotATrainingError     the checkpoint was imported, not saved by a run
                    ForkedSaveError       a save of another process is waited for
-  - of the world:  ChangedModelError     a tensor was written to while it was saved
-                   BrokenSaveError       a background save ended with an unexpected error
+  - of the world:  BrokenSaveError       a background save ended with an unexpected error
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value has no form in a checkpoint
                    UnsupportedArrayError    an array or a tensor has none
@@ -69,12 +68,6 @@ class NotATrainingError(AdvisedError):
     """A checkpoint of this name exists, but no run has saved it."""
 
     advice = "give the run another id, or the checkpoint another name"
-
-
-class ChangedModelError(AdvisedError):
-    """A tensor was written to while it was saved. Nothing was committed."""
-
-    advice = "save between two steps of the optimizer, or save a copy"
 
 
 class BadOption(Enum):

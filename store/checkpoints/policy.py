@@ -1,4 +1,9 @@
-"""What of a step is stored encoded: how small tensors are tried, and whether there is time at all.
+"""What of a step is stored encoded, by which codec and against what, and when there is time for it.
+
+What a large tensor may be stored against is what stood under its name in the step before, or what
+that is itself stored against: the steps of a run are stars around an anchor, never chains. Samples
+decide for each name, and what they said is used again for some steps. An anchor is replaced when a
+delta has cost more than the steps around it cost on average: a new one is cheaper in the long run.
 
 Small tensors (trees, biases, texts; an ensemble has thousands) are encoded one by one. Trying is
 the measurement: where some of one type and size came out no smaller, the next ones are left alone
@@ -10,19 +15,38 @@ comes before the last one is saved, the training stands still: what is not encod
 as it is, the next saves encode nothing, and after some of them it is tried again, later each time.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.checkpoints.errors import BadOption, BadOptionError
-from tensor_dedup.store.checkpoints.memory_writer import Fresh
-from tensor_dedup.store.codecs.choice import CODECS, CodecChoice
-from tensor_dedup.store.writing.containers import PACK_BELOW
-from tensor_dedup.store.writing.encoder import Plan, element_width
+from tensor_dedup.store.checkpoints.run_cache import AnchorMemory, KeptAnchor
+from tensor_dedup.store.codecs.choice import CODECS, CodecChoice, Sample, choose
+from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.writing.containers import PACK_BELOW, Fresh
+from tensor_dedup.store.writing.encoder import (
+    ENCODE_FROM,
+    Anchor,
+    EncodedWriter,
+    Plan,
+    element_width,
+)
 
 Compress: TypeAlias = Literal["auto", "always"] | None
 """When new tensors are encoded: unless a training would wait for it, always, or never (None)."""
-# Below this, what a record needs is more than what encoding saves.
+
+# Large tensors.
+_SAMPLE_BYTES = 32 << 10
+# For how many saves of a tensor a decision holds; one against encoding for longer and longer.
+_HOLDS = 16
+_HOLDS_AT_MOST = 128
+
+# Small ones. Below this, what a record needs is more than what encoding saves.
 SMALLEST = 256
 # So many take about a quarter of a second; the rest of a first save is stored as it is.
 _MOST = 4096
@@ -125,3 +149,168 @@ class Backpressure:
     def __call__(self) -> bool:
         """Return whether what is not encoded yet is to be stored as it is."""
         return self.from_the_start or (self._awaited is not None and self._awaited())
+
+
+@dataclass(slots=True)
+class _Decision:
+    """What samples said of the tensor of a name, and what its anchor and deltas have cost.
+
+    It holds for `left` more saves, of `holds`, as long as there is an anchor or none, as there was.
+    """
+
+    choice: CodecChoice | None
+    left: int
+    holds: int
+    anchored: bool
+    anchor: bytes | None = None
+    spent: int = 0
+    steps: int = 0
+
+
+class Deltas:
+    """The decisions of one handle. One save at a time."""
+
+    def __init__(self) -> None:
+        self.small = SmallTensorPolicy()
+        self.anchors = AnchorMemory()
+        self.haste = Backpressure()
+        self._decisions: dict[str, _Decision] = {}
+
+    def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
+        """Return how to encode a tensor, or None. `anchor_bytes` is what the anchor takes."""
+        made = self._decisions.get(piece.name)
+        against = anchor.digest if anchor is not None else None
+        if made is None or made.left <= 0 or made.anchored != (against is not None):
+            made = self._decide(piece, anchor, made)
+        made.left -= 1
+        if made.choice is None:
+            return None
+        if made.choice.codec.against_base and made.anchor != against:
+            made.anchor, made.spent, made.steps = against, anchor_bytes, 1
+        return Plan(made.choice, anchor if made.choice.codec.against_base else None)
+
+    def pays(self, piece: Fresh) -> bool:
+        """Return whether encoding a tensor of this name is known to be worth a wait."""
+        made = self._decisions.get(piece.name)
+        return made is not None and made.choice is not None and _quick(made.choice)
+
+    def _decide(self, piece: Fresh, anchor: Anchor | None, old: _Decision | None) -> _Decision:
+        # A delta that costs more than the average of its star is the sign to begin another.
+        begin = old is not None and old.left < 0
+        base = None if begin else anchor
+        choice = choose(list(_samples(piece, base)), element_width(piece.dtype))
+        holds = _HOLDS
+        if choice is None and old is not None and old.choice is None:
+            holds = min(2 * old.holds, _HOLDS_AT_MOST)
+        made = _Decision(choice, 1 if begin else holds, holds, anchor is not None)
+        if old is not None and not begin:
+            made.anchor, made.spent, made.steps = old.anchor, old.spent, old.steps
+        self._decisions[piece.name] = made
+        return made
+
+    def stored(self, piece: Fresh, plan: Plan, nbytes: int | None) -> None:
+        """Take note of what came of a plan: how many bytes, or None if it was in vain."""
+        made = self._decisions[piece.name]
+        if nbytes is None:
+            made.choice = None
+        elif plan.anchor is not None:
+            made.spent += nbytes
+            made.steps += 1
+            if nbytes * made.steps > made.spent:
+                made.left = -1
+
+
+def _quick(choice: CodecChoice) -> bool:
+    return worth_waiting_for(choice.codec.name)
+
+
+def _samples(piece: Fresh, anchor: Anchor | None) -> Iterator[Sample]:
+    """Two samples of the leaf in the middle: only one leaf of the anchor has to be read."""
+    nbytes, width = piece.view.nbytes, element_width(piece.dtype)
+    first = nbytes // LEAF_BYTES // 2 * LEAF_BYTES
+    last = min(first + LEAF_BYTES, nbytes)
+    under = None
+    if anchor is not None:
+        try:
+            under = memoryview(anchor.read(first, last))
+        except (CorruptTensorError, MissingObjectError):
+            under = None  # it is not used
+    size = min(_SAMPLE_BYTES, last - first)
+    for start in sorted({first, (first + (last - first - size)) // width * width}):
+        base = None if under is None else under[start - first : start - first + size]
+        yield Sample(memoryview(bytes(piece.view[start : start + size])), base)
+
+
+class Encoding:
+    """What one save needs to encode. `before` gives the digests by name of the step before."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        index: StoreIndex,
+        deltas: Deltas,
+        before: Callable[[], Mapping[str, bytes]],
+    ) -> None:
+        self._objects, self._index = objects, index
+        self._deltas, self._before = deltas, before
+
+    def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
+        """Store those that get smaller; return the others."""
+        done = self._encode_small(writer, fresh)
+        fit = [p for p in fresh if p.dtype is not None and p.view.nbytes >= ENCODE_FROM]
+        self._deltas.anchors.begin()
+        if self._deltas.haste():
+            fit = [piece for piece in fit if self._deltas.pays(piece)]
+        if fit:
+            before = self._before()
+            bases = {piece.fast: before[piece.name] for piece in fit if piece.name in before}
+            with closing(StoredPieces(self._objects, self._index, set(bases.values()))) as pieces:
+                done |= self._encode_large(writer, fit, bases, pieces)
+        return [piece for piece in fresh if piece.fast not in done]
+
+    def _encode_small(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> set[bytes]:
+        done = set()
+        for piece, plan in self._deltas.small.plans(fresh):
+            stored = writer.encode_small(piece, plan)
+            self._deltas.small.stored(piece, stored)
+            if stored is not None:
+                done.add(piece.fast)
+        return done
+
+    def _encode_large(
+        self,
+        writer: EncodedWriter,
+        fit: Sequence[Fresh],
+        bases: Mapping[bytes, bytes],
+        pieces: StoredPieces,
+    ) -> set[bytes]:
+        haste = self._deltas.haste
+        planned = []
+        for piece in fit:
+            anchor, nbytes = self._anchor(piece, bases.get(piece.fast, b""), pieces)
+            plan = self._deltas.plan(piece, anchor, nbytes)
+            if plan is not None:
+                planned.append((piece, plan))
+
+        def give_up(plan: Plan) -> bool:
+            return haste() and not _quick(plan.choice)
+
+        done = set()
+        for (piece, plan), stored in zip(planned, writer.encode_all(planned, give_up), strict=True):
+            if stored is not None or not haste():  # or nothing was learnt
+                self._deltas.stored(piece, plan, stored)
+            if stored is not None:
+                done.add(piece.fast)
+        return done
+
+    def _anchor(self, piece: Fresh, base: bytes, pieces: StoredPieces) -> tuple[Anchor | None, int]:
+        """What a tensor may be stored against, and what that takes on disk."""
+        digest = pieces.anchor(base)
+        # Somebody else may have saved the same since it was looked up: nothing is against itself.
+        if digest is None or digest == piece.hashed.digest:
+            return None, 0
+        records = [record for record in pieces.records(digest) if record.base is None]
+        if not records or records[0].nbytes != piece.view.nbytes:
+            return None, 0
+        anchor = KeptAnchor(digest, piece.view.nbytes, pieces, self._deltas.anchors)
+        return anchor, min(record.stored for record in records)

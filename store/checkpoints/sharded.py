@@ -38,6 +38,7 @@ from tensor_dedup.store.format.manifests import (
 )
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.store import Store
+from tensor_dedup.store.writing.transaction import OrderedTransaction
 
 # What the manifest of a part names as its adapter; a finished step's is another.
 PART_ADAPTER: Final = "dcp part"
@@ -50,15 +51,17 @@ class TakenPartError(NameTakenError):
 
 
 def part_run(run: str, rank: int | str) -> str:
-    """The run that the part of a rank belongs to until its step is finished."""
+    """Return the run that the part of a rank belongs to until its step is finished."""
     return f"{run}/part-{rank}"
 
 
 def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
-    """Commit the step of these notes: all parts of the ranks, the first one's files.
+    """Commit the step of these notes: all parts of the ranks, and the first one's files.
 
-    NamedTwiceError: two ranks have saved one name. UnknownNameError: a part is missing.
-    PinnedStepError: the step is there, and pinned.
+    Raises:
+        NamedTwiceError: two ranks have saved one name.
+        UnknownNameError: a part is missing.
+        PinnedStepError: the step is there, and pinned.
     """
     objects, names = store.objects, [part_run(notes.run, rank) for rank in ranks]
     with store.locked():
@@ -73,18 +76,25 @@ def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
             for piece in objects.pieces(part, content)
         ]
         _check(notes, pieces)
-        pages = list(_pages(objects, pieces))
-        nbytes = sum(piece.nbytes for piece in pieces)
-        files = contents[0].files
-        manifest, blob = encode_manifest(
-            Manifest(files, pages, len(pieces), nbytes, notes.to_texts())
-        )
-        objects.publish(blob, objects.layout.manifest(manifest))
-        objects.set_ref(step_name(notes.run, notes.step), manifest, replace=True)
+        with OrderedTransaction(objects) as transaction:
+            pages = []
+            for start in range(0, len(pieces), PAGE_ENTRIES):
+                page, blob = encode_page(pieces[start : start + PAGE_ENTRIES])
+                transaction.add_object(page, blob)
+                pages.append(bytes.fromhex(page))
+            nbytes = sum(piece.nbytes for piece in pieces)
+            content = Manifest(contents[0].files, pages, len(pieces), nbytes, notes.to_texts())
+            manifest, blob = encode_manifest(content)
+            transaction.add_object(manifest, blob)
+            transaction.commit(step_name(notes.run, notes.step), manifest)
 
 
 def check_free(store: Store, part: str, step: int) -> None:
-    """Whether a part may be saved as this step: nobody else has one. TakenPartError."""
+    """Check that nobody else has what a part that is saved as this step would replace.
+
+    Raises:
+        TakenPartError: somebody has.
+    """
     with store.locked():
         try:
             _, _, notes = manifest_of(store.objects, part, step)
@@ -122,10 +132,3 @@ def _check(notes: Notes, pieces: Sequence[Piece]) -> None:
     if len(set(names)) != len(names):
         what = f"{len(names)} tensors of all ranks have {len(set(names))} names"
         raise NamedTwiceError.at(step_name(notes.run, notes.step), what)
-
-
-def _pages(objects: Objects, pieces: Sequence[Piece]) -> Iterable[bytes]:
-    for start in range(0, len(pieces), PAGE_ENTRIES):
-        name, blob = encode_page(pieces[start : start + PAGE_ENTRIES])
-        objects.publish(blob, objects.layout.manifest(name))
-        yield bytes.fromhex(name)

@@ -29,7 +29,7 @@ class ExternalFile:
 
     @classmethod
     def of(cls, path: Path, status: FileStatus) -> Self:
-        """The file at a path, as it is now."""
+        """Describe the file at a path as it is now."""
         return cls(
             path,
             status.size,
@@ -40,7 +40,7 @@ class ExternalFile:
         )
 
     def is_still(self, status: FileStatus | None) -> bool:
-        """Whether this is what the file system says now."""
+        """Return whether this is what the file system says now."""
         return (
             status is not None
             and status.kind == "file"
@@ -48,13 +48,17 @@ class ExternalFile:
         )
 
     def to_texts(self) -> list[str]:
-        """As a table holds it: numbers in decimal, since an inode may need 64 bits."""
+        """Return it as a table holds it: numbers in decimal, since an inode may need 64 bits."""
         numbers = (self.size, self.device, self.inode, self.mtime_ns, self.ctime_ns)
         return [str(self.path), *map(str, numbers)]
 
     @classmethod
     def from_texts(cls, texts: list[str] | None, data_bytes: int, table: PurePath) -> Self:
-        """Of a table, checked. DamagedFileError: no program wrote this."""
+        """Parse what a table holds.
+
+        Raises:
+            DamagedFileError: this program never wrote it.
+        """
         path, *numbers = texts or [""]
         fit = all(text.removeprefix("-").isdecimal() for text in numbers)
         short = all(len(text) <= _MAX_DIGITS for text in numbers)

@@ -27,14 +27,18 @@ _T = TypeVar("_T")
 
 
 def encode(kind: bytes, payload: object) -> bytes:
-    """The frame of a payload; `kind` is four bytes. Equal payloads have equal frames."""
+    """Return the frame of a payload; `kind` is four bytes. Equal payloads have equal frames."""
     body = msgspec.msgpack.encode(payload)
     head = _HEAD.pack(_MAGIC, kind, VERSION, 0, len(body))
     return head + body + blake3(head + body).digest()
 
 
 def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
-    """The payload of a frame. DamagedFileError, NewerFormatError: naming `path`."""
+    """Return the payload of a frame, checked against `form`.
+
+    Raises:
+        DamagedFileError, NewerFormatError: about `path`.
+    """
     body = _checked_body(blob, kind, path)
     try:
         return msgspec.msgpack.decode(body, type=form)
@@ -61,13 +65,17 @@ def _checked_body(blob: bytes, kind: bytes, path: PurePath) -> bytes:
 
 
 def encode_text(lines: list[str]) -> bytes:
-    """Lines and their checksum, as a text file."""
+    """Return lines and their checksum as a text file."""
     body = "".join(line + "\n" for line in lines)
     return f"{body}{_CHECK_WORD}{blake3(body.encode()).hexdigest()}\n".encode()
 
 
 def decode_text(blob: bytes, path: PurePath) -> list[str]:
-    """The lines before the checksum. DamagedFileError when it is not theirs."""
+    """Return the lines before the checksum.
+
+    Raises:
+        DamagedFileError: the checksum is not theirs.
+    """
     try:
         lines = blob.decode("ascii").split("\n")
     except UnicodeDecodeError as error:
@@ -78,7 +86,7 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
 
 
 def distance(a: bytes, b: bytes) -> int:
-    """In how many bytes two texts differ, at least."""
+    """Return in how many bytes two texts differ, at least."""
     if len(a) != len(b):
         return max(len(a), len(b))
     return sum(x != y for x, y in zip(a, b, strict=True))

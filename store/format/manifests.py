@@ -85,7 +85,7 @@ def build(
     pieces: Sequence[Piece],
     second_names: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """A manifest's name, and all frames (its pages first, itself last) by their names.
+    """Build a manifest; return its name, and all frames by name: its pages first, itself last.
 
     `second_names` are further names of tensors, and which tensors' they are.
     """
@@ -103,19 +103,23 @@ def build(
 
 
 def encode_page(pieces: Sequence[Piece]) -> tuple[str, bytes]:
-    """The name and the frame of a page of up to PAGE_ENTRIES pieces."""
+    """Return the name and the frame of a page of up to PAGE_ENTRIES pieces."""
     blob = frames.encode(PAGE, ManifestPage(list(pieces)))
     return digest(blob), blob
 
 
 def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
-    """The name and the frame of a manifest."""
+    """Return the name and the frame of a manifest."""
     blob = frames.encode(MANIFEST, manifest)
     return digest(blob), blob
 
 
 def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
-    """The manifest called `name`, checked; no path in it leads outside an export."""
+    """Return the manifest called `name`, checked; no path in it leads outside an export.
+
+    Raises:
+        DamagedFileError, NewerFormatError: about `path`.
+    """
     manifest = frames.decode(_named(blob, name, path), MANIFEST, Manifest, path)
     expected = -(-manifest.pieces // PAGE_ENTRIES)
     if len(manifest.pages) != expected or any(len(p) != DIGEST_BYTES for p in manifest.pages):
@@ -130,13 +134,17 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
 
 
 def aliases(manifest: Manifest) -> dict[str, str]:
-    """Second names of tensors, and which tensors' they are."""
+    """Return the second names of tensors, and which tensors' they are."""
     notes = manifest.notes.items()
     return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
 def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
-    """The page called `name`, checked."""
+    """Return the page called `name`, checked.
+
+    Raises:
+        DamagedFileError, NewerFormatError: about `path`.
+    """
     page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
     for piece in page.pieces:
         named = piece.name is not None
@@ -153,7 +161,11 @@ def _named(blob: bytes, name: str, path: PurePath) -> bytes:
 
 
 def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) -> None:
-    """Compare what a manifest says of its pieces with the pieces. DamagedFileError."""
+    """Compare what a manifest says of its pieces with the pieces.
+
+    Raises:
+        DamagedFileError: they contradict each other.
+    """
     if len(pieces) != manifest.pieces or sum(p.nbytes for p in pieces) != manifest.nbytes:
         raise DamagedFileError.at(path, f"{manifest.pieces} pieces expected, {len(pieces)} found")
     for file, held in by_file(manifest, pieces):
@@ -164,7 +176,7 @@ def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) ->
 def by_file(
     manifest: Manifest, pieces: Sequence[Piece]
 ) -> Iterator[tuple[FileEntry, Sequence[Piece]]]:
-    """Each file with its pieces."""
+    """Iterate over the files, each with its pieces."""
     at = 0
     for file in manifest.files:
         yield file, pieces[at : at + file.pieces]
@@ -172,7 +184,7 @@ def by_file(
 
 
 def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """The pieces that belong to no file: the tensors of a training checkpoint."""
+    """Return the pieces that belong to no file: the tensors of a training step."""
     return pieces[sum(file.pieces for file in manifest.files) :]
 
 
@@ -196,10 +208,10 @@ class SynthesizedFile:
 
 
 def synthesized_files(loose: Sequence[Piece], part: str) -> Iterator[SynthesizedFile]:
-    """The files of tensors that belong to none: weights, and what is state of the training.
+    """Make the files of tensors that belong to none: weights, and state of the training.
 
-    With a `part`, weights are those whose names begin with it and a dot, without these. What
-    safetensors has no type for is there as bytes.
+    With a `part`, the weights are the tensors whose names begin with it and a dot, and they lose
+    that beginning. What safetensors has no dtype for is stored as bytes.
     """
     start = f"{part}." if part else ""
     weights = [

@@ -14,14 +14,18 @@ _HUB = re.compile(r"models--(?P<name>.+)")
 
 
 def check_name(name: str) -> str:
-    """`name` itself when a checkpoint can have it. BadNameError: it cannot."""
+    """Return `name` if a checkpoint can have it.
+
+    Raises:
+        BadNameError: it cannot.
+    """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BadNameError.at(repr(name[:MAX_NAME]), "no name for a checkpoint", name=name)
     return name
 
 
 def name_of(path: Path) -> str:
-    """The name a checkpoint gets that was given none: its folder's or file's.
+    """Return the name of a checkpoint that was given none: its folder's or file's.
 
     A snapshot in a Hugging Face cache has the name of its repository.
     """
@@ -37,18 +41,22 @@ def _fit(text: str) -> str:
 
 
 def file_of(name: str) -> str:
-    """The file name of a reference. No name has a %, so no two names meet."""
+    """Return the file name of a reference. No name has a %, so no two names meet."""
     return check_name(name).replace("/", "%2F")
 
 
 def name_in(file: str) -> str | None:
-    """The name that a reference's file name stands for; None: no reference has this one."""
+    """Return the name that a reference's file name stands for, or None if it stands for none."""
     name = file.replace("%2F", "/")
     return name if len(name) <= MAX_NAME and _NAME.fullmatch(name) else None
 
 
 def check_path(text: str, manifest: PurePath) -> PurePosixPath:
-    """A file's path in an export, as it is. EscapingPathError: it could lead outside."""
+    """Return the path of a file in an export if it stays inside.
+
+    Raises:
+        EscapingPathError: it could lead outside.
+    """
     path = PurePosixPath(text)
     unsafe = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text
     if unsafe or str(path) != text:

@@ -45,7 +45,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def leaf_list(self) -> list[bytes]:
-        """The leaf digests, one each."""
+        """The leaf digests, one by one."""
         return [self.leaves[at : at + 32] for at in range(0, len(self.leaves), 32)]
 
 
@@ -69,18 +69,22 @@ class Encoded(NamedTuple):
 
 
 def encode(table: Table) -> Encoded:
-    """The frame of a table, and its container's name."""
+    """Return the frame of a table, and the name it gives its container."""
     blob = frames.encode(KIND, table)
     return Encoded(digest(blob), blob)
 
 
 def tail(table_at: int) -> bytes:
-    """The last bytes of a slab or pack: where its table begins."""
+    """Return the last bytes of a slab, pack or delta, which say where its table begins."""
     return _TAIL.pack(table_at, _TAIL_MAGIC)
 
 
 def table_start(ending: bytes, size: int, path: PurePath) -> int:
-    """Where the table of a slab or pack of `size` bytes begins, from its last bytes."""
+    """Return where the table of a slab, pack or delta of `size` bytes begins, from its last bytes.
+
+    Raises:
+        DamagedFileError: they do not lead to a table.
+    """
     if len(ending) != TAIL_BYTES:
         raise DamagedFileError.at(path, f"{size} bytes are no container", size=size)
     start, magic = _TAIL.unpack(ending)
@@ -92,9 +96,11 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
 
 
 def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
-    """The table of the container `name`, checked in every respect.
+    """Return the table of the container `name`, checked in every respect.
 
-    DamagedFileError: it is not that. NewerFormatError: a codec of a later version.
+    Raises:
+        DamagedFileError: it is not that.
+        NewerFormatError: it names a codec of a later version.
     """
     table = frames.decode(blob, KIND, Table, path)
     if digest(blob) != name or table.kind != kind:
@@ -152,7 +158,7 @@ def _check_places(table: Table, path: PurePath) -> None:
 
 
 def gaps(table: Table) -> list[tuple[int, int]]:
-    """Where the padding of a container begins and how long it is."""
+    """Return where the padding of a container begins, and how long each stretch of it is."""
     found, at = [], 0
     for record in table.records:
         if record.offset > at:

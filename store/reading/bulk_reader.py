@@ -84,9 +84,9 @@ class Filled:
 
 
 def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[ReadSpan]:
-    """The spans that hold these pieces, in the order of containers and offsets; no I/O.
+    """Return the spans that hold these pieces, in the order of containers and offsets; no I/O.
 
-    Pieces that are nowhere as they are (deltas, lost ones) are in none. A span is at most
+    Pieces that are nowhere stored as they are (deltas, lost ones) are in none. A span is at most
     `span_bytes` long, or one piece.
     """
     places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
@@ -112,11 +112,11 @@ def _end(record: Record) -> int:
 
 
 class BulkReader:
-    """Fills spans, several requests in flight. One thread uses it; close it or use `with`.
+    """Fills spans, with several requests in flight. One thread uses it; close it or use `with`.
 
-    `verify` off compares nothing that can be read: for who knows that the bytes are right.
-    `mapped` maps the containers instead of copying them: memory is then shared with the page cache,
-    and what the kernel reads again later is not compared again.
+    Without `verify` nothing that can be read is compared: for a caller that knows the bytes are
+    right. With `mapped` the containers are mapped, not copied: memory is then shared with the page
+    cache, and what the kernel reads again later is not compared again.
     """
 
     def __init__(
@@ -142,9 +142,11 @@ class BulkReader:
         self._undo.close()
 
     def fill(self, spans: Sequence[ReadSpan], ahead: int | None = None) -> Iterator[Filled]:
-        """The spans, in order, as they are read; `ahead` of them are read in advance, or all.
+        """Yield the spans, in order, as they are read; `ahead` of them are read in advance, or all.
 
-        CorruptTensorError, MissingObjectError: a piece is right nowhere. StoreIOError.
+        Raises:
+            CorruptTensorError, MissingObjectError: a piece is right nowhere.
+            StoreIOError: the disk failed.
         """
         waiting = list(reversed(spans))
         started: deque[tuple[_Work, list[Future[None]]]] = deque()
@@ -156,10 +158,10 @@ class BulkReader:
     def read(
         self, pieces: Sequence[tuple[bytes, int]], ahead_bytes: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
-        """Pieces that are nowhere as they are, digest and size: decoded, always compared, in order.
+        """Yield pieces that are nowhere stored as they are: decoded, always compared, in order.
 
-        The memory may be larger than the piece. As many bytes as `ahead_bytes` (or one piece) are
-        read in advance, or all. Errors as `fill`.
+        `pieces` gives digest and size of each; the memory may be larger than the piece. As many
+        bytes as `ahead_bytes` (or one piece) are read in advance, or all. Raises what `fill` does.
         """
         waiting = deque(pieces)
         started: deque[tuple[bytes, int, memoryview, list[Future[None]]]] = deque()

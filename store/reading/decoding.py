@@ -16,10 +16,10 @@ Base: TypeAlias = Callable[[int, int], bytearray]
 def fill_leaves(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
-    """Fill `view` with whole leaves of a record from `start`; whether they have their digests.
+    """Fill `view` with whole leaves of a record from `start`; return whether they are right.
 
-    `base` is asked for a delta only; what it raises, this raises. Encoded leaves are decoded on the
-    process's threads for digests, each just before it is hashed.
+    `base` is asked for a delta only, and what it raises is raised. Encoded leaves are decoded on
+    the process's threads for digests, each just before it is hashed.
     """
     if record.codec != PLAIN:
         return _decode(files, handle, record, start, view, base)
@@ -31,7 +31,7 @@ def fill_leaves(
 def read_range(
     files: Files, handle: Handle, record: Record, start: int, stop: int, base: Base
 ) -> bytearray | None:
-    """The bytes from `start` to `stop` of a record, or None when their leaves are wrong."""
+    """Return the bytes from `start` to `stop` of a record, or None if their leaves are wrong."""
     first = start // LEAF_BYTES * LEAF_BYTES
     last = min(-(-stop // LEAF_BYTES) * LEAF_BYTES, record.nbytes)
     data = bytearray(last - first)
@@ -41,14 +41,21 @@ def read_range(
 
 
 def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
-    """Where the chunks of an encoded record are. CorruptFrameError."""
+    """Return where the chunks of an encoded record are.
+
+    Raises:
+        CorruptFrameError: no encoder wrote this.
+    """
     head = bytearray(head_bytes(record.nbytes))
     files.pread(handle, memoryview(head), record.offset)
     return chunks(bytes(head), record.stored)
 
 
 def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> memoryview:
-    """The encoded bytes of one leaf: no more than the record has, which is less than `nbytes`."""
+    """Read the encoded bytes of one leaf.
+
+    They are no more than the record has, which is less than `nbytes`.
+    """
     blob = memoryview(bytearray(chunk.size))
     files.pread(handle, blob, record.offset + chunk.offset)
     return blob

@@ -15,10 +15,13 @@ _STEP = 32 << 20
 def export(
     files: Files, checkpoint: StoredCheckpoint, directory: Path, progress: ProgressListener
 ) -> list[Path]:
-    """Write all files of an open checkpoint to a folder that is empty or not there; their paths.
+    """Write all files of an open checkpoint to a folder that is empty or missing.
 
-    Each appears under its name when it is complete and durable. ExportTargetError; what reading
-    the checkpoint raises.
+    Returns their paths. Each file appears under its name when it is complete and durable. Raises
+    what reading does.
+
+    Raises:
+        ExportTargetError: the folder is not empty, or is no folder.
     """
     status = files.status(directory)
     if status is not None and (status.kind != "folder" or files.listdir(directory)):

@@ -81,8 +81,8 @@ class _BaseLostError(Exception):
 class StoredPieces:
     """Pieces of a store, open for reading: all containers that hold them are held open.
 
-    So gc cannot take them. Reading may be done from any thread. Close it, or use it as a context
-    manager, when no read is running any more. Not to be used in a forked child.
+    So gc cannot take them away. Any thread may read. Close it, or use it as a context manager, when
+    no read is running any more. Not to be used in a forked child.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StoredPieces:
     ) -> None:
         """Open what there is of the pieces with these digests, in a session.
 
-        `name` is the checkpoint's they belong to, for messages.
+        `name` is that of the checkpoint they belong to, for messages.
         """
         self.name = name or str(objects.layout.root)
         self._objects = objects
@@ -142,7 +142,7 @@ class StoredPieces:
         self.close()
 
     def close(self) -> None:
-        """Let the containers go. A second time does nothing."""
+        """Close the containers. A second time does nothing."""
         self._open = False
         self._let_go()
 
@@ -165,13 +165,15 @@ class StoredPieces:
         return f"{type(self).__name__}({name!r}, pieces={pieces}, containers={containers}{state})"
 
     def records(self, digest: bytes) -> list[Record]:
-        """How a piece is stored, the places tried first first."""
+        """Return how a piece is stored, in the order in which the places are tried."""
         with self._lock:
             return [spot.record for spot in self._spots.get(digest, ())]
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """What a delta against this piece would be against: itself, or, when it is a delta, what
-        that is against; None when neither is here.
+        """Return what a delta against this piece would be stored against, or None.
+
+        That is the piece itself or, where it is a delta, what it is stored against. None: it is not
+        here.
         """
         with self._lock:
             spots = list(self._spots.get(digest, ()))
@@ -187,13 +189,13 @@ class StoredPieces:
 
     @property
     def door(self) -> Files:
-        """The way to the disk that its containers were opened through."""
+        """The way to the disk that the containers were opened through."""
         return self._objects.files
 
     def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Handle, Record]]:
-        """Where a piece is stored as it is, for who reads and compares it without this class.
+        """Return where a piece is stored as it is, for a caller that reads and compares it itself.
 
-        In the store itself: a file that others may change is read by this class only.
+        Only places in the store itself: a file that others may change is read by this class alone.
         """
         with self._lock:
             return [
@@ -203,7 +205,7 @@ class StoredPieces:
             ]
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        """A range of the `nbytes` that have a digest, verified: the store's own way to read."""
+        """Return a range of the `nbytes` that have a digest, verified."""
         if start == stop:
             return bytearray()
 
@@ -231,9 +233,12 @@ class StoredPieces:
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
         """Fill `view` with bytes from `start` of the `nbytes` that have a digest, verified.
 
-        Where whole leaves are asked for, no other memory is used, and their digests are returned,
-        which is what the bytes were compared with; else nothing. When it raises, `view` may hold
+        Where whole leaves are asked for, no other memory is used, and the leaf digests that the
+        bytes were compared with are returned; otherwise nothing is. When it raises, `view` may hold
         anything.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: the bytes are right nowhere.
         """
         stop = start + view.nbytes
         whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
@@ -393,7 +398,11 @@ class StoredCheckpoint(StoredPieces):
         return self._tensors.items()
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """Return the tensor of this name. Raises UnknownTensorError."""
+        """Return the tensor of this name.
+
+        Raises:
+            UnknownTensorError: there is none.
+        """
         try:
             return self._tensors[name]
         except KeyError:
@@ -401,21 +410,27 @@ class StoredCheckpoint(StoredPieces):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files: headers, tensors and small files."""
+        """The bytes of all files: headers, tensors and small files."""
         return sum(file.nbytes for file in self.files)
 
     def read(self, tensor: StoredTensor | str) -> bytearray:
-        """All bytes of a tensor, verified. CorruptTensorError, MissingObjectError: none are right.
+        """Return all bytes of a tensor, verified. Needs as much memory as the tensor has bytes.
 
-        UnknownTensorError. ClosedCheckpointError. Memory: the tensor.
+        Raises:
+            CorruptTensorError, MissingObjectError: the bytes are right nowhere.
+            UnknownTensorError: there is no tensor of this name.
+            ClosedCheckpointError: the checkpoint was closed.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         return self.read_piece(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
 
     def read_range(self, tensor: StoredTensor | str, start: int, stop: int) -> bytearray:
-        """The bytes from `start` to `stop` of a tensor, verified leaf by leaf (2 MiB).
+        """Return the bytes from `start` to `stop` of a tensor, verified leaf by leaf (2 MiB).
 
-        BadRangeError: it has no such bytes; else as read. Reads whole leaves.
+        Whole leaves are read for it. Raises what `read` does.
+
+        Raises:
+            BadRangeError: the tensor has no such bytes.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         if not 0 <= start <= stop <= wanted.nbytes:
@@ -429,9 +444,10 @@ class StoredCheckpoint(StoredPieces):
         return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
 
     def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
-        """How a tensor is stored: codec, the bytes it takes, the digest it is a delta against.
+        """Return how a tensor is stored: codec, bytes on disk, and digest of its base.
 
-        What is in no container takes none and has no codec.
+        A tensor that is stored as it is has no base; one that is in no container has no codec, and
+        takes no bytes.
         """
         records = self.records(bytes.fromhex(tensor.digest))
         if not records:
@@ -452,8 +468,9 @@ def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:
 
 
 def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:
-    """The containers to open for these pieces: as few as hold them all, and those of the others
-    that hold little else, up to some.
+    """Choose the containers to open for these pieces: as few as hold them all, and some more.
+
+    Those that are added hold little else, so that many pieces can be read from two places.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

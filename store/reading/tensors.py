@@ -39,17 +39,21 @@ def load_tensors(
     mapped: bool = False,
     pool: BufferPool | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of an open checkpoint, or those with these names, by name.
+    """Load all tensors of an open checkpoint, or those with these names, by name.
 
-    Every byte is compared with its digest; `verify=False` compares nothing, for who has just done
-    it. Tensors share large regions of memory: a region is given back when the last of its tensors
-    is gone. They are writable and have no other owner, but for `mapped`: then they are private
-    mappings of the containers, shared with the page cache until they are written, and what the
-    kernel drops and reads again is not compared again. `pool` is memory that is used again.
+    Every byte is compared with its digest; `verify=False` compares nothing, for a caller that has
+    just done so. Tensors share large regions of memory: a region is freed when the last of its
+    tensors is gone. They are writable and belong to the caller alone. With `mapped` they are
+    private mappings of the containers, shared with the page cache until they are written, and what
+    the kernel drops and reads again is not compared again. `pool` is memory that is used again.
 
-    Tensors of a dtype that torch lacks (GGUF, 4 and 6 bits) come as flat bytes. Any thread; the
-    checkpoint may be closed afterwards. UnknownTensorError, CorruptTensorError, MissingObjectError,
-    StoreIOError.
+    Tensors of a dtype that torch lacks (GGUF, 4 and 6 bits) come as flat bytes. Any thread may call
+    it; the checkpoint may be closed afterwards.
+
+    Raises:
+        UnknownTensorError: there is no tensor of one of these names.
+        CorruptTensorError, MissingObjectError: a tensor's bytes are right nowhere.
+        StoreIOError: the disk failed.
     """
     wanted = _wanted(checkpoint, names)
     memory = pool or BufferPool(0)
@@ -67,7 +71,7 @@ def iter_tensors(
     buffer_bytes: int = 64 << 20,
     ahead: int = 2,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors one by one, in the order in which they lie on disk, in bounded memory.
+    """Yield the same tensors one by one, in the order in which they lie on disk, in bounded memory.
 
     `ahead` buffers of `buffer_bytes` (or of one tensor that is larger) are read in advance. A
     tensor is valid as long as it is held; its buffer is used again when nobody holds a tensor of

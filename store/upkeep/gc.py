@@ -22,7 +22,7 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class GarbageItem:
-    """A file that is in the way, and its size in bytes."""
+    """A file that is to go, and its size in bytes."""
 
     path: Path
     nbytes: int
@@ -45,11 +45,14 @@ class GcPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes the disk gets back now; the trash's come when its grace has ended."""
+        """The bytes that the disk gets back now.
+
+        Those of the trash come when its grace has ended.
+        """
         return sum(item.nbytes for item in (*self.delete, *self.unfinished))
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
 
         def shown(items: Iterable[GarbageItem]) -> list[dict[str, object]]:
             return [{"path": str(item.path), "bytes": item.nbytes} for item in items]
@@ -78,12 +81,12 @@ class NeededPieces:
 
 
 def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
-    """What must stay so that every live piece can still be read. Computes only.
+    """Compute what must stay so that every live piece can still be read.
 
     `containers` are the records that can be read. A piece that is stored twice keeps one container:
-    the one that holds more of what is alive. Where that is a delta, what it is against stays too;
-    that is no delta itself, so nothing further follows. Files of others never stand in for what the
-    store has itself: their containers stay for what only they hold.
+    the one that holds more of what is alive. Where that is a delta, what it is stored against stays
+    too; that is no delta itself, so nothing further follows. Files of others never stand in for
+    what the store has itself: their containers stay for what only they hold.
     """
     own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
     chosen = _cover(live, own)
@@ -103,7 +106,7 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
 
 
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
-    """What no reference leads to, in containers that must stay."""
+    """Return how many bytes no reference leads to, in containers that must stay."""
     used = found.live.keys() | keep.anchors
     return sum(
         record.stored
@@ -135,7 +138,11 @@ def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dic
 
 
 def refuse_unless_certain(found: Inventory) -> None:
-    """UnfitForCollectionError when anything cannot be read, or something alive is lost."""
+    """Refuse to delete anything if something cannot be read, or something alive is lost.
+
+    Raises:
+        UnfitForCollectionError: the first such file.
+    """
     if found.problems:
         problem = found.problems[0]
         raise UnfitForCollectionError.at(
@@ -152,7 +159,11 @@ def refuse_unless_certain(found: Inventory) -> None:
 
 
 def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
-    """What gc would do now. Alone in the store. UnfitForCollectionError."""
+    """Compute what gc would do now. Alone in the store.
+
+    Raises:
+        UnfitForCollectionError: what is alive cannot be told for certain.
+    """
     found = take_inventory(objects)
     refuse_unless_certain(found)
     layout, now = objects.layout, objects.files.now()
@@ -180,7 +191,7 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
 
 
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
-    """Do it. Alone in the store, without letting anybody in since the plan was made."""
+    """Carry out a plan. Alone in the store, and nobody was let in since the plan was made."""
     layout, files = objects.layout, objects.files
     moved = [GarbageItem(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
     # Without a grace, what has just been moved has been there long enough.

@@ -52,17 +52,20 @@ class Inventory:
     problems: list[Problem] = field(default_factory=list)
 
     def good(self, container: ContainerId) -> Iterator[Record]:
-        """The records of a container that are not known to be bad."""
+        """Iterate over the records of a container that are not known to be bad."""
         bad = self.bad[container]
         return (r for r in self.tables[container].records if r.offset not in bad)
 
     def anchors(self) -> set[bytes]:
-        """The pieces that can be read without another: what a delta may be against."""
+        """Return the pieces that can be read without another: what a delta may be against."""
         own = (container for container in self.tables if container.kind != EXTERNAL)
         return {r.digest for container in own for r in self.good(container) if r.base is None}
 
     def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
-        """The records that can be read, by container and digest: deltas with their base only."""
+        """Return the records that can be read, by container and digest.
+
+        Deltas are among them only with their base.
+        """
         anchors = self.anchors()
         return {
             container: {
@@ -72,12 +75,15 @@ class Inventory:
         }
 
     def lost(self) -> dict[bytes, int]:
-        """The live pieces that cannot be read from any container, and their sizes."""
+        """Return the live pieces that cannot be read from any container, and their sizes."""
         there = {digest for held in self.readable().values() for digest in held}
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
 
     def exposed(self) -> dict[bytes, int]:
-        """The live pieces whose own copies are bad, so that files of others alone have them."""
+        """Return the live pieces whose own copies are bad.
+
+        Only files of others, indexed in place, have them.
+        """
         readable = self.readable()
         own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
         others = {d for c, held in readable.items() if c.kind == EXTERNAL for d in held}
@@ -91,17 +97,20 @@ class Inventory:
         return {digest: damaged[digest] for digest in only_there}
 
     def bases(self, digest: bytes) -> list[bytes]:
-        """What the deltas with this digest are against."""
+        """Return what the deltas with this digest are stored against."""
         records = (r for container in self.tables for r in self.good(container))
         return [r.base for r in records if r.digest == digest and r.base is not None]
 
     def deltas_of(self, digest: bytes) -> list[bytes]:
-        """The pieces that are stored against this one."""
+        """Return the pieces that are stored against this one."""
         records = (r for container in self.tables for r in self.good(container))
         return [r.digest for r in records if r.base == digest]
 
     def lost_anchors(self) -> dict[bytes, int]:
-        """What would bring lost pieces back, though no reference leads to it: bases of deltas."""
+        """Return the bases of deltas that would bring lost pieces back.
+
+        Nothing refers to them otherwise.
+        """
         lost = self.lost()
         return {
             r.base: r.nbytes

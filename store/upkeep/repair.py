@@ -44,7 +44,7 @@ class RepairResult:
         return not self.missing
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
         names = self.__dataclass_fields__
         return {"whole": self.whole, **{name: getattr(self, name) for name in names}}
 
@@ -60,9 +60,10 @@ class Repair:
         self._result = RepairResult()
 
     def run(self, paths: Sequence[Path]) -> RepairResult:
-        """Restore what can be; `paths` are checkpoints as import takes them.
+        """Restore what can be restored; `paths` are checkpoints, as an import takes them.
 
-        CheckpointError, UnsupportedError: a path is none. Nothing is restored then.
+        Raises:
+            CheckpointError, UnsupportedError: a path is none; nothing is restored then.
         """
         given = [read_source(self._objects.files, path) for path in paths]
         self._drop_broken_lists()

@@ -24,7 +24,7 @@ class Coded:
 
 
 def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
-    """All pieces in `used`, each once, where it takes least, by codec. Computes only."""
+    """Sort all pieces in `used` by codec, each once, where it takes least. Computes only."""
     found: dict[str, Coded] = {}
     seen = set[bytes]()
     records = [r for pieces in held.values() for r in pieces.values() if r.digest in used]
@@ -49,7 +49,7 @@ class Listed:
     imported_at: int
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
         return asdict(self)
 
 
@@ -79,12 +79,12 @@ class Stats:
     codecs: dict[str, Coded]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
         return asdict(self)
 
 
 def listed(objects: Objects) -> list[Listed]:
-    """Every checkpoint, by name, in a session. What its reference and manifest raise."""
+    """Return every checkpoint, by name, in a session. Raises what its reference and manifest do."""
     found = []
     for name in objects.names():
         with contextlib.suppress(UnknownNameError):  # deleted since the names were read

@@ -33,7 +33,10 @@ from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, Range
 
 
 class Scrubber:
-    """Finds the wrong ones among the records of delta containers, in a session."""
+    """Finds the wrong records of delta containers, in a session.
+
+    It compares their stored bytes first, then what these decode to.
+    """
 
     def __init__(
         self, objects: Objects, index: StoreIndex, hasher: Hasher, progress: ProgressListener
@@ -42,7 +45,7 @@ class Scrubber:
         self._hasher, self._progress = hasher, progress
 
     def wrong(self, handle: Handle, records: Sequence[Record]) -> list[Record]:
-        """The records whose stored bytes are not what was written, or do not give their digest.
+        """Return the records that are not what was written, or do not give their digest.
 
         A delta whose base cannot be read is right as far as can be told: its chunks are.
         """
@@ -103,7 +106,7 @@ class Fault:
 
 @dataclass
 class VerifyResult:
-    """What verify found. `fine` when there is no fault."""
+    """What `verify` found."""
 
     level: str
     faults: list[Fault] = field(default_factory=list)
@@ -117,7 +120,7 @@ class VerifyResult:
         return not self.faults
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
         return {
             "fine": self.fine,
             "level": self.level,

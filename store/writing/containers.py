@@ -1,36 +1,74 @@
-"""Writing containers: a file taken whole, or the new pieces of one import behind each other."""
+"""Containers while they are written, from files and from memory, and pieces on their way into them.
 
-from collections.abc import Sequence
+There are three ways in. A `ContainerWriter` puts new pieces one behind the other; a `Copied` file
+is taken whole; a file can stay where it is, and only its table is stored. A container never holds
+bytes that do not have their digest: what is written is what was hashed, or a copy that is compared
+with it, whatever happens to a file or to a model meanwhile.
+"""
+
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeAlias
 
-from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import FileStatus, Handle
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.tables import ALIGNMENT, PLAIN, Record, Table
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.writing.hashing import Hashed, Hasher, ProgressListener, Range, changed
+from tensor_dedup.store.writing.hashing import (
+    Hashed,
+    Hasher,
+    ProgressListener,
+    Range,
+    change_hasher,
+    change_hashes,
+    changed,
+)
 from tensor_dedup.store.writing.sources import ImportFile, Segment
 
 # Below this a piece shares a pack with others: 4 KiB alignment would cost more than it gives.
 PACK_BELOW = 64 << 10
 _COPY_STEP = 256 << 20
+# Small pieces in memory are put together until there is this much: one system call for many.
+_TOGETHER = 1 << 20
+# Handing a smaller one to a thread takes longer than hashing it.
+_HANDED_OVER = 256 << 10
+# The disk begins with so much while more is encoded.
+_BEGUN = 4 << 20
 
 
 def kind_for(nbytes: int) -> str:
-    """Which kind of container a single piece goes to."""
+    """Return which kind of container a piece goes to that is stored as it is."""
     return "pack" if nbytes < PACK_BELOW else "slab"
 
 
 @dataclass(frozen=True, slots=True)
 class NewPiece:
-    """A piece to write: where it lies in its source, and the digest it had when it was hashed."""
+    """A piece of a file to write: where it lies, and the digest it had when it was hashed."""
 
     start: int
     nbytes: int
     digest: bytes
+
+
+Want: TypeAlias = tuple[str, str | None, memoryview]
+"""A piece in memory: a name for messages, the dtype of a tensor, its bytes, flat."""
+Wanted: TypeAlias = Mapping[bytes, Want]
+"""Pieces in memory by fast hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A piece in memory to write: its bytes, flat, with fast hash, digest and leaf digests."""
+
+    name: str
+    dtype: str | None
+    view: memoryview
+    fast: bytes
+    hashed: Hashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +82,10 @@ class SealedContainer:
 
 
 class ContainerWriter:
-    """One slab, pack or delta while it is written. One thread; finish() or abandon() ends it."""
+    """One slab or pack while it is written. One thread; finish(), seal() or abandon() ends it.
+
+    Nothing is created on disk before the first piece.
+    """
 
     def __init__(self, objects: Objects, hasher: Hasher, kind: str) -> None:
         self._objects = objects
@@ -53,9 +94,17 @@ class ContainerWriter:
         self._handle: Handle | None = None
         self._records: list[Record] = []
         self._end = 0
+        # Small pieces that were put and are not written yet, and where they begin in the file.
+        self._buffer: bytearray | None = None
+        self._buffer_at = 0
+        self._begun = 0
 
     def add(self, source: Handle, pieces: Sequence[NewPiece]) -> None:
-        """Copy pieces of one open file. ChangedFileError: one has another digest by now."""
+        """Copy pieces of one open file, on all threads.
+
+        Raises:
+            ChangedFileError: a piece has another digest by now.
+        """
         if not pieces:
             return
         handle = self._opened()
@@ -65,6 +114,46 @@ class ContainerWriter:
             if hashed.digest != piece.digest:
                 raise changed(source, f"its bytes at {piece.start} were written while it was read")
             self._records.append(record_of(where.target, piece.nbytes, hashed))
+
+    def put(self, piece: Fresh) -> None:
+        """Store a piece that lies in memory which somebody else owns, and may be writing to.
+
+        Raises:
+            ChangedModelError: it is not what it was when it was hashed.
+        """
+        start = self._reserve(piece.view.nbytes)
+        check = change_hasher()
+        for at in range(0, piece.view.nbytes, LEAF_BYTES):
+            part = bytes(piece.view[at : at + LEAF_BYTES])
+            check.update(part)
+            self._write(part, start + at)
+        if check.digest() != piece.fast:
+            raise changed_in_memory(piece.name)
+        self._records.append(record_of(start, piece.view.nbytes, piece.hashed))
+
+    def _write(self, part: bytes, at: int) -> None:
+        if self._buffer is None:
+            self._buffer, self._buffer_at = bytearray(), at
+        gap = at - self._buffer_at - len(self._buffer)
+        if len(part) >= _TOGETHER or gap + len(self._buffer) + len(part) > _TOGETHER:
+            self._flush()
+            self._pwrite(part, at)
+            self._buffer = None
+            return
+        self._buffer += bytes(gap)
+        self._buffer += part
+
+    def _flush(self) -> None:
+        if self._buffer:
+            self._pwrite(memoryview(self._buffer), self._buffer_at)
+        self._buffer = None
+
+    def _pwrite(self, data: bytes | memoryview, at: int) -> None:
+        files, handle, end = self._objects.files, self._opened(), at + len(data)
+        files.pwrite(handle, data, at)
+        if end - self._begun >= _BEGUN:
+            files.begin_writing(handle, self._begun, end - self._begun)
+            self._begun = end
 
     def _opened(self) -> Handle:
         if self._handle is None:
@@ -78,7 +167,7 @@ class ContainerWriter:
         return start
 
     def finish(self) -> ContainerId | None:
-        """Write the table, make it durable, give it its name; None when nothing was added."""
+        """Write the table, and make the container durable under its name; None if it is empty."""
         sealed = self.seal()
         if sealed is None:
             return None
@@ -93,11 +182,12 @@ class ContainerWriter:
         self._objects.place(handle.path, place)
         return container
 
-    def seal(self) -> "SealedContainer | None":
-        """Write the table; None when nothing was added. What is durable of it, the caller says.
+    def seal(self) -> SealedContainer | None:
+        """Write the table, and hand over the open file; None if nothing was added.
 
-        The open file is the caller's from then on.
+        Nothing is durable yet: whoever takes it sees to that, and closes the file.
         """
+        self._flush()
         if self._handle is None or not self._records:
             self.abandon()
             return None
@@ -111,10 +201,45 @@ class ContainerWriter:
         )
 
     def abandon(self) -> None:
-        """Remove what was written, if it is not finished."""
+        """Remove what was written and not sealed."""
         if self._handle is not None:
             discard(self._objects, self._handle)
             self._handle = None
+
+
+def hash_pieces(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
+    """Hash pieces in memory with BLAKE3, on all threads where they are large.
+
+    Raises:
+        ChangedModelError: a piece does not have its fast hash any more.
+    """
+    parts = [
+        (view[at : at + LEAF_BYTES], key)
+        for key, (_, _, view) in wanted.items()
+        for at in range(0, view.nbytes, LEAF_BYTES)
+    ]
+    leaves: dict[bytes, list[bytes]] = {key: [] for key in wanted}
+    large = [(view, key) for view, key in parts if view.nbytes >= _HANDED_OVER]
+    each = hasher.each if len(large) > 1 else map
+    found = each(leaf_digests, (view for view, _ in large))
+    for (_, key), digests in zip(large, found, strict=True):
+        leaves[key] += digests
+    for view, key in parts:
+        if view.nbytes < _HANDED_OVER:  # the last of its piece
+            leaves[key] += leaf_digests(view)
+    pieces = []
+    now = change_hashes(hasher, [view for _, _, view in wanted.values()])
+    for (was, (name, dtype, view)), is_now in zip(wanted.items(), now, strict=True):
+        if is_now != was:
+            raise changed_in_memory(name)
+        digest = bytes.fromhex(combine(view.nbytes, leaves[was]))
+        pieces.append(Fresh(name, dtype, view, was, Hashed(digest, b"".join(leaves[was]))))
+    return pieces
+
+
+def changed_in_memory(name: str) -> ChangedModelError:
+    """Return the error for a tensor that is not what it was when this save began."""
+    return ChangedModelError.at(f"tensor {name!r}", "it was written to while it was saved")
 
 
 class Copied:
@@ -137,20 +262,16 @@ class Copied:
             if files.status_of(self.handle).size != self._nbytes:
                 raise changed(source, f"it has no longer {self._nbytes} bytes")
             return
-        check_space(self._objects, self._nbytes)
+        _check_space(self._objects, self._nbytes)
         for start in range(0, self._nbytes, _COPY_STEP):
             step = min(_COPY_STEP, self._nbytes - start)
             if files.copy_range(source, self.handle, start, step) != step:
                 raise changed(source, f"it has no longer {self._nbytes} bytes")
 
     def keep(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> ContainerId:
-        """Make the copy a container: its data first, then the table that makes it one."""
+        """Make the copy a container, durably: its data first, then the table that makes it one."""
         files, layout = self._objects.files, self._objects.layout
-        records = [
-            record_of(segment.start, segment.nbytes, found)
-            for segment, found in zip(segments, hashed, strict=True)
-            if segment.nbytes
-        ]
+        records = _records(segments, hashed)
         name, blob = tables.encode(Table("raw", self._nbytes, records, None))
         files.fsync(self.handle)
         files.close(self.handle)
@@ -163,10 +284,24 @@ class Copied:
         discard(self._objects, self.handle)
 
 
+def index_in_place(
+    objects: Objects, file: ImportFile, status: FileStatus, hashed: Sequence[Hashed]
+) -> ContainerId:
+    """Make a file whose segments have these digests a container, durably; it is only read.
+
+    `status` is what the file was before and after it was hashed.
+    """
+    origin = ExternalFile.of(file.path.absolute(), status)
+    records = _records(file.segments, hashed)
+    name, blob = tables.encode(Table(EXTERNAL, status.size, records, origin.to_texts()))
+    objects.publish(blob, objects.layout.container(name, EXTERNAL))
+    return ContainerId(name, EXTERNAL)
+
+
 def hash_copy(
     hasher: Hasher, handle: Handle, segments: Sequence[Segment], progress: ProgressListener | None
 ) -> list[Hashed]:
-    """The digest of each segment of an open file."""
+    """Hash each segment of an open file."""
     ranges = [Range(segment.start, segment.nbytes) for segment in segments]
     return hasher.hash(handle, ranges, progress=progress)
 
@@ -178,8 +313,8 @@ def discard(objects: Objects, handle: Handle) -> None:
         objects.files.unlink(handle.path)
 
 
-def check_space(objects: Objects, nbytes: int) -> None:
-    """NoSpaceError when so many bytes do not fit, before any is written."""
+def _check_space(objects: Objects, nbytes: int) -> None:
+    """Refuse before any byte is written that does not fit."""
     free = objects.files.free_bytes(objects.layout.root)
     if nbytes > free:
         raise NoSpaceError.at(
@@ -188,28 +323,13 @@ def check_space(objects: Objects, nbytes: int) -> None:
 
 
 def record_of(offset: int, nbytes: int, hashed: Hashed) -> Record:
-    """Bytes that are stored as they are."""
+    """Return the record of bytes that are stored as they are."""
     return Record(hashed.digest, offset, nbytes, nbytes, PLAIN, None, hashed.leaves)
 
 
-def data_path(objects: Objects, container: ContainerId) -> Path:
-    """The file with a container's data."""
-    return objects.layout.container(container.name, container.kind)
-
-
-def index_in_place(
-    objects: Objects, file: ImportFile, status: FileStatus, hashed: Sequence[Hashed]
-) -> ContainerId:
-    """Make a file whose segments have these digests a container, durably; it is only read.
-
-    `status` is what the file was before and after it was hashed.
-    """
-    records = [
+def _records(segments: Sequence[Segment], hashed: Sequence[Hashed]) -> list[Record]:
+    return [
         record_of(segment.start, segment.nbytes, found)
-        for segment, found in zip(file.segments, hashed, strict=True)
+        for segment, found in zip(segments, hashed, strict=True)
         if segment.nbytes
     ]
-    origin = ExternalFile.of(file.path.absolute(), status)
-    name, blob = tables.encode(Table(EXTERNAL, status.size, records, origin.to_texts()))
-    objects.publish(blob, objects.layout.container(name, EXTERNAL))
-    return ContainerId(name, EXTERNAL)

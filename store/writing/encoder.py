@@ -6,7 +6,7 @@ tensors differ in the fewest bits from the largest new ones. Encoded tensors go 
 the kind `delta`, leaf by leaf, on all threads.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -21,9 +21,23 @@ from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces, StoredTensor
-from tensor_dedup.store.writing.containers import PACK_BELOW, ContainerWriter, NewPiece
+from tensor_dedup.store.writing.containers import (
+    PACK_BELOW,
+    ContainerWriter,
+    Fresh,
+    NewPiece,
+    changed_in_memory,
+)
 from tensor_dedup.store.writing.hashing import Hashed, Hasher, changed
 from tensor_dedup.store.writing.sources import ImportFile, ImportSource, Segment
+
+# Smaller ones share packs; all of them together are a small part of any model.
+ENCODE_FROM = PACK_BELOW
+# Weights that have nothing to do with each other differ in 0.37 (bf16) to 0.45 of their bits.
+_RELATED = 0.3
+# Bounds on what is looked at to find a base: tensors of the new one, checkpoints, tensors alike.
+_LARGEST, _CHECKPOINTS, _ALIKE = 4, 64, 8
+_WIDTHS = {8: 1, 16: 2, 32: 4, 64: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +49,11 @@ class Anchor:
     pieces: StoredPieces
 
     def read(self, start: int, stop: int) -> bytearray:
-        """A range of it, verified. CorruptTensorError, MissingObjectError."""
+        """Return a range of it, verified.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: it is right nowhere.
+        """
         return self.pieces.read_piece(self.digest, start, stop, self.nbytes)
 
 
@@ -48,7 +66,10 @@ class Plan:
 
 
 class EncodedWriter(ContainerWriter):
-    """One delta container while it is being written. As ContainerWriter."""
+    """One delta container while it is written, from files and from memory. As ContainerWriter.
+
+    `tensors` and `saved_bytes` say what was encoded from files, and what that saved.
+    """
 
     def __init__(self, objects: Objects, hasher: Hasher) -> None:
         super().__init__(objects, hasher, ENCODED)
@@ -56,9 +77,12 @@ class EncodedWriter(ContainerWriter):
         self.tensors = 0
 
     def encode(self, source: Handle, piece: NewPiece, leaves: bytes, plan: Plan) -> bool:
-        """Store a piece of an open file encoded; False, and nothing is stored, if that is in vain.
+        """Store a piece of an open file encoded; if that is in vain, store nothing, return False.
 
-        `leaves` are its leaf digests. ChangedFileError: it has others by now.
+        `leaves` are its leaf digests. One leaf per thread is in memory.
+
+        Raises:
+            ChangedFileError: the piece has other leaf digests by now.
         """
         if plan.anchor is not None and plan.anchor.digest == piece.digest:
             return False  # somebody else has stored it meanwhile: nothing is against itself
@@ -88,6 +112,49 @@ class EncodedWriter(ContainerWriter):
         self.saved_bytes += piece.nbytes - (at - start)
         return True
 
+    def encode_all(
+        self, planned: Sequence[tuple[Fresh, Plan]], give_up: Callable[[Plan], bool]
+    ) -> Iterator[int | None]:
+        """Store pieces in memory encoded, on all threads; yield what each took, or None.
+
+        None means that it was in vain, or that there was no time: `give_up` is asked before each
+        leaf. All encoded leaves of a piece are in memory at once.
+
+        Raises:
+            ChangedModelError: a piece was written to.
+        """
+
+        def chunk(piece: Fresh, plan: Plan, at: int) -> bytes | None:
+            return None if give_up(plan) else _encoded_in_memory(piece, plan, at)
+
+        work = [(piece, plan, at) for piece, plan in planned for at in _leaves(piece)]
+        # Waking threads for little takes longer than it saves.
+        large = sum(piece.view.nbytes for piece, _ in planned) > LEAF_BYTES
+        each = self._hasher.each if large else map
+        chunks = iter(each(lambda one: chunk(*one), work))
+        for piece, plan in planned:
+            yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
+
+    def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
+        """Store a piece in memory of one leaf, in this thread. Returns and raises as encode_all."""
+        return self._put_encoded(piece, plan, [_encoded_in_memory(piece, plan, 0)])
+
+    def _put_encoded(self, piece: Fresh, plan: Plan, chunks: Sequence[bytes | None]) -> int | None:
+        whole = [chunk for chunk in chunks if chunk is not None]
+        stored = head_bytes(piece.view.nbytes) + sum(map(len, whole))
+        if len(whole) < len(chunks) or stored > piece.view.nbytes * WORTH:
+            return None
+        at = start = self._reserve(stored)
+        for part in (b"".join(map(entry, whole)), *whole):
+            self._write(part, at)
+            at += len(part)
+        base = None if plan.anchor is None else plan.anchor.digest
+        hashed, codec = piece.hashed, plan.choice.codec.name
+        self._records.append(
+            Record(hashed.digest, start, stored, piece.view.nbytes, codec, base, hashed.leaves)
+        )
+        return stored
+
     def _take_back(self, handle: Handle, start: int) -> bool:
         self._objects.files.truncate(handle, start)
         self._end = start
@@ -102,8 +169,23 @@ class EncodedWriter(ContainerWriter):
         return data
 
 
+def _leaves(piece: Fresh) -> range:
+    return range(0, piece.view.nbytes, LEAF_BYTES)
+
+
+def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
+    data = bytes(piece.view[at : at + LEAF_BYTES])
+    number = at // LEAF_BYTES * DIGEST_BYTES
+    if leaf_digests(data) != [piece.hashed.leaves[number : number + DIGEST_BYTES]]:
+        raise changed_in_memory(piece.name)
+    try:
+        return encoded_leaf(memoryview(data), at, plan)
+    except (CorruptTensorError, MissingObjectError):
+        return None  # the anchor is not what it should be
+
+
 def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
-    """A leaf, encoded; None when it does not come back, which nobody should have to find later."""
+    """Encode a leaf; None if it does not decode to the same, which nobody should find out later."""
     codec, base = plan.choice.codec, None
     if plan.anchor is not None and codec.against_base:
         base = memoryview(plan.anchor.read(first, first + len(data)))
@@ -114,17 +196,8 @@ def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
     return blob if back == data else None
 
 
-# Smaller ones share packs; all of them together are a small part of any model.
-ENCODE_FROM = PACK_BELOW
-# Weights that have nothing to do with each other differ in 0.37 (bf16) to 0.45 of their bits.
-_RELATED = 0.3
-# Bounds on what is looked at to find a base: tensors of the new one, checkpoints, tensors alike.
-_LARGEST, _CHECKPOINTS, _ALIKE = 4, 64, 8
-_WIDTHS = {8: 1, 16: 2, 32: 4, 64: 8}
-
-
 class Encoder:
-    """What one import needs to encode. In a session; close it."""
+    """What one import needs to encode, in a session; close it."""
 
     def __init__(self, objects: Objects, index: StoreIndex, hasher: Hasher) -> None:
         self._objects = objects
@@ -134,7 +207,7 @@ class Encoder:
         self.writer = EncodedWriter(objects, hasher)
 
     def close(self) -> None:
-        """Let the base's containers go."""
+        """Close the base."""
         self._undo.close()
 
     @property
@@ -143,7 +216,7 @@ class Encoder:
         return None if self._base is None else self._base.checkpoint.name
 
     def open_base(self, name: str) -> None:
-        """Use the tensors of this checkpoint. UnknownNameError, and what reading it raises."""
+        """Use the tensors of this checkpoint. Raises what opening it does."""
         self._base = _Base(self._undo.enter_context(self._opened(name)))
 
     def find_base(self, source: ImportSource) -> None:
@@ -188,7 +261,7 @@ class Encoder:
         return sum(shares) / len(shares)
 
     def plan(self, handle: Handle, part: Segment, prefix: str) -> Plan | None:
-        """How to encode a tensor of an open file; None: it is to be stored as it is."""
+        """Return how to encode a tensor of an open file, or None if it is to be stored as it is."""
         if part.dtype is None or part.nbytes < ENCODE_FROM:
             return None
         anchor, samples = None, self._samples(handle, part, None)
@@ -200,7 +273,7 @@ class Encoder:
         return None if choice is None else Plan(choice, anchor)
 
     def write(self, handle: Handle, new: NewPiece, hashed: Hashed, plan: Plan) -> bool:
-        """Store it so; False: that was in vain."""
+        """Store a piece in this way; return False if that was in vain."""
         return self.writer.encode(handle, new, hashed.leaves, plan)
 
     def _sampled(
@@ -245,7 +318,7 @@ class _Base:
 
 
 def element_width(dtype: str | None) -> int:
-    """Bytes of the numbers a tensor is made of; 1 where they are not whole bytes, or unknown."""
+    """Return how many bytes the numbers of a tensor have; 1 if not whole bytes, or unknown."""
     if dtype == "C64":
         return 4
     name = (dtype or "").rpartition(":")[2]

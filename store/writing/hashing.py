@@ -38,23 +38,23 @@ _Out = TypeVar("_Out")
 
 
 class ProgressListener(Protocol):
-    """Is told how far a long operation is. `advance` is called from several threads."""
+    """Learns how far a long operation is. `advance` is called from several threads."""
 
     def start(self, total_bytes: int) -> None:
-        """`total_bytes` will be handled."""
+        """Take note that `total_bytes` will be handled."""
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Take note that so many more bytes are done."""
 
 
 class SilentListener:
-    """Tells nobody."""
+    """A ProgressListener that tells nobody."""
 
     def start(self, total_bytes: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def advance(self, nbytes: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,10 @@ class Hasher:
         target: Handle | None = None,
         progress: ProgressListener | None = None,
     ) -> list[Hashed]:
-        """The digest of each range, in order; each is copied to `target` when there is one.
+        """Return the digest of each range, in order; copy each to `target` if there is one.
 
-        ChangedFileError: the file is shorter than its ranges.
+        Raises:
+            ChangedFileError: the file is shorter than its ranges.
         """
 
         def work(piece: Range) -> list[bytes]:
@@ -123,7 +124,10 @@ class Hasher:
         return buffer
 
     def each(self, work: Callable[[_In], _Out], pieces: Iterable[_In]) -> Iterator[_Out]:
-        """What `work` makes of each piece, in order, several at once; a few ahead of the caller."""
+        """Yield what `work` makes of each piece, in order.
+
+        Several pieces are worked on at once, a few ahead of the caller.
+        """
         if self._pool is None:
             yield from map(work, pieces)
             return
@@ -172,7 +176,7 @@ def _joined(nbytes: int, found: Iterator[list[bytes]]) -> Hashed:
 
 
 def changed(source: Handle, how: str) -> ChangedFileError:
-    """The error for a file that is not what it was when this began."""
+    """Return the error for a file that is not what it was when this began."""
     return ChangedFileError(
         f"{source.path}: {how}; import it again when nobody writes it", path=str(source.path)
     )

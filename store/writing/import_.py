@@ -17,7 +17,6 @@ from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.files import Files, FileStatus, Handle
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry, Piece
-from tensor_dedup.store.format.tables import ENCODED
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import (
@@ -42,6 +41,7 @@ from tensor_dedup.store.writing.sources import (
     aliases_of,
     segments_of,
 )
+from tensor_dedup.store.writing.transaction import OrderedTransaction
 
 if TYPE_CHECKING:
     from tensor_dedup.store.writing.encoder import Encoder
@@ -77,7 +77,7 @@ class NullListener:
     def imported(
         self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +106,20 @@ class ImportResult:
     base: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return it as JSON has it."""
         names = self.__dataclass_fields__
         return {name: getattr(self, name) for name in names}
 
 
 class Import:
-    """One import under a session's lock. Leaving it removes what was not finished."""
+    """The files of one import on their way into a transaction, in a session."""
 
     def __init__(
         self,
         objects: Objects,
         index: StoreIndex,
         hasher: Hasher,
+        transaction: OrderedTransaction,
         progress: ProgressListener,
         hints: ImportListener,
         encoder: "Encoder | None",
@@ -132,29 +133,25 @@ class Import:
         self._progress = progress
         self._hints = hints
         self._fresh: set[bytes] = set()
-        self._containers: list[ContainerId] = []
-        self._undo = ExitStack()
-        self._writers = {kind: ContainerWriter(objects, hasher, kind) for kind in ("slab", "pack")}
+        self._transaction = transaction
+        self._writers = {
+            kind: transaction.own(ContainerWriter(objects, hasher, kind))
+            for kind in ("slab", "pack")
+        }
         if encoder is not None:
-            self._writers[ENCODED] = encoder.writer
+            transaction.own(encoder.writer)
         self.files: list[FileEntry] = []
         self.pieces: list[Piece] = []
         self.new_tensors = 0
         self.new_bytes = 0
         self.external_bytes = 0
 
-    def __enter__(self) -> "Import":
-        for writer in self._writers.values():
-            self._undo.callback(writer.abandon)
-        if self._encoder is not None:
-            self._undo.callback(self._encoder.close)
-        return self
+    def add(self, file: ImportFile) -> None:
+        """Store what is new in a file.
 
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
-    def take(self, file: ImportFile) -> None:
-        """Store what is new in a file. ChangedFileError: it was written meanwhile."""
+        Raises:
+            ChangedFileError: it was written to meanwhile.
+        """
         files = self._objects.files
         handle = files.open(file.path, "read")
         try:
@@ -165,7 +162,8 @@ class Import:
             if files.status_of(handle) != before:
                 raise changed(handle, "it was written while it was read")
             if in_place:
-                self._containers.append(index_in_place(self._objects, file, before, hashed))
+                container = index_in_place(self._objects, file, before, hashed)
+                self._transaction.add_container(container)
                 self.external_bytes += file.nbytes
             self._remember(handle, file, before, began_ns, hashed)
         finally:
@@ -260,7 +258,7 @@ class Import:
                 self._write(copy.handle, news)
                 copy.discard()
             else:
-                self._containers.append(copy.keep(segments, hashed))
+                self._transaction.add_container(copy.keep(segments, hashed))
         except BaseException:
             copy.discard()
             raise
@@ -282,20 +280,12 @@ class Import:
         for kind, writer in self._writers.items():
             writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])
 
-    def finish(self) -> list[ContainerId]:
-        """Make all containers durable, and known to the index."""
-        for writer in self._writers.values():
-            container = writer.finish()
-            if container is not None:
-                self._containers.append(container)
-        for container in self._containers:
-            # A container that had bad places may just have come back whole, under its old name.
-            self._objects.set_bad_offsets(container.name, ())
-        self._index.refresh()
-        return self._containers
-
     def check_hits(self) -> None:
-        """Look everything up again. LostHitError: something is not there any more."""
+        """Look everything up again that the manifest refers to.
+
+        Raises:
+            LostHitError: something is not there any more.
+        """
         wanted = {piece.digest for piece in self.pieces if piece.nbytes}
         lost = wanted - self._index.find(wanted, external=self._in_place).keys()
         if lost:
@@ -320,23 +310,24 @@ def import_source(
     encoder: "Encoder | None" = None,
     in_place: bool = False,
 ) -> ImportResult:
-    """Store a checkpoint and commit it under a name. In a session; all or nothing by that name.
+    """Store a checkpoint and commit it under a name, in a session. All or nothing by that name.
 
-    `in_place`: its weights stay where they are and are indexed there; small files are stored.
-
-    With an `encoder`, whose base is chosen, what it makes smaller is stored encoded.
+    With `in_place` its weights stay where they are and are indexed there; small files are stored.
+    With an `encoder`, whose base is chosen, what it makes smaller is stored encoded; it is closed.
     """
     progress.start(source.nbytes)
-    with Import(objects, index, hasher, progress, hints, encoder, in_place) as work:
+    with ExitStack() as undo:
+        if encoder is not None:
+            undo.callback(encoder.close)
+        transaction = undo.enter_context(OrderedTransaction(objects, index))
+        work = Import(objects, index, hasher, transaction, progress, hints, encoder, in_place)
         for file in source.files:
-            work.take(file)
-        containers = work.finish()
-        work.check_hits()
+            work.add(file)  # hash it, look its pieces up, encode and write what is new
         manifest, blobs = manifests.build(work.files, work.pieces, aliases_of(source.files))
-        fresh = [n for n in blobs if objects.files.status(objects.layout.manifest(n)) is None]
         for part, blob in blobs.items():
-            objects.publish(blob, objects.layout.manifest(part))
-        objects.set_ref(name, manifest, replace=replace)
+            transaction.add_object(part, blob)
+        transaction.commit(name, manifest, replace=replace, check_hits=work.check_hits)
+    containers = transaction.containers
     stored = sum(_size_on_disk(objects, container) for container in containers)
     return ImportResult(
         name=name,
@@ -347,7 +338,7 @@ def import_source(
         new_bytes=work.new_bytes,
         known_bytes=source.nbytes - work.new_bytes - work.external_bytes,
         external_bytes=work.external_bytes,
-        stored_bytes=stored + sum(len(blobs[part]) for part in fresh),
+        stored_bytes=stored + transaction.object_bytes,
         containers=tuple(f"{c.name}.{c.kind}" for c in containers),
         skipped=source.skipped,
         encoded_tensors=encoder.writer.tensors if encoder is not None else 0,
@@ -369,10 +360,10 @@ def _size_on_disk(objects: Objects, container: ContainerId) -> int:
 def expected_manifest(
     files: Files, hasher: Hasher, source: ImportSource, known: KnownDigests
 ) -> str:
-    """The name of the manifest that importing `source` would make; hashes only what is unknown.
+    """Return the name of the manifest that importing `source` would make.
 
-    `known(path, fd)` answers for each open file. It is believed: what is decided by the result must
-    be no more than whether something is imported again.
+    Only what is unknown is hashed. `known(path, fd)` answers for each open file. It is believed, so
+    no more may depend on the result than whether something is imported again.
     """
     entries: list[FileEntry] = []
     pieces: list[Piece] = []

@@ -78,10 +78,10 @@ class ImportSource:
 
 
 def read_source(files: Files, path: Path) -> ImportSource:
-    """What there is to import at a path: reads headers and names, no tensor.
+    """Find what there is to import at a path: reads headers and names, no tensor.
 
-    A folder's other files are taken too (config, tokenizer, indexes), hidden ones are not, nor
-    weights that `open_checkpoint` does not choose. Errors: those of open_checkpoint.
+    A folder's other files belong to it too (config, tokenizer, indexes); hidden ones do not, nor
+    weights that `open_checkpoint` does not choose. Raises what `open_checkpoint` does.
     """
     checkpoint = open_checkpoint(path)
     status = files.status(checkpoint.path)
@@ -110,9 +110,10 @@ def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:
-    """What is in a folder beside weights, by relative path: configuration, tokenizer, indexes.
+    """Read what is in a folder beside weights, by relative path: configuration, tokenizer, indexes.
 
-    CheckpointNotFoundError: there is no such folder.
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
     """
     status = files.status(root)
     if status is None or status.kind != "folder":
@@ -157,9 +158,9 @@ def _weights(file: CheckpointFile, root: Path) -> ImportFile:
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
-    """The tensors as they lie in the file, and without a name what is before, between and behind.
+    """Return the tensors as they lie in the file, and what is before, between and behind them.
 
-    Together they are all of the file.
+    The latter have no names. Together they are all of the file.
     """
     found: list[Segment] = []
     at = 0
@@ -174,7 +175,7 @@ def segments_of(header: Header) -> tuple[Segment, ...]:
 
 
 def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
-    """The second names of all these files' tensors, each with its folder."""
+    """Return the second names of all these files' tensors, each with its folder."""
     return {
         file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
     }
@@ -201,7 +202,7 @@ class HubSnapshot:
 
 
 def cache_path() -> Path:
-    """Where the cache is: HF_HUB_CACHE, else HF_HOME/hub, else in the user's cache folder."""
+    """Return the cache: HF_HUB_CACHE, or HF_HOME/hub, or else in the user's cache folder."""
     if named := os.environ.get("HF_HUB_CACHE"):
         return Path(named)
     if home := os.environ.get("HF_HOME"):
@@ -211,7 +212,7 @@ def cache_path() -> Path:
 
 
 def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
-    """Every snapshot of every model in a cache, by name. Data sets and spaces are none."""
+    """Yield every snapshot of every model in a cache, by name; no data sets and spaces."""
     door = files or RealFiles()
     for folder in door.listdir(root):
         if not folder.startswith(_MODELS):

@@ -21,7 +21,8 @@ from memory import memory_folder
 from steps import Model, assert_same, copied, handle, shares
 from stores import noise
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.checkpoints.errors import ChangedModelError, PinnedStepError
+from tensor_dedup.store.checkpoints.errors import PinnedStepError
+from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 
 # Empty, small, around what shares a container, and what is encoded.

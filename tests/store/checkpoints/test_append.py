@@ -9,7 +9,7 @@ import pytest
 
 from steps import Arrays, Model, assert_same, handle, network, shares, train
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.piece_writer import PieceWriter
+from tensor_dedup.store.checkpoints.commit import PieceWriter
 from tensor_dedup.store.checkpoints.run_cache import Places
 from tensor_dedup.store.errors import NameTakenError
 

@@ -19,8 +19,9 @@ from tensor_dedup.store.checkpoints.capture import (
     host_tensor,
 )
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.errors import ChangedModelError, UnsupportedArrayError
+from tensor_dedup.store.checkpoints.errors import UnsupportedArrayError
 from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.errors import ChangedModelError
 from trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})
