@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import save_file
 
-import house
+import package_source
 import tiny_checkpoints as checkpoints
 from demonstration import __main__ as demo
 from demonstration import gallery, models, pictures, run, show
@@ -41,7 +41,7 @@ def test_own_checkpoints_answer_as_plain_vllm_and_share(tmp_path: Path) -> None:
     pair = checkpoints.make("qwen2", tmp_path)
     report = tmp_path / "report.json"
     options = ["--work", str(tmp_path), "--json", str(report)]
-    command = [sys.executable, str(house.ROOT / "scripts" / "demonstration"), *options]
+    command = [sys.executable, str(package_source.ROOT / "scripts" / "demonstration"), *options]
     done = subprocess.run(
         [*command, pair.base, pair.fine_tune], capture_output=True, text=True, check=False
     )
@@ -199,7 +199,7 @@ def test_pipelines_draw_as_without_sharing(tmp_path: Path) -> None:
         pictures.make(name, tmp_path, tiny=True)
     report = tmp_path / "report.json"
     options = ["--diffusers", "--work", str(tmp_path / "work"), "--json", str(report)]
-    command = [sys.executable, str(house.ROOT / "scripts" / "demonstration"), *options]
+    command = [sys.executable, str(package_source.ROOT / "scripts" / "demonstration"), *options]
     done = subprocess.run(
         [*command, *(tmp_path / name for name in pictures.NAMES)],
         capture_output=True,

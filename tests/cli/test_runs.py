@@ -10,7 +10,7 @@ import numpy
 import pytest
 from click.testing import CliRunner, Result
 
-import house
+import package_source
 from steps import handle, network, train
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
@@ -155,5 +155,7 @@ def test_the_verbs_of_tensorcas(runs: Runs) -> None:
 
 
 def test_tensorcas_is_a_command_of_its_own() -> None:
-    scripts = tomllib.loads((house.ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((package_source.ROOT / "pyproject.toml").read_text())["project"][
+        "scripts"
+    ]
     assert scripts["tensorcas"] == "tensor_dedup.cli.tensorcas:main"

@@ -13,7 +13,7 @@ from tensor_dedup.formats import checkpoint
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.formats.errors import (
     CheckpointFault,
-    Fault,
+    FormatFault,
     JsonFault,
 )
 
@@ -238,7 +238,7 @@ def test_an_index_cannot_lead_outside(tmp_path: Path, shard: str) -> None:
         (f'{{"weight_map": {{"a": "{A}", "a": "{B}"}}}}', JsonFault.DUPLICATE_KEY),
     ],
 )
-def test_an_index_that_is_none(tmp_path: Path, text: str, lie: Fault) -> None:
+def test_an_index_that_is_none(tmp_path: Path, text: str, lie: FormatFault) -> None:
     sharded(tmp_path)
     (tmp_path / INDEX).write_text(text)
     with refused(lie, match=r"index\.json"):

@@ -16,7 +16,7 @@ from refusals import refused
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import (
     CheckpointFault,
-    Fault,
+    FormatFault,
     GgufFault,
 )
 from tensor_dedup.formats.gguf import DTYPES, MAX_HEADER_BYTES, REMOVED, GgufHeader, read_header
@@ -133,7 +133,9 @@ def test_what_was_quantised_is_the_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("what", "file", "lie"), LIARS, ids=[what for what, _, _ in LIARS])
-def test_a_liar_is_told_what_it_said(tmp_path: Path, what: str, file: bytes, lie: Fault) -> None:
+def test_a_liar_is_told_what_it_said(
+    tmp_path: Path, what: str, file: bytes, lie: FormatFault
+) -> None:
     with refused(lie) as caught:
         parse(file)
     assert str(caught.value).startswith("liar.gguf: ")

@@ -17,7 +17,7 @@ from refusals import refused
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import (
     CheckpointFault,
-    Fault,
+    FormatFault,
     PytorchFault,
 )
 from tensor_dedup.formats.pytorch.reader import MAX_PICKLE_BYTES, PytorchHeader, read_header
@@ -243,7 +243,7 @@ def test_a_program_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("what", "file", "lie"), LIARS, ids=[what for what, _, _ in LIARS])
-def test_a_liar_is_told_what_it_said(what: str, file: bytes, lie: Fault) -> None:
+def test_a_liar_is_told_what_it_said(what: str, file: bytes, lie: FormatFault) -> None:
     with refused(lie) as caught:
         parse(file)
     assert str(caught.value).startswith("liar.pt: ")

@@ -30,7 +30,7 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError, FormatError
 from tensor_dedup.formats.errors import (
     CheckpointFault,
-    Fault,
+    FormatFault,
     JsonFault,
     SafetensorsError,
     SafetensorsFault,
@@ -45,7 +45,7 @@ from tensor_dedup.types import TensorSpec
 
 
 @pytest.mark.parametrize(("what", "file", "lie"), LIARS, ids=[what for what, _, _ in LIARS])
-def test_liars(what: str, file: bytes, lie: Fault, tmp_path: Path) -> None:
+def test_liars(what: str, file: bytes, lie: FormatFault, tmp_path: Path) -> None:
     with refused(lie) as caught:
         parse(file)
     assert str(caught.value).startswith("liar.safetensors")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import house
 import kernel
 import managers
+import package_source
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -315,7 +315,7 @@ def test_two_managers_on_one_socket_cannot_be(manager: managers.Manager) -> None
 @pytest.mark.parametrize(("here", "there"), [("client", "server"), ("server", "client")])
 def test_client_and_server_do_not_know_each_other(here: str, there: str) -> None:
     package = "tensor_dedup.memory_manager"
-    graph = house.import_graph(house.sources())
+    graph = package_source.import_graph(package_source.sources())
     reached, wanted = set(), [name for name in graph if name.startswith(f"{package}.{here}")]
     while wanted:
         name = wanted.pop()

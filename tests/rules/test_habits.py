@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-import house
+import package_source
 
 FILE_LINES = 800  # a longer module is two concepts
 GENERIC_SHARE = 0.10
@@ -31,17 +31,21 @@ def generic_share(texts: list[str]) -> float:
 
 
 def python_files() -> list[Path]:
-    linked = [path for path in house.tracked_files() if (house.ROOT / path).is_file()]
+    linked = [
+        path for path in package_source.tracked_files() if (package_source.ROOT / path).is_file()
+    ]
     return [path for path in linked if path.suffix == ".py"]
 
 
 def test_no_file_is_two_rooms_in_one() -> None:
-    lengths = {path: len((house.ROOT / path).read_text().splitlines()) for path in python_files()}
+    lengths = {
+        path: len((package_source.ROOT / path).read_text().splitlines()) for path in python_files()
+    }
     assert {path: lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
 
 
 def test_errors_say_what_went_wrong_by_their_type() -> None:
-    assert generic_share(list(house.sources().values())) <= GENERIC_SHARE
+    assert generic_share(list(package_source.sources().values())) <= GENERIC_SHARE
 
 
 def test_generic_errors_are_counted() -> None:
@@ -64,7 +68,7 @@ def logged_errors(text: str) -> list[int]:
 
 
 def test_errors_are_logged_as_text() -> None:
-    found = {name: logged_errors(text) for name, text in house.sources().items()}
+    found = {name: logged_errors(text) for name, text in package_source.sources().items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
@@ -83,7 +87,7 @@ SEVERAL_HOMES = {
 def class_homes() -> dict[str, list[str]]:
     """The modules that define a public class of each name."""
     homes: dict[str, list[str]] = {}
-    for module, text in house.sources().items():
+    for module, text in package_source.sources().items():
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)

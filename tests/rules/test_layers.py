@@ -4,7 +4,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-import house
+import package_source
 
 GOOD = {
     "tensor_dedup.loader.plan": "from tensor_dedup.store.refs import name",
@@ -39,25 +39,25 @@ BAD = [
 
 
 def test_the_package_keeps_its_layers() -> None:
-    assert house.layer_faults(house.sources()) == []
+    assert package_source.layer_faults(package_source.sources()) == []
 
 
 def test_what_is_allowed_is_not_reported() -> None:
-    assert house.layer_faults(GOOD) == []
+    assert package_source.layer_faults(GOOD) == []
 
 
 @pytest.mark.parametrize(("module", "text"), BAD)
 def test_what_is_forbidden_is_reported(module: str, text: str) -> None:
-    assert len(house.layer_faults({module: text})) == 1
+    assert len(package_source.layer_faults({module: text})) == 1
 
 
 def test_every_part_of_the_package_has_a_layer() -> None:
-    parts = {name.split(".")[1] for name in house.modules() if "." in name}
-    assert parts - house.TOP <= frozenset().union(*house.LAYERS)
+    parts = {name.split(".")[1] for name in package_source.modules() if "." in name}
+    assert parts - package_source.TOP <= frozenset().union(*package_source.LAYERS)
 
 
 def test_no_import_goes_in_a_circle() -> None:
-    tuple(TopologicalSorter(house.import_graph(house.sources())).static_order())
+    tuple(TopologicalSorter(package_source.import_graph(package_source.sources())).static_order())
 
 
 def test_a_circle_is_found() -> None:
@@ -67,19 +67,19 @@ def test_a_circle_is_found() -> None:
         "tensor_dedup.loader.c": "def f():\n    import tensor_dedup.loader.a",
     }
     with pytest.raises(CycleError):
-        tuple(TopologicalSorter(house.import_graph(circle)).static_order())
+        tuple(TopologicalSorter(package_source.import_graph(circle)).static_order())
 
 
-@pytest.mark.parametrize("part", house.LINKED)
+@pytest.mark.parametrize("part", package_source.LINKED)
 def test_each_folder_of_the_root_is_linked_into_the_package(part: str) -> None:
     # A checkout that lost its links builds a wheel with the root package only, without a warning.
-    link = house.SOURCE / "tensor_dedup" / part
+    link = package_source.SOURCE / "tensor_dedup" / part
     assert link.is_symlink()
     assert str(link.readlink()) == f"../../{part}"
-    assert link.resolve() == house.ROOT / part
+    assert link.resolve() == package_source.ROOT / part
 
 
-@pytest.mark.parametrize("name", [name for name in house.modules() if name])
+@pytest.mark.parametrize("name", [name for name in package_source.modules() if name])
 def test_every_folder_with_code_is_a_package(name: str) -> None:
     parent = name.rpartition(".")[0]
-    assert not parent or parent in house.modules()
+    assert not parent or parent in package_source.modules()

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import pytest
 
-import house
+import package_source
 import tensor_dedup
 from tensor_dedup.config import FIELDS, TensorDedupConfig
 
@@ -53,7 +53,7 @@ def loaded_by(module: str) -> list[str]:
 
 def for_type_checkers() -> dict[str, str]:
     """Name and home of each import that only type checkers see."""
-    tree = ast.parse((house.SOURCE / "tensor_dedup" / "__init__.py").read_text())
+    tree = ast.parse((package_source.SOURCE / "tensor_dedup" / "__init__.py").read_text())
     guards = [node for node in tree.body if isinstance(node, ast.If)]
     seen = [node for guard in guards for node in guard.body if isinstance(node, ast.ImportFrom)]
     # Only what is imported as itself is exported, to a strict type checker.
@@ -90,7 +90,7 @@ def test_each_name_is_documented(name: str) -> None:
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    project = tomllib.loads((house.ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((package_source.ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
     read = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
     assert read == "tensor_dedup.__version__"

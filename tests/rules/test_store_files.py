@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import house
+import package_source
 
 DOORS = {"tensor_dedup.store.files"}
 FORBIDDEN = {"shutil", "io", "tempfile", "mmap", "fcntl", "subprocess", "glob", "pathlib.os"}
@@ -81,7 +81,7 @@ def _attribute(node: ast.Attribute) -> Iterator[str]:
 def store_modules() -> dict[str, str]:
     return {
         name: text
-        for name, text in house.sources().items()
+        for name, text in package_source.sources().items()
         if name.startswith("tensor_dedup.store.") and name not in DOORS
     }
 

@@ -8,14 +8,21 @@ from pathlib import Path
 
 import pytest
 
-import house
+import package_source
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree as git has it, without what only lies about in the working tree."""
     folder = tmp_path_factory.mktemp("export")
-    command = ["git", "-C", str(house.ROOT), "checkout-index", "--all", f"--prefix={folder}/"]
+    command = [
+        "git",
+        "-C",
+        str(package_source.ROOT),
+        "checkout-index",
+        "--all",
+        f"--prefix={folder}/",
+    ]
     subprocess.run(command, check=True)
     return folder
 
@@ -32,9 +39,9 @@ def wheel(export: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Zip
 
 
 def test_it_holds_every_module(export: Path, wheel: zipfile.ZipFile) -> None:
-    modules = house.modules(export / "src")
+    modules = package_source.modules(export / "src")
     expected = {str(path.relative_to(export / "src")) for path in modules.values()}
-    assert {f"tensor_dedup/{part}/__init__.py" for part in house.LINKED} < expected
+    assert {f"tensor_dedup/{part}/__init__.py" for part in package_source.LINKED} < expected
     assert "tensor_dedup/patches/vllm/__init__.py" in expected
     packed = {name for name in wheel.namelist() if name.startswith("tensor_dedup/")}
     assert packed == expected | {"tensor_dedup/py.typed"}

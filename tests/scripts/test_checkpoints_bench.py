@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import fresh
-import house
+import package_source
 
-SCRIPTS = house.ROOT / "scripts" / "bench"
+SCRIPTS = package_source.ROOT / "scripts" / "bench"
 
 
 def sizes_and_answers(root: str) -> dict[str, tuple[bool, int, int]]:
@@ -86,7 +86,7 @@ def test_every_method_gives_back_what_it_saved(tmp_path: Path) -> None:
 def test_the_benchmark_of_checkpoints_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "checkpoints.py"), "--quick", "--work", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(house.SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(package_source.SOURCE)},
         capture_output=True,
         text=True,
         check=False,

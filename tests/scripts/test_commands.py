@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import house
+import package_source
 
 
 def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(house.ROOT / "scripts" / script), *arguments],
+        [str(package_source.ROOT / "scripts" / script), *arguments],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -45,7 +45,7 @@ def test_setup_says_which_interpreter_it_wants(tmp_path: Path) -> None:
 
 
 def test_the_continuous_run_is_the_test_command() -> None:
-    script = house.ROOT / ".ci" / "run"
+    script = package_source.ROOT / ".ci" / "run"
     done = subprocess.run([str(script), "--nonsense"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "scripts/test" in done.stderr

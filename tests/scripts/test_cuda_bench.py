@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import house
+import package_source
 
-BENCH = house.ROOT / "scripts" / "bench"
+BENCH = package_source.ROOT / "scripts" / "bench"
 # What a command of the folder finds by that name once it has set its path.
 ASK = """
 import importlib.util, runpy, sys
@@ -27,7 +27,7 @@ COMMANDS = sorted(
 
 
 def python(*arguments: str, path: Path | None = None) -> str:
-    places = os.pathsep.join(map(str, filter(None, (path, house.SOURCE))))
+    places = os.pathsep.join(map(str, filter(None, (path, package_source.SOURCE))))
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": places},

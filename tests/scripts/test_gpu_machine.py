@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import house
+import package_source
 
-sys.path.append(str(house.ROOT / "scripts"))
+sys.path.append(str(package_source.ROOT / "scripts"))
 import gpu_machine
 
 NEEDED = {

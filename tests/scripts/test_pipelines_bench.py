@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import house
+import package_source
 
 
 @pytest.mark.long
 def test_the_benchmark_of_pipelines_runs(tmp_path: Path) -> None:
-    script = str(house.ROOT / "scripts" / "bench" / "pipelines.py")
+    script = str(package_source.ROOT / "scripts" / "bench" / "pipelines.py")
     done = subprocess.run(
         [sys.executable, script, "--pairs", "1", "--tiny", "--work", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(house.SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(package_source.SOURCE)},
         capture_output=True,
         text=True,
         check=False,

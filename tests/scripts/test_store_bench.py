@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-import house
+import package_source
 
 
 @pytest.mark.long
 def test_the_benchmark_of_the_store_runs(tmp_path: Path) -> None:
-    script = str(house.ROOT / "scripts" / "bench" / "store.py")
+    script = str(package_source.ROOT / "scripts" / "bench" / "store.py")
     options = ["--pairs", "1", "--gb", "0.02", "--only", "warm", "--only", "imports"]
     done = subprocess.run(
         [sys.executable, script, *options, "--work", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(house.SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(package_source.SOURCE)},
         capture_output=True,
         text=True,
         check=False,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import house
+import package_source
 
 CPU = ("filelock", "sympy>=1.13.3", 'opt-einsum>=3.3; extra == "opt-einsum"')
 HERE = 'platform_system != "an other one"'
@@ -27,7 +27,7 @@ REPORTS = [
 
 
 def wanted() -> str:
-    project = tomllib.loads((house.ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((package_source.ROOT / "pyproject.toml").read_text())["project"]
     (line,) = (
         line for line in project["optional-dependencies"]["vllm-cpu"] if line.startswith("torch==")
     )
@@ -45,7 +45,7 @@ def arguments(folder: Path, *requirements: str, index: str | None = None) -> lis
     env = {key: text for key, text in os.environ.items() if key != "TENSOR_DEDUP_TORCH_INDEX"}
     if index is not None:
         env["TENSOR_DEDUP_TORCH_INDEX"] = index
-    command = [sys.executable, str(house.ROOT / "scripts" / "torch_index.py"), str(report)]
+    command = [sys.executable, str(package_source.ROOT / "scripts" / "torch_index.py"), str(report)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

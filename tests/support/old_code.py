@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-import house
 import managers
+import package_source
 from compatible import Code
 
 COMMIT = "ead6e99"
@@ -28,7 +28,7 @@ _PARTS = ("src", "loader", "store", "memory_manager", "patches")
 
 def checkout(folder: Path) -> Code:
     """The package as it was at COMMIT, below this folder."""
-    command = ["git", "-C", str(house.ROOT), "archive", "--format=tar", COMMIT, *_PARTS]
+    command = ["git", "-C", str(package_source.ROOT), "archive", "--format=tar", COMMIT, *_PARTS]
     try:
         done = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:

@@ -9,7 +9,7 @@ import pytest
 from tensor_dedup.formats.errors import (
     CheckpointFault,
     CheckpointFilesError,
-    Fault,
+    FormatFault,
     GgufError,
     GgufFault,
     JsonFault,
@@ -23,7 +23,7 @@ from tensor_dedup.formats.errors import (
     TensorIndexFault,
 )
 
-ERRORS: Mapping[type[Fault], type[LocatedError[Any]]] = {
+ERRORS: Mapping[type[FormatFault], type[LocatedError[Any]]] = {
     CheckpointFault: CheckpointFilesError,
     GgufFault: GgufError,
     JsonFault: JsonTextError,
@@ -35,7 +35,7 @@ ERRORS: Mapping[type[Fault], type[LocatedError[Any]]] = {
 
 @contextmanager
 def refused(
-    kind: Fault, match: str | None = None
+    kind: FormatFault, match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[LocatedError[Any]]]:
     """Expect the error of this very class and kind."""
     with pytest.raises(LocatedError, match=match) as caught:

@@ -20,7 +20,7 @@ from tensor_dedup.errors import FormatError, TensorDedupError
 MAX_NAME: Final = 200
 
 
-class Fault(Enum):
+class FormatFault(Enum):
     """One way in which a file can be wrong. Its value is the sentence that says which."""
 
     advice: str  # the next step, where it is not that of the format
@@ -32,7 +32,7 @@ class Fault(Enum):
         return member
 
 
-_Kind = TypeVar("_Kind", bound=Fault)
+_Kind = TypeVar("_Kind", bound=FormatFault)
 
 
 class LocatedError(FormatError, Generic[_Kind]):
@@ -73,7 +73,7 @@ def shorten(text: str) -> str:
 
 
 @unique
-class CheckpointFault(Fault):
+class CheckpointFault(FormatFault):
     """How the files of a checkpoint do not fit together."""
 
     NOT_A_FILE = (
@@ -97,7 +97,7 @@ class CheckpointFilesError(LocatedError[CheckpointFault]):
 
 
 @unique
-class JsonFault(Fault):
+class JsonFault(FormatFault):
     """How JSON can be wrong that is a header or an index."""
 
     ENCODING = "The text is not UTF-8, or holds an escaped half of a surrogate pair."
@@ -115,7 +115,7 @@ class JsonTextError(LocatedError[JsonFault]):
 
 
 @unique
-class SafetensorsFault(Fault):
+class SafetensorsFault(FormatFault):
     """How a safetensors file can be wrong."""
 
     # Of the file.
@@ -147,7 +147,7 @@ class SafetensorsError(LocatedError[SafetensorsFault]):
 
 
 @unique
-class GgufFault(Fault):
+class GgufFault(FormatFault):
     """How a GGUF file can be wrong."""
 
     # Of the file.
@@ -195,7 +195,7 @@ class GgufError(LocatedError[GgufFault]):
 
 
 @unique
-class PytorchFault(Fault):
+class PytorchFault(FormatFault):
     """How a file of torch.save can be wrong."""
 
     # Of the file.
@@ -277,7 +277,7 @@ class PytorchError(LocatedError[PytorchFault]):
 
 
 @unique
-class TensorIndexFault(Fault):
+class TensorIndexFault(FormatFault):
     """How a folder of `tensor.data_N` files can be wrong."""
 
     # Of the index.
