@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tensor_dedup.analyze.digests import Digests, Progress, read_digests
+from tensor_dedup.analyze.digests import Digests, read_digests
 from tensor_dedup.analyze.fusion import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.natural import natural
@@ -18,6 +18,7 @@ from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 
@@ -110,7 +111,7 @@ def analyze(
     hash_algorithm: str = "blake3",
     hints: HintIndex | None = None,
     store: StrPath | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener | None = None,
 ) -> Analysis:
     """Hash each tensor of these checkpoints once and say what they have in common.
 

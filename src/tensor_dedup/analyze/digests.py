@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time_ns
-from typing import Protocol
 
 from tensor_dedup.digest import StreamDigest
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.types import TensorSpec
 
 # Long beside the cost of a system call, short enough that a thread's buffer stays near its cache.
@@ -29,16 +29,6 @@ _GAP_BYTES = 4096
 _OPEN_FILES = 16
 
 Place = tuple[int, int]  # where a tensor begins in its file, and its size, in bytes
-
-
-class Progress(Protocol):
-    """Is told how far the hashing is. `advance` is called from several threads."""
-
-    def start(self, total_bytes: int) -> None:
-        """`total_bytes` will be hashed or found remembered."""
-
-    def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
 
 
 @dataclass
@@ -54,7 +44,7 @@ def read_digests(
     files: Mapping[Path, Sequence[TensorSpec]],
     algorithm: str,
     hints: HintIndex | None,
-    progress: Progress,
+    progress: ProgressListener,
 ) -> Digests:
     """Hash the given tensors of each file on all threads this process may use.
 
@@ -99,7 +89,7 @@ class _File:
     """One open file: what is hashed of it, and what it was when that began. One descriptor."""
 
     def __init__(
-        self, path: Path, algorithm: str, hints: HintIndex | None, progress: Progress
+        self, path: Path, algorithm: str, hints: HintIndex | None, progress: ProgressListener
     ) -> None:
         self.path = self.twin = path
         self.bytes_read = 0
