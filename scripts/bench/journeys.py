@@ -1,0 +1,202 @@
+"""The journeys that `against.py` measures; only public names, so that other commits run them too.
+
+journeys.py make PART INPUTS        journeys.py PART INPUTS SCRATCH -> seconds of each step
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+PARTS: Final = ("load", "attach", "pipelines", "checkpoints")
+_SHAPES: Final[dict[str, Any]] = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+_SAVES: Final = 4
+
+
+def make_load(inputs: Path) -> None:
+    """A model of six layers of Qwen2-0.5B's shapes, and a fine-tune with one changed layer."""
+    import torch
+    import transformers
+
+    if (inputs / "fine-tune").exists():
+        return
+    torch.manual_seed(0)
+    model: Any = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SHAPES))
+    model = model.to(torch.bfloat16)
+    model.save_pretrained(inputs / "base")
+    for parameter in model.model.layers[3].parameters():
+        parameter.data.mul_(1.01)
+    model.save_pretrained(inputs / "fine-tune")
+
+
+def make_pipelines(inputs: Path) -> None:
+    """The demonstration's two pipelines, tiny."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from demonstration import pictures
+
+    for name in pictures.missing(inputs):
+        pictures.make(name, inputs, tiny=True)
+
+
+def make_checkpoints(inputs: Path) -> None:
+    """Nothing: the models are made in memory."""
+
+
+def _engine(path: Path, config: Any) -> tuple[Any, float]:
+    """An engine, and the seconds its loader took."""
+    from vllm import LLM
+
+    from tensor_dedup.patches.vllm.loader import TensorDedupLoader
+
+    seconds = []
+    original = TensorDedupLoader.load_model
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    kind: Any = TensorDedupLoader
+    kind.load_model = timed
+    try:
+        llm = LLM(
+            model=str(path),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=128,
+            kv_cache_memory_bytes=64 << 20,
+            tensor_dedup=config,
+        )
+    finally:
+        kind.load_model = original
+    return llm, seconds[-1]
+
+
+def load(inputs: Path, scratch: Path) -> dict[str, float]:
+    """A base, a fine-tune, both unknown; then the base again, of which all is resident."""
+    warm, _ = _engine(inputs / "base", {"hash_algorithm": "blake2b"})  # imports, first of all
+    base, unknown = _engine(inputs / "base", True)
+    tuned, fine_tune = _engine(inputs / "fine-tune", True)
+    again, resident = _engine(inputs / "base", True)
+    assert len({id(each) for each in (warm, base, tuned, again)}) == 4
+    return {"unknown": unknown, "fine-tune": fine_tune, "resident": resident}
+
+
+def attach(inputs: Path, scratch: Path) -> dict[str, float]:
+    """A model that another process has in a memory manager."""
+    socket = scratch / "s" / "m.sock"
+    socket.parent.mkdir(mode=0o700)
+    server = [sys.executable, "-P", "-m", "tensor_dedup.memory_manager.server"]
+    manager = subprocess.Popen([*server, "--socket", str(socket)], stderr=subprocess.DEVNULL)
+    other = [sys.executable, "-P", __file__, "hold", str(inputs), str(scratch)]
+    holder = subprocess.Popen(
+        other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        _engine(inputs / "fine-tune", {"hash_algorithm": "blake2b"})
+        assert holder.stdout is not None
+        while "ready" not in (line := holder.stdout.readline()):
+            assert line, "the other engine ended"
+        llm, seconds = _engine(inputs / "base", {"memory_manager": str(socket)})
+        from tensor_dedup import report
+
+        found = report().to_dict()["models"][-1]
+        assert found["shared_bytes"] == found["total_bytes"] > 0
+        del llm
+    finally:
+        holder.kill()
+        holder.wait()
+        manager.terminate()
+        manager.wait()
+    return {"second engine": seconds}
+
+
+def hold(inputs: Path, scratch: Path) -> dict[str, float]:
+    """The other engine: loads and waits to be killed."""
+    llm, _ = _engine(inputs / "base", {"memory_manager": str(scratch / "s" / "m.sock")})
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    del llm
+    return {}
+
+
+def pipelines(inputs: Path, scratch: Path) -> dict[str, float]:
+    """Both pipelines, then the second once more."""
+    from diffusers import DiffusionPipeline
+
+    from tensor_dedup import enable
+
+    kind: Any = DiffusionPipeline
+    paths = sorted(path for path in inputs.iterdir() if (path / "model_index.json").exists())
+    kind.from_pretrained(paths[0])  # imports
+    seconds, kept = [], []
+    with enable():
+        for path in (*paths, paths[-1]):
+            began = time.perf_counter()
+            kept.append(kind.from_pretrained(path))
+            seconds.append(time.perf_counter() - began)
+    return dict(zip(("first", "second", "known"), seconds, strict=True))
+
+
+def checkpoints(inputs: Path, scratch: Path) -> dict[str, float]:
+    """Steps of 64 tensors of 1 MiB; medians of several saves of each kind."""
+    import numpy as np
+
+    from tensor_dedup.store.checkpoints import CheckpointStore
+
+    random = np.random.default_rng(0)
+    state = {f"t{n}": random.standard_normal(1 << 18).astype("f4") for n in range(64)}
+    run, step = CheckpointStore(scratch / "run", run_id="run-1", compress=None), 0
+    found: dict[str, float] = {}
+    for name, changed in (("all changed", 64), ("a tenth changed", 6), ("nothing changed", 0)):
+        seconds = []
+        for _ in range(_SAVES):
+            for n in range(changed):
+                state[f"t{n}"] = random.standard_normal(1 << 18).astype("f4")
+            step += 1
+            began = time.perf_counter()
+            run.save(state, step)
+            seconds.append(time.perf_counter() - began)
+        found[name] = sorted(seconds)[_SAVES // 2]
+    began = time.perf_counter()
+    run.load(step)
+    found["load"] = time.perf_counter() - began
+    return found
+
+
+def main() -> None:
+    """Make inputs, or run one journey and print its seconds as JSON."""
+    if sys.argv[1] == "make":
+        part, inputs = sys.argv[2], Path(sys.argv[3])
+        {"attach": make_load, "load": make_load}.get(
+            part, make_pipelines if part == "pipelines" else make_checkpoints
+        )(inputs)
+        return
+    journeys: dict[str, Callable[[Path, Path], dict[str, float]]] = {
+        "load": load,
+        "attach": attach,
+        "hold": hold,
+        "pipelines": pipelines,
+        "checkpoints": checkpoints,
+    }
+    found = journeys[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
