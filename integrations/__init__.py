@@ -1,1 +1,1 @@
-"""Save into a store from other frameworks without patching them."""
+"""Integrations that save into a store from other frameworks without patching them at import."""

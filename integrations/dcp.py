@@ -7,12 +7,12 @@
     dcp.save(state, checkpoint_id=step, storage_writer=writer)
     dcp.load(state, checkpoint_id=step, storage_reader=StoreReader("checkpoints", "run-001"))
 
-`async_save` takes a writer too. Keep one writer for a whole run: what it knows of the last step
-makes the next one quick.
+`async_save` takes a writer too. Keep one writer for a whole run: it remembers the last step, which
+makes saving the next one faster.
 
-Every rank stores what is new in its shards, and the coordinator makes one step of them
-(`tensor_dedup.store.checkpoints.sharded`). DCP's own metadata is a tensor of that step: JSON, not
-pickle.
+Every rank stores what is new in its shards, and the coordinator merges the parts into one step
+(`tensor_dedup.store.checkpoints.sharded`). DCP's own metadata is stored in that step as a tensor of
+JSON, not as a pickle.
 """
 
 import json
@@ -72,13 +72,15 @@ _SHARD: Final = f"{STATE_MARK}part "
 
 
 class StoreWriter(StorageWriter):
-    """Save DCP checkpoints as steps of a run; `checkpoint_id` is the step, an integer from 0 on.
+    """A DCP storage writer that saves checkpoints as steps of a run.
 
-    Ranks may be processes on one machine, or on several that share a file system with locks. A
-    tensor that any step of any run, or any rank, has stored already is not stored again. A step
-    appears under its name when the coordinator has finished it. What a rank that died has left is
-    deleted when the next step is finished. Save one step at a time: wait for the future of an
-    `async_save` before the next. A pickled writer opens the store anew.
+    `checkpoint_id` is the step, a non-negative integer. Ranks may be processes on one machine, or
+    on several that share a file system with locks. A tensor that any rank or any step of any run
+    has already stored is not stored again. A step appears under its name once the coordinator has
+    finished it; parts left behind by a rank that died are deleted when the next step is finished.
+
+    Save one step at a time: wait for the future of an `async_save` before the next. A pickled
+    writer opens the store again.
     """
 
     def __init__(
@@ -92,8 +94,11 @@ class StoreWriter(StorageWriter):
     ) -> None:
         """Take the arguments of `CheckpointStore`.
 
-        `config` and `weights` let engines load steps that are not sharded. The store is opened, or
-        made, with the first step. Raises `BadNameError` if the run cannot be named so.
+        `config` and `weights` let engines load steps that are not sharded. The store is opened, and
+        created if necessary, when the first step is saved.
+
+        Raises:
+            BadNameError: `run_id` is not a valid name of a run.
         """
         super().__init__()
         self.run_id = check_run(run_id)
@@ -107,18 +112,27 @@ class StoreWriter(StorageWriter):
         return self.__dict__ | {"_parts": {}}
 
     def close(self) -> None:
-        """Release what is held between saves."""
+        """Close what is kept open between saves."""
         for part in self._parts.values():
             part.close()
         self._parts = {}
 
     def reset(self, checkpoint_id: "StrPath | int | None" = None) -> None:
-        """Set the step; called before each save. Raises `BadStepError` if it is no step."""
+        """Set the step; DCP calls this before each save.
+
+        Raises:
+            BadStepError: `checkpoint_id` is not a step.
+        """
         if checkpoint_id is not None:
             self._step = _step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Prepare a rank for a save. Raises `UnsupportedError` for saves without collectives."""
+        """Prepare this rank for a save.
+
+        Raises:
+            UnsupportedError: The save uses no collectives.
+            BadStepError: No `checkpoint_id` was given.
+        """
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError("without collectives no step is whole; use_collectives=True")
         self._number()
@@ -136,8 +150,9 @@ class StoreWriter(StorageWriter):
         """Store this rank's part of the step, which is durable when this returns.
 
         Raises:
-            TakenPartError: A run RUN/part-RANK that is no part of this one has this step.
-            StoreError, UnsupportedArrayError: The part cannot be saved.
+            TakenPartError: RUN/part-RANK is not a part of this run and has this step already.
+            StoreError: The part cannot be saved.
+            UnsupportedArrayError: An array of the part cannot be saved.
         """
         held: dict[str, torch.Tensor | NamedValue] = {}
         results = []
@@ -152,10 +167,11 @@ class StoreWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make one step of all parts; called by the coordinator.
+        """Merge all parts into one step; DCP calls this on the coordinator.
 
-        Raises `NamedTwiceError` if two ranks saved one name, `PinnedStepError` if the step exists
-        and is pinned.
+        Raises:
+            NamedTwiceError: Two ranks saved tensors under one name.
+            PinnedStepError: The step exists and is pinned.
         """
         step = self._number()
         shards = {each.index.fqn: each.storage_data for held in results for each in held}
@@ -168,7 +184,7 @@ class StoreWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether it is a step."""
+        """Return whether `checkpoint_id` is a step."""
         return str(checkpoint_id).isdecimal()
 
     def _save(
@@ -180,7 +196,7 @@ class StoreWriter(StorageWriter):
         return part
 
     def _part(self, rank: int | str) -> CheckpointStore:
-        """Return the run that a rank saves into, which is kept: it knows what it saved last."""
+        """Return the run that a rank saves into, kept because it remembers what it saved last."""
         if rank not in self._parts:
             config = self._config if rank == _META else None
             run = part_run(self.run_id, rank)
@@ -196,7 +212,7 @@ class StoreWriter(StorageWriter):
 
 
 class _AsIs:
-    """An adapter for values that have their names already."""
+    """An adapter for values that already have their final names."""
 
     name = PART_ADAPTER
 
@@ -225,15 +241,17 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor 
 
 
 class StoreReader(StorageReader):
-    """Load steps that `StoreWriter` has saved, on any number of ranks.
+    """A DCP storage reader for steps that `StoreWriter` has saved, on any number of ranks.
 
-    `checkpoint_id` is the step, by default the latest one. Every byte is verified.
+    `checkpoint_id` is the step, by default the latest one. Every byte that is read is verified.
     """
 
     def __init__(self, root: StrPath, run_id: str) -> None:
         """Open the run.
 
-        Raises `NotAStoreError` if there is no store, `BadNameError` if no run is named so.
+        Raises:
+            NotAStoreError: There is no store at `root`.
+            BadNameError: `run_id` is not a valid name of a run.
         """
         super().__init__()
         self._run = CheckpointStore(root, run_id)
@@ -241,14 +259,20 @@ class StoreReader(StorageReader):
         self._shards: dict[str, bool] = {}
 
     def reset(self, checkpoint_id: "StrPath | int | None" = None) -> None:
-        """Set the step; called before each load. Raises `BadStepError` if it is no step."""
+        """Set the step; DCP calls this before each load.
+
+        Raises:
+            BadStepError: `checkpoint_id` is not a step.
+        """
         self._step = None if checkpoint_id is None else _step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's metadata of the step.
 
-        Raises `UnknownStepError` if the run has no such step, `UnsupportedError` if it was not
-        saved by `StoreWriter`.
+        Raises:
+            UnknownStepError: The run has no such step.
+            UnsupportedError: The step was not saved by `StoreWriter`.
+            DamagedStateError: The stored metadata is not valid.
         """
         self._step = self._run.latest() if self._step is None else self._step
         if self._step is None:
@@ -266,7 +290,7 @@ class StoreReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: the store is open."""
+        """Do nothing, because the store is already open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""
@@ -279,7 +303,9 @@ class StoreReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for into its tensors.
 
-        Raises `CorruptTensorError` or `MissingObjectError` if the store is damaged.
+        Raises:
+            CorruptTensorError: The store is damaged.
+            MissingObjectError: The store has lost an object.
         """
         wanted: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
@@ -293,7 +319,7 @@ class StoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether it is a step."""
+        """Return whether `checkpoint_id` is a step."""
         return str(checkpoint_id).isdecimal()
 
     def _open(self) -> StoredCheckpoint:
@@ -309,7 +335,7 @@ class StoreReader(StorageReader):
 def _load_items(
     checkpoint: StoredCheckpoint, stored: StoredTensor, items: list[ReadItem], planner: LoadPlanner
 ) -> None:
-    """Read one tensor, and load each of the items from its part of it."""
+    """Read one tensor and load each item from its part of that tensor."""
     data = checkpoint.read(stored)
     if items[0].type is LoadItemType.BYTE_IO:
         for item in items:
@@ -335,7 +361,7 @@ def _tensor(stored: StoredTensor, data: bytearray) -> torch.Tensor:
 
 
 def _tensor_name(index: MetadataIndex, *, shard: bool) -> str:
-    """Return the name in the store of a tensor, or of a shard, which has its offsets there."""
+    """Return the store's name of a tensor, or of a shard, whose name includes its offsets."""
     if not shard:
         return index.fqn
     return f"{_SHARD}{','.join(map(str, index.offset or ()))} {index.fqn}"
@@ -367,7 +393,11 @@ def _to_json(metadata: Metadata, shards: Mapping[str, bool]) -> bytes:
 
 
 def _from_json(blob: bytes, where: str) -> tuple[Metadata, dict[str, bool]]:
-    """Decode the metadata. Raises `DamagedStateError` if it is none."""
+    """Decode the metadata of a step.
+
+    Raises:
+        DamagedStateError: The bytes are not valid metadata.
+    """
     try:
         found = json.loads(blob)
         state: dict[str, Any] = {name: BytesStorageMetadata() for name in found["bytes"]}

@@ -1,17 +1,17 @@
-"""Save DeepSpeed's checkpoints into a store, as its JSON configuration asks.
+"""Save DeepSpeed's checkpoints into a store, configured in DeepSpeed's JSON.
 
     import tensor_dedup.integrations.deepspeed as store
     store.enable()
 
     {"tensor_dedup": {"store": "checkpoints", "run": "run-001"}, ...}
 
-`save_checkpoint` then writes small files that say where in the store their state is, and
+`save_checkpoint` then writes small pointer files that say where in the store the state is, and
 `load_checkpoint` follows them. Without that entry DeepSpeed behaves as before.
 
-DeepSpeed names files, and looks for them on the disk. Everything saved under one file name, in
-whatever folder, is a run here, and its steps are numbered in the order in which they are saved,
-whatever their tags say: so equal tags in different folders do not collide. The file on the disk
-says which step is meant.
+DeepSpeed names files and looks for them on disk. All checkpoints saved under one file name, in
+whatever folder, belong to one run, and its steps are numbered in the order in which they are saved,
+whatever their tags are; equal tags in different folders therefore do not collide. The pointer file
+on disk says which step is meant.
 """
 
 import importlib
@@ -54,10 +54,12 @@ _LONGEST: Final = 4096
 
 @cache
 def enable() -> None:
-    """Make DeepSpeed engines created from now on heed `tensor_dedup` in their configuration.
+    """Make DeepSpeed engines created from now on honour `tensor_dedup` in their configuration.
 
-    Further calls in the same process do nothing. Raises `UnsupportedError` if the installed
-    DeepSpeed is not one that this was tried with.
+    Calling it again in the same process does nothing.
+
+    Raises:
+        UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
     """
     if not usable(_SEAM):
         raise UnsupportedError(f"{_SEAM.target} is not what it was in {_VERSIONS}")
@@ -111,17 +113,19 @@ def _zero_stage(state: int) -> Any:
 
 
 class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
-    """Save to a store, and load from it or from files that DeepSpeed itself wrote.
+    """A DeepSpeed checkpoint engine that saves to a store and also loads DeepSpeed's own files.
 
-    A save is durable when it returns, and never replaces a step: when a file is saved again, the
-    step that it named before stays in the store. Processes that save at the same moment get steps
-    of their own.
+    A save is durable when it returns and never replaces a step: when a file is saved again, the
+    step that it named before stays in the store. Processes that save at the same moment get
+    separate steps.
     """
 
     def __init__(self, config_params: Any, store: str, run: str) -> None:
         """Open the store.
 
-        Raises `NotAStoreError` if there is none, `BadNameError` if the run cannot be named so.
+        Raises:
+            NotAStoreError: There is no store at `store`.
+            BadNameError: `run` is not a valid name of a run.
         """
         super().__init__(config_params)
         self.name = "StoreEngine"
@@ -130,12 +134,13 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         self._others = TorchCheckpointEngine(config_params)
 
     def create(self, info: Any) -> None:
-        """Do nothing: a checkpoint begins with its first file."""
+        """Do nothing, because a checkpoint begins with its first file."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save the state as a step, and write to `path` which step it is.
+        """Save the state as a step and write a pointer to that step to `path`.
 
-        Raises `StoreError` or `StateError` if the state cannot be saved.
+        Raises:
+            StoreError: The state cannot be saved; `StateError` if it holds an unsupported value.
         """
         saved = self._run_of(Path(path).stem).append(dict(state_dict))
         target = Path(path)
@@ -144,10 +149,13 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         part.replace(target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the state that a file names, on the CPU.
+        """Return the state that the file at `path` points to, on the CPU.
 
-        Raises `UnknownStepError` if the step was deleted or replaced since, `CorruptTensorError`
-        if it is damaged.
+        A file that is no pointer is loaded as DeepSpeed's own, with `map_location`.
+
+        Raises:
+            UnknownStepError: The step was deleted or replaced since.
+            CorruptTensorError: The step is damaged.
         """
         found = _pointer(Path(path))
         if found is None:
@@ -159,18 +167,18 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         return CheckpointStore(self._store, step.run).load(step.step)
 
     def commit(self, info: Any) -> bool:
-        """Return True: all files of a rank are durable already."""
+        """Return True, because all files of a rank are durable already."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False, so that DeepSpeed makes no copies of views before it saves them.
+        """Return False, so that DeepSpeed does not copy views before it saves them.
 
-        They are saved without the rest of their storage anyhow.
+        Views are saved without the rest of their storage in any case.
         """
         return False
 
     def cleanup(self) -> None:
-        """Release what the runs hold between saves."""
+        """Close what the runs keep open between saves."""
         for run in self._runs.values():
             run.close()
 

@@ -6,8 +6,9 @@
     trainer = Trainer(callbacks=[callback])
     trainer.fit(model, ckpt_path="store://run-001@200")
 
-`StoreCallback` decides when to save, Lightning what a checkpoint holds, and `StoreIO` where it
-goes. This works with `lightning` and `pytorch_lightning`, whichever the program has imported.
+`StoreCallback` decides when to save, Lightning decides what a checkpoint holds, and `StoreIO`
+decides where it goes. Both `lightning` and `pytorch_lightning` are supported, whichever the program
+has imported.
 """
 
 import sys
@@ -39,24 +40,24 @@ SCHEME: Final = "store://"
 
 
 class StoreIO(CheckpointIO):
-    """Save and load what is named `store://RUN@STEP` through a store, and all else as files.
+    """A checkpoint plugin that handles `store://RUN@STEP` through a store and other paths as files.
 
-    Each run that was added is saved into its own store, by its own rules. Any other run is looked
-    up in the stores of the added runs, in the order in which they were added.
+    Each run that was added is saved into its own store, under its own retention rules. Any other
+    run is looked up in the stores of the added runs, in the order in which they were added.
     """
 
     def __init__(self, run: CheckpointStore, other: CheckpointIO | None = None) -> None:
-        """Serve one run, and more with `add`; `other` saves and loads files."""
+        """Serve one run, and others after `add`; `other` saves and loads plain files."""
         self._other = other or TorchCheckpointIO()
         self._runs = {run.run_id: run}
         self._metrics: dict[str, Mapping[str, Any]] = {}
 
     def add(self, run: CheckpointStore) -> None:
-        """Save and find the steps of another run, too."""
+        """Save and load the steps of another run too."""
         self._runs[run.run_id] = run
 
     def note(self, run_id: str, metrics: Mapping[str, Any]) -> None:
-        """Set the metrics that are saved with the next steps of a run."""
+        """Set the metrics to save with the next steps of a run."""
         self._metrics[run_id] = metrics
 
     def save_checkpoint(
@@ -64,7 +65,8 @@ class StoreIO(CheckpointIO):
     ) -> None:
         """Save a checkpoint as the step, or the file, that `path` names.
 
-        Raises `StoreError` or `StateError` if the step cannot be saved.
+        Raises:
+            StoreError: The step cannot be saved; `StateError` if it holds an unsupported value.
         """
         if (step := _step(path)) is None:
             self._other.save_checkpoint(checkpoint, path, storage_options)
@@ -74,9 +76,10 @@ class StoreIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint of a step of any run in these stores, on the CPU, or of a file.
+        """Return the checkpoint of a step, on the CPU, or of a file.
 
-        Raises `UnknownStepError` if there is no such step.
+        Raises:
+            UnknownStepError: There is no such step in any of the stores.
         """
         if (step := _step(path)) is None:
             found: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
@@ -85,9 +88,11 @@ class StoreIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a step, or a file.
+        """Delete a step or a file.
 
-        Raises `UnknownStepError` if there is no such step, `PinnedStepError` if it is pinned.
+        Raises:
+            UnknownStepError: There is no such step.
+            PinnedStepError: The step is pinned.
         """
         if (step := _step(path)) is None:
             self._other.remove_checkpoint(path)
@@ -95,7 +100,7 @@ class StoreIO(CheckpointIO):
             self._of(step).delete(step.step)
 
     def teardown(self) -> None:
-        """Let the saver of files finish."""
+        """Close the plugin that saves plain files."""
         self._other.teardown()
 
     def _of(self, step: StepName) -> CheckpointStore:
@@ -107,11 +112,11 @@ class StoreIO(CheckpointIO):
 
 
 class StoreCallback(Callback):
-    """Save everything that Lightning puts into a checkpoint to a run of a store.
+    """A callback that saves Lightning's complete checkpoints to a run of a store.
 
-    The metrics of a step are those that callbacks see. A trainer may have several of these
-    callbacks, each with a run of its own. Strategies that write sharded files themselves (FSDP,
-    DeepSpeed, tensor parallelism) are refused with `UnsupportedError`; use
+    The metrics of a step are the callback metrics of the trainer. A trainer may have several of
+    these callbacks, each with a run of its own. Strategies that write sharded files themselves
+    (FSDP, DeepSpeed, tensor parallelism) are refused with `UnsupportedError`; use
     `tensor_dedup.integrations.dcp` with those.
     """
 
@@ -124,7 +129,7 @@ class StoreCallback(Callback):
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         **keep: Unpack[Rules],
     ) -> None:
-        """Save every so many steps, or after every epoch.
+        """Save every `every` optimizer steps, or after every epoch.
 
         All other arguments are those of `CheckpointStore`.
         """
@@ -133,10 +138,10 @@ class StoreCallback(Callback):
         self._io = StoreIO(self.run)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the trainer save and find steps by URL; other paths remain files.
+        """Let the trainer save and load steps by URL; other paths remain files.
 
-        Raises `UnsupportedError` if the strategy bypasses `CheckpointIO`, or if another callback
-        saves the same run.
+        Raises:
+            UnsupportedError: The strategy bypasses `CheckpointIO`, or two callbacks save this run.
         """
         strategy = trainer.strategy
         if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
@@ -153,18 +158,18 @@ class StoreCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if this step is due, once for each step of the optimizer."""
+        """Save if this step is due, once per optimizer step."""
         step = trainer.global_step
         if self._every != "epoch" and step % self._every == 0 and step != self._saved:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if every epoch is saved."""
+        """Save if the callback saves every epoch."""
         if self._every == "epoch":
             self._save(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Release what the run holds between saves."""
+        """Close what the run keeps open between saves."""
         self.run.close()
 
     def _check_alone(self, callbacks: Iterable[object]) -> None:

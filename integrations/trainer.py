@@ -45,14 +45,15 @@ _SHARDING: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, Distributed
 
 
 class StoreCallback(TrainerCallback):
-    """Save model, optimizer, scheduler, gradient scaler and random states to a run of a store.
+    """A callback that saves the complete training state to a run of a store.
 
-    Each step is a checkpoint of the store, with the files of the model's config and tokenizer, so
-    `store://RUN@STEP` can be loaded as a model. Its metrics are the numbers logged last. The first
-    process saves models that every process holds whole. FSDP and DeepSpeed, which shard them, are
-    refused with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
+    The state is model, optimizer, scheduler, gradient scaler and random generators. Each step is a
+    checkpoint of the store and includes the model's config and tokenizer files, so
+    `store://RUN@STEP` can be loaded as a model. Its metrics are the numbers logged last. Process 0
+    saves models that every process holds in full; models sharded by FSDP or DeepSpeed are refused
+    with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
 
-    Two things are not resumed: other callbacks begin with their initial state, and with several
+    Two things are not resumed: other callbacks begin in their initial state, and with several
     processes no random state is restored, as Trainer itself warns when it resumes.
     """
 
@@ -64,7 +65,7 @@ class StoreCallback(TrainerCallback):
         every: "int | Literal['epoch']" = "epoch",
         **keep: Unpack[Rules],
     ) -> None:
-        """Save every so many steps, or after every epoch.
+        """Save every `every` steps, or after every epoch.
 
         All other arguments are those of `CheckpointStore`.
         """
@@ -75,18 +76,20 @@ class StoreCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Refuse models that cannot be saved, before there is anything to lose.
+        """Refuse sharded models before any training is done.
 
-        Raises `UnsupportedError` if the model is sharded.
+        Raises:
+            UnsupportedError: The model is sharded.
         """
         _check_whole(args, given["model"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Collect the config and tokenizer files, which go into every step.
+        """Collect the config and tokenizer files that go into every step.
 
-        Raises `UnsupportedError` if the model is sharded.
+        Raises:
+            UnsupportedError: The model is sharded.
         """
         _check_whole(args, given["model"])
         self._files = _small_files(given["model"], given.get("processing_class"))
@@ -104,14 +107,14 @@ class StoreCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if every epoch is saved."""
+        """Save if the callback saves every epoch."""
         if self._every == "epoch":
             self._save(state, given)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Release what the run holds between saves."""
+        """Close what the run keeps open between saves."""
         self.run.close()
 
     def check_out(self, folder: StrPath, step: int | None = None) -> str:
@@ -122,7 +125,8 @@ class StoreCallback(TrainerCallback):
         Raises:
             UnknownStepError: The run has no such step.
             TargetExistsError: The folder is not empty.
-            CorruptTensorError, MissingObjectError: The store is damaged.
+            CorruptTensorError: The store is damaged.
+            MissingObjectError: The store has lost an object.
         """
         wanted = self.run.latest() if step is None else step
         if wanted is None:

@@ -1,4 +1,4 @@
-"""Account for one load: its final tensors, what of them was shared, and why others were not."""
+"""The account of one load: its final tensors, what was shared of them, and why others were not."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class LoadedSource(Protocol):
-    """A source tensor of a checkpoint, of which only the size counts here."""
+    """A source tensor of a checkpoint, of which only the size matters here."""
 
     @property
     def spec(self) -> TensorSpec:
-        """Its name, dtype, shape and place."""
+        """The tensor's name, dtype, shape and position."""
 
 
 class NotShared(StrEnum):
-    """Why a tensor is not shared, where the reason needs no facts of that tensor.
+    """The reasons not to share a tensor that carry no facts about that tensor.
 
-    The values are what a report says; code compares the members.
+    The values are the sentences of a report; code compares the members.
     """
 
     BELOW_MIN_BYTES = "it is below min_tensor_bytes"
@@ -50,7 +50,7 @@ class NotShared(StrEnum):
 
 @dataclass(slots=True)
 class FinalTensor:
-    """One parameter as the engine uses it: bytes in all its forms, and how many were shared."""
+    """One parameter as the engine uses it: its bytes in all forms, and how many were shared."""
 
     nbytes: int = 0
     shared_bytes: int = 0
@@ -58,12 +58,12 @@ class FinalTensor:
 
     @property
     def is_shared(self) -> bool:
-        """Whether every byte of it was resident already."""
+        """Whether every byte of the tensor was resident already."""
         return self.nbytes > 0 and self.shared_bytes == self.nbytes
 
 
 class LoadLedger:
-    """The accounts of one load, tensor by tensor. One thread."""
+    """The account of one load, tensor by tensor. For one thread."""
 
     def __init__(self) -> None:
         self.finals: dict[str, FinalTensor] = {}
@@ -82,8 +82,9 @@ class LoadLedger:
     ) -> None:
         """Enter `nbytes` of the final tensor `name`: its only form, or one of several.
 
-        `shared`: it was resident before this load began. `made`: memory was filled for it, by
-        default where it is not shared. It is neither where two tensors of this model are equal.
+        `shared` means that the tensor was resident before this load began, and `made` that memory
+        was filled for it, which by default is the opposite. Neither holds for the second of two
+        equal tensors of one model.
         """
         final = self.finals.setdefault(name, FinalTensor())
         final.nbytes += nbytes
@@ -94,11 +95,11 @@ class LoadLedger:
         final.sources.update((id(source), source) for source in sources)
 
     def skip(self, name: str, reason: str) -> None:
-        """Enter why `name` is not shared; the first reason stays."""
+        """Record why `name` is not shared; the first reason is kept."""
         self.skipped.setdefault(name, str(reason))
 
     def enter(self, report: ModelReport) -> None:
-        """Enter the sums into `report`."""
+        """Write the totals into `report`."""
         finals = [final for final in self.finals.values() if final.nbytes]
         report.total_bytes = sum(final.nbytes for final in finals)
         report.shared_bytes = sum(final.shared_bytes for final in finals)
@@ -113,7 +114,7 @@ class LoadLedger:
         report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
 
     def _shared_sources(self) -> list[LoadedSource]:
-        """Sources whose every final tensor was shared."""
+        """Return the sources whose final tensors were all shared."""
         used = {key: s for final in self.finals.values() for key, s in final.sources.items()}
         private = {
             key for final in self.finals.values() if not final.is_shared for key in final.sources

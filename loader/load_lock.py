@@ -1,4 +1,4 @@
-"""The locks under which weights are loaded, and converted, in this process."""
+"""The process-wide locks under which weights are loaded and converted."""
 
 import os
 import threading
@@ -6,10 +6,10 @@ from typing import Final
 
 
 class LoadLock:
-    """Held by one thread at a time, which may take it again; a context manager. Free after fork.
+    """A reentrant lock, used as a context manager, that is free again in a forked child.
 
-    Loading replaces functions of the frameworks and process-wide settings, and two loads of one
-    model at once would each make what one could share.
+    Loading replaces functions of the frameworks and process-wide settings, and two simultaneous
+    loads of one model would each build what they could share.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class LoadLock:
 
 
 class _Taken(threading.local):
-    """The locks that a thread has taken, in order."""
+    """The locks that the current thread holds, in the order in which it took them."""
 
     def __init__(self) -> None:
         self.locks: list[threading.RLock] = []

@@ -1,7 +1,8 @@
-"""State of the process that a load sets aside, restores or gives back.
+"""Process-wide state that a load suspends, restores or releases.
 
-The garbage collector, which must not look at everything while much is made that stays; torch's
-random numbers, of which a load that is begun again must not have drawn any; the allocator's memory.
+This is the garbage collector, which would otherwise visit all objects again and again while many
+long-lived ones are created; torch's random generators, because a load that is repeated must not
+have drawn numbers; and memory that the allocator keeps.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ _NEVER: Final = 2**31 - 1  # the greatest threshold Python takes
 
 
 class WithoutFullCollections:
-    """Suspend full garbage collections of the process while a thread is inside this context.
+    """A context manager that suspends full garbage collections of the process.
 
-    What a load makes is not garbage, but a mixture of experts makes so many objects that full
-    collections, each of which visits every object of the process, follow each other. The younger
-    generations are collected as ever, so the cycles that a layer leaves behind go soon, and
+    What a load creates is not garbage, but a mixture of experts creates so many objects that full
+    collections, each of which visits every object of the process, follow one another. The younger
+    generations are collected as usual, so the cycles that a layer leaves behind are freed soon, and
     gc.collect still collects everything.
 
-    Reentrant, and usable from any thread: the first to enter changes the thresholds of the process,
-    the last to leave restores them. Whether the collector is enabled is left to the user, and so
-    are thresholds that somebody else sets meanwhile.
+    Reentrant and usable from any thread: the first thread to enter changes the thresholds of the
+    process, and the last one to leave restores them. Whether the collector is enabled is left to
+    the user, and thresholds that somebody else sets meanwhile are kept.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class WithoutFullCollections:
 
 
 class _Entered(threading.local):
-    """How often the current thread has entered."""
+    """The number of times the current thread has entered."""
 
     times = 0
 
@@ -81,10 +82,10 @@ WITHOUT_FULL_COLLECTIONS: Final = WithoutFullCollections()
 
 @contextmanager
 def rng_restored_on_failure() -> Iterator[None]:
-    """Restore torch's random number generators when the block fails.
+    """Restore torch's random number generators if the block fails.
 
-    Those of the CPU, and of all GPUs if this process has begun to use any: a load that is begun
-    again must not have drawn any numbers.
+    This covers the generator of the CPU, and those of all GPUs if this process has begun to use
+    any: a load that is repeated must not have drawn any numbers.
     """
     module = accelerator()
     here = torch.get_rng_state()
@@ -99,7 +100,7 @@ def rng_restored_on_failure() -> Iterator[None]:
 
 
 def accelerator() -> Any:
-    """Return torch's module of the accelerator in use, such as torch.cuda; None without one."""
+    """Return torch's module of the accelerator in use, such as torch.cuda, or None without one."""
     kind = torch.accelerator.current_accelerator()
     module: Any = None if kind is None else torch.get_device_module(kind)
     begun = getattr(module, "is_initialized", lambda: False)
@@ -108,9 +109,9 @@ def accelerator() -> Any:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system, which glibc keeps for later allocations.
+    """Return freed memory that glibc keeps for later allocations to the system.
 
-    It takes milliseconds. With another C library it does nothing.
+    This takes milliseconds. With another C library it does nothing.
     """
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:

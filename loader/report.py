@@ -1,10 +1,10 @@
-"""Report what every load of this process and of its workers read, shared and kept. No torch.
+"""Reports of what every load of this process and of its workers read, shared and kept. No torch.
 
-A worker process hands its reports over as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also
-writes the model's report there, and a process that calls `collect_from` merges them. One that may
-start workers makes a directory of its own, below the one it inherited, for what it and its workers
-load. Files, and not a pipe, because engines start workers in ways we do not control, and a worker
-may be gone before anyone asks.
+A worker process passes its reports on as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also writes
+the model's report there, and a process that calls `collect_from` merges them. A process that may
+start workers creates a directory of its own, below the one it inherited, for what it and its
+workers load. Files are used instead of a pipe because engines start workers in ways that this
+package does not control, and a worker may have ended before anyone asks.
 """
 
 import atexit
@@ -36,14 +36,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ModelReport:
-    """One load of one model by one process. Sizes in bytes.
+    """The report of one load of one model by one process. Sizes are in bytes.
 
-    `total_bytes` is what the final tensors take, packed copies included; `shared_bytes` of it
-    were resident already, `private_bytes` is the rest. `bytes_read` is all tensor data fetched,
-    for hashing too: from files, or, as `bytes_from_store`, from a store; `header_bytes` the
-    headers. `known`: were the digests remembered. `skipped` holds (name, reason) of what could not
-    be shared. `collisions` counts hits that a comparison of bytes refused; `tokens_equal_plain` is
-    for whoever compared outputs; `stored_as` the name under which the store has the checkpoint.
+    `total_bytes` is the size of the final tensors, packed copies included; `shared_bytes` of these
+    were resident already, and `private_bytes` is the rest. `bytes_read` is all tensor data fetched,
+    also for hashing; of it, `bytes_from_store` came from a store. `header_bytes` is the size of the
+    headers. `known` tells whether all digests were remembered. `skipped` lists (name, reason) of
+    what could not be shared. `collisions` counts hits that a comparison of bytes refused;
+    `tokens_equal_plain` is set by tests and benchmarks that compare outputs; `stored_as` is the
+    name under which the store holds the checkpoint.
     """
 
     name: str = ""
@@ -72,16 +73,17 @@ class ModelReport:
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only, as JSON would hold them."""
+        """Return plain values only, as JSON would hold them."""
         return asdict(self) | {"skipped": [list(pair) for pair in self.skipped]}
 
 
 @dataclass(frozen=True)
 class Report:
-    """All loads in the order of time, and what the residents and their table take now, in bytes.
+    """The reports of all loads in chronological order, and the current memory use in bytes.
 
-    The two sizes include workers', as of each one's last load. `devices`: why memory of a device is
-    shared less than it could be, as this process met it last.
+    `registry_bytes` and `resident_bytes` include those of workers, as of each worker's last load.
+    `devices` tells why memory of a device is shared less than it could be, as this process observed
+    last.
     """
 
     models: list[ModelReport]
@@ -90,7 +92,7 @@ class Report:
     devices: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only: `models`, `registry_bytes`, `resident_bytes`, `devices`."""
+        """Return plain values only: `models`, `registry_bytes`, `resident_bytes` and `devices`."""
         return {
             "models": [model.to_dict() for model in self.models],
             "registry_bytes": self.registry_bytes,
@@ -103,7 +105,7 @@ class Report:
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """One report with the place it takes among others; also the content of a report file."""
+    """One report with its position among the others; also the content of a report file."""
 
     time_ns: int
     pid: int
@@ -114,7 +116,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """In the order of time. In containers numbers of processes come again and again."""
+        """The position in chronological order; in containers process numbers are reused."""
         return self.time_ns, self.pid, self.number
 
 
@@ -139,7 +141,10 @@ os.register_at_fork(after_in_child=_collection.renew_lock)
 
 
 def measure_with(registry_bytes: Callable[[], int], resident_bytes: Callable[[], int]) -> None:
-    """Say how to measure this process's table and residents (the registry does, when imported)."""
+    """Set the functions that measure this process's table and residents, in bytes.
+
+    The registry calls this when it is imported.
+    """
     _collection.gauges = (registry_bytes, resident_bytes)
 
 
@@ -162,7 +167,10 @@ def add(model: ModelReport) -> None:
 
 
 def note(device: str, reason: str) -> None:
-    """Say why memory of a device is shared less than it could be. Safe from any thread."""
+    """Record why memory of a device is shared less than it could be, and log it if it is new.
+
+    Safe from any thread.
+    """
     if _collection.devices.get(device) != reason:
         _collection.devices[device] = reason
         _log.warning("%s: %s", device, reason)
@@ -183,7 +191,7 @@ def _hand_over(entry: _Entry, directory: Path) -> None:
 
 
 def collect_from(directory: str | os.PathLike[str]) -> None:
-    """From now on `report` also takes what other processes write into this directory, or below."""
+    """Make `report` include what other processes write into this directory or below it."""
     path = Path(directory).absolute()
     with _collection.lock:
         if path not in _collection.directories:
@@ -191,11 +199,11 @@ def collect_from(directory: str | os.PathLike[str]) -> None:
 
 
 def share_with_workers() -> Path | None:
-    """Make workers started from now on report to this process; return the directory.
+    """Make workers started from now on report to this process, and return the directory.
 
-    It lies in the one that the variable names, if it does, where an outer process, or the user,
-    finds what is in it; else among temporary files, until this process ends. None, with a warning:
-    there is no room for one.
+    The directory lies in the one that TENSOR_DEDUP_REPORT_DIR names, if it is set, where an outer
+    process or the user finds its contents; otherwise it is a temporary one that is removed when
+    this process ends. Returns None, after a warning, if no directory can be created.
     """
     given = os.environ.get(REPORT_DIR_VARIABLE)
     if given and _collection.own == (os.getpid(), Path(given)) and Path(given).is_dir():
@@ -218,7 +226,7 @@ def _directory() -> Path:
 
 
 def _directory_in(outer: Path) -> Path | None:
-    """Where whoever collects in `outer` looks, too; None when it is gone."""
+    """Return a directory where the collector of `outer` looks too, or None if `outer` is gone."""
     path = outer.absolute() / f"{os.getpid()}-{secrets.token_hex(4)}"
     try:
         path.mkdir()  # readable for whom files there are
@@ -236,7 +244,7 @@ def _remove(pid: int, path: Path, remove: Callable[[Path], object]) -> None:
 
 
 def report() -> Report:
-    """All loads of this process and of those it collects from. Safe from any thread."""
+    """Return all loads of this process and of those it collects from. Safe from any thread."""
     with _collection.lock:
         entries = {entry.place: entry for entry in _collection.entries}
         directories = list(_collection.directories)
@@ -257,7 +265,7 @@ def report() -> Report:
 
 
 def _files_in(directory: Path) -> Iterator[Path]:
-    """The reports there, and in the directories of processes that collect for themselves."""
+    """Yield the report files there and in the directories of processes that collect themselves."""
     for folder, below, names in os.walk(directory, onerror=_unreadable):
         below[:] = sorted(filter(_OWN.fullmatch, below))
         yield from (Path(folder, name) for name in sorted(filter(_FILE.fullmatch, names)))

@@ -1,4 +1,4 @@
-"""Element types between safetensors' names and torch's objects."""
+"""Conversion between safetensors' names of element types and torch's dtypes."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,10 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch type of a safetensors name.
+    """Return the torch dtype of a safetensors name.
 
     Raises:
-        UnsupportedError: torch has none.
+        UnsupportedError: torch has no such dtype.
     """
     found = TORCH_DTYPES.get(name)
     if found is None:
@@ -30,10 +30,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a torch type.
+    """Return the safetensors name of a torch dtype.
 
     Raises:
-        UnsupportedError: There is none.
+        UnsupportedError: The dtype has no safetensors name.
     """
     found = _NAMES.get(dtype)
     if found is None:
@@ -44,5 +44,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def has_name(dtype: torch.dtype) -> bool:
-    """Return whether a torch type has a safetensors name."""
+    """Return whether a torch dtype has a safetensors name."""
     return dtype in _NAMES

@@ -1,7 +1,8 @@
-"""Source tensors that come from a store: by digest for a checkpoint's own files, or altogether.
+"""Source tensors read from a store, for a checkpoint's own files or for a stored checkpoint.
 
-Whatever the store gives has been compared, leaf by leaf, with the digest it was asked for. What it
-cannot give right is read from the checkpoint's file; where there is no file, the load fails.
+The store compares everything it returns, leaf by leaf, with the digest that was asked for. Where a
+checkpoint has files of its own, whatever the store cannot return intact is read from them; a stored
+checkpoint has none, and its load fails.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 def store_behind(config: TensorDedupConfig) -> Store | None:
-    """Return the store that a config names, or None where it cannot be read from.
+    """Return the store that a config names, or None if it cannot be opened.
 
-    The log then says why, and weights are read as without a store.
+    In that case the reason is logged, and weights are read as without a store.
     """
     if config.store is None:
         return None
@@ -49,23 +50,24 @@ def store_behind(config: TensorDedupConfig) -> Store | None:
 
 
 class OpenCheckpoint(Protocol):
-    """The way in which one load opens the files of its checkpoint; closed after the last read."""
+    """The files of the checkpoint that one load reads; close it after the last read."""
 
     @property
     def bytes_from_store(self) -> int:
-        """Bytes that were read from a store."""
+        """The number of bytes read from a store."""
 
     def open(self, path: Path) -> SourceFile:
-        """Open the file at a path; raises as `SourceFile` does."""
+        """Open the file at `path`; raises the same errors as `SourceFile`."""
 
     def close(self) -> None:
-        """Let go of everything that was opened besides the files."""
+        """Close everything that was opened apart from the source files."""
 
 
 class CheckpointFiles:
-    """The pieces that one load takes from a store by digest, opened at the first read. Any thread.
+    """The pieces that one load reads from a store by digest. Safe from any thread.
 
-    A store that fails counts as one that does not have the piece; the log says so.
+    They are opened at the first read. A store that fails counts as one that does not have the
+    piece; the failure is logged.
     """
 
     def __init__(self, store: Store) -> None:
@@ -76,14 +78,16 @@ class CheckpointFiles:
         self.bytes_read = 0
 
     def expect(self, digests: Iterable[str]) -> None:
-        """Announce digests that may be asked for."""
+        """Announce digests that may be read later."""
         with self._lock:
             self._expected.update(digests)
 
     def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bytes | None:
-        """Fill `piece` from `offset` of the `nbytes` with this digest; None: read them elsewhere.
+        """Fill `piece` with the bytes from `offset` on of the content with this digest.
 
-        Returns the digests of whole leaves that the bytes were compared with, else b"".
+        `nbytes` is the size of the whole content. Returns the digests of the whole leaves that the
+        bytes were compared with, b"" where no whole leaf was read, or None when the store does not
+        have the content and it has to be read elsewhere.
         """
         name = bytes.fromhex(digest)
         try:
@@ -108,7 +112,7 @@ class CheckpointFiles:
             return list(self._open)
 
     def close(self) -> None:
-        """Close what was opened. No read may be under way."""
+        """Close the pieces. No read may be in progress."""
         for pieces in self._open:
             pieces.close()
         self._open.clear()
@@ -118,25 +122,31 @@ class StoreBackedSource(SourceFile):
     """A checkpoint file whose tensors are read from a store where it has them."""
 
     def __init__(
-        self, path: Path, hints: HintIndex, algorithm: str, shelf: CheckpointFiles, *, trust: bool
+        self,
+        path: Path,
+        hints: HintIndex,
+        algorithm: str,
+        stored_files: CheckpointFiles,
+        *,
+        trust: bool,
     ) -> None:
         super().__init__(path, hints, algorithm, trust=trust)
-        self._shelf = shelf
+        self._stored_files = stored_files
         # Only what is known before it is read: nothing but its digest says what the store has.
         self._known = {s.spec.name: s.digest for s in self.tensors.values() if s.digest}
-        shelf.expect(self._known.values())
+        stored_files.expect(self._known.values())
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with the tensor's bytes from `offset` on, from the store or the file."""
         digest = self._known.get(spec.name)
         leaves = None
         if digest is not None:
-            leaves = self._shelf.fill(digest, spec.nbytes, offset, piece)
+            leaves = self._stored_files.fill(digest, spec.nbytes, offset, piece)
         return super().read_into(spec, piece, offset) if leaves is None else leaves
 
 
 class StoredSource(SourceFile):
-    """A file of a stored checkpoint, as its export would be. It owns no descriptor."""
+    """A weights file of a stored checkpoint, as an export would write it. It owns no descriptor."""
 
     def __init__(
         self,
@@ -147,7 +157,10 @@ class StoredSource(SourceFile):
         *,
         trust: bool,
     ) -> None:
-        """With `trust`, digests are those of the manifest; without it, they come from reading."""
+        """Read the header; with `trust`, take the digests of the tensors from the manifest.
+
+        Without `trust` a digest is known only after its tensor has been read.
+        """
         self.path = path
         self._fd = -1
         self._hints = None
@@ -173,7 +186,8 @@ class StoredSource(SourceFile):
         """Fill `piece` with the tensor's bytes from `offset` on, verified.
 
         Raises:
-            StoreError: The store cannot give them, or not right."""
+            StoreError: The store cannot read the bytes, or they are damaged.
+        """
         if not piece.nbytes:
             return None
         name = self._digests[spec.start]
@@ -183,14 +197,14 @@ class StoredSource(SourceFile):
         return leaves
 
     def read_range(self, start: int, nbytes: int) -> bytes:
-        """Return up to `nbytes` bytes from offset `start`, inside one tensor, verified."""
+        """Return up to `nbytes` bytes from file offset `start`, within one tensor, verified."""
         spec = next(s for s in self.header.tensors if s.start <= start < s.start + s.nbytes)
         data = bytearray(min(nbytes, spec.start + spec.nbytes - start))
         self.read_into(spec, memoryview(data), start - spec.start)
         return bytes(data)
 
     def reread(self, spec: TensorSpec) -> Reread | None:
-        """Return a reader by digest; it raises StoreError once the store has lost the piece."""
+        """Return a reader by digest, which raises StoreError once the store has lost the piece."""
         store, digest, nbytes = self._store, self._digests[spec.start], spec.nbytes
 
         @contextmanager
@@ -201,50 +215,53 @@ class StoredSource(SourceFile):
         return opened
 
     def check_unchanged(self) -> None:
-        """Do nothing: containers never change, and what is read is verified."""
+        """Do nothing, because containers never change and all reads are verified."""
 
     def remember(self) -> None:
-        """Do nothing: the manifest holds the digests."""
+        """Do nothing, because the manifest holds the digests."""
 
     def forget(self) -> None:
-        """Do nothing: there are no hints of it."""
+        """Do nothing, because there are no hints of this file."""
 
 
 class FromDisk:
-    """Files opened where they are, with a store behind them or without."""
+    """The files of a checkpoint on disk, with or without a store behind them."""
 
     def __init__(
         self, hints: HintIndex, algorithm: str, *, trust: bool, store: Store | None = None
     ) -> None:
         self._hints, self._algorithm, self._trust = hints, algorithm, trust
-        self._shelf = CheckpointFiles(store) if store is not None else None
+        self._stored_files = CheckpointFiles(store) if store is not None else None
 
     @property
     def bytes_from_store(self) -> int:
-        """Bytes that were read from the store."""
-        return self._shelf.bytes_read if self._shelf is not None else 0
+        """The number of bytes read from the store."""
+        return self._stored_files.bytes_read if self._stored_files is not None else 0
 
     def open(self, path: Path) -> SourceFile:
-        """Open the file at a path; raises as `SourceFile` does."""
-        if self._shelf is None:
+        """Open the file at `path`; raises the same errors as `SourceFile`."""
+        if self._stored_files is None:
             return SourceFile(path, self._hints, self._algorithm, trust=self._trust)
-        return StoreBackedSource(path, self._hints, self._algorithm, self._shelf, trust=self._trust)
+        return StoreBackedSource(
+            path, self._hints, self._algorithm, self._stored_files, trust=self._trust
+        )
 
     def close(self) -> None:
-        """Let the store's containers go."""
-        if self._shelf is not None:
-            self._shelf.close()
+        """Close the store's containers."""
+        if self._stored_files is not None:
+            self._stored_files.close()
 
 
 class FromStore:
-    """The files of a stored checkpoint, opened by the paths they would have in its checkout."""
+    """The files of a stored checkpoint, addressed by the paths they would have in its checkout."""
 
     def __init__(self, store: Store, checkout: Checkout, *, trust: bool) -> None:
         """Open the stored checkpoint.
 
         Raises:
-            StoreError: It cannot be read.
-            ChangedFileError: The name stands for another checkpoint by now."""
+            StoreError: The checkpoint cannot be read.
+            ChangedFileError: The name refers to another checkpoint by now.
+        """
         self._store, self._checkout, self._trust = store, checkout, trust
         self._files: list[StoredSource] = []
         self._checkpoint = store.checkpoint(checkout.name)
@@ -258,14 +275,15 @@ class FromStore:
 
     @property
     def bytes_from_store(self) -> int:
-        """Bytes that were read, all of them from the store."""
+        """The number of bytes read, all of them from the store."""
         return sum(file.bytes_read for file in self._files)
 
     def open(self, path: Path) -> SourceFile:
-        """Open the file that would be at a path.
+        """Open the file that `path` would be in the checkout.
 
         Raises:
-            FormatError: The checkpoint has no such file with tensors."""
+            FormatError: The checkpoint has no such file with tensors.
+        """
         name = path.relative_to(self._checkout.folder).as_posix()
         for file in self._checkpoint.files:
             if file.path == name:
@@ -277,7 +295,7 @@ class FromStore:
         )
 
     def close(self) -> None:
-        """Let the checkpoint go."""
+        """Close the stored checkpoint."""
         self._checkpoint.close()
 
 

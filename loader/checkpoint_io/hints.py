@@ -1,14 +1,14 @@
-"""Digests of byte ranges of files that this machine has hashed before. Imports no torch.
+"""An index of the digests of file ranges that this machine has hashed before. Imports no torch.
 
-A hint says: the file that had this identity had these digests. It is written only when the stat of
-the open descriptor was the same before and after hashing and both its times lay at least 2 s before
-hashing began (a later write then changes ctime for certain), and only on file systems that keep
-these times themselves. It is used only when all of the identity is the same. What escapes it is a
-write through a shared mapping that the kernel has not yet accounted for, or to the bare device.
+A hint states that a file with a given identity had given digests. It is written only if the stat of
+the open descriptor was the same before and after hashing, if both its times lay at least 2 s before
+hashing began (so that a later write is certain to change ctime), and if the file system maintains
+these times itself. It is used only if the whole identity matches. Not detected are a write through
+a shared mapping that the kernel has not yet accounted for, and a write to the raw device.
 
 The index is one SQLite file that any number of threads and processes may use. It can be deleted at
-any time. Whatever is wrong with it means "no hints", said once in the log: never an error, and
-never a wrong digest, since every row is sealed with a digest of its own.
+any time. Any problem with it means "no hints" and is logged once; it is never an error and never
+yields a wrong digest, since every row is sealed with a digest of its own.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ _STATFS_BYTES = 512
 
 
 def file_system_of(fd: int) -> int | None:
-    """Return the magic number of the file system of an open file, or None when it is unknown."""
+    """Return the magic number of an open file's file system, or None if it is unknown."""
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
@@ -76,17 +76,20 @@ def file_system_of(fd: int) -> int | None:
 
 
 def is_trusted(fd: int) -> bool:
-    """Whether times and inode numbers of this open file can stand for its bytes."""
+    """Return whether times and inode number of an open file can stand for its bytes."""
     return file_system_of(fd) in TRUSTED
 
 
 class _UnusableIndexError(TensorDedupError):
-    """The index must not be used as it is; never leaves this module."""
+    """The index cannot be used as it is; never leaves this module."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The kernel's description of an open file: equal identities, 2 s apart, mean equal bytes."""
+    """The kernel's description of an open file.
+
+    Equal identities, observed at least 2 s apart, mean equal bytes.
+    """
 
     device: int
     inode: int
@@ -96,7 +99,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, fd: int) -> Self:
-        """Return the identity of the file behind an open descriptor, now."""
+        """Return the current identity of the file behind an open descriptor."""
         status = os.fstat(fd)
         return cls(
             status.st_dev,
@@ -109,21 +112,22 @@ class FileIdentity:
     # As text: an inode number may need all of 64 bits, SQLite's integers have 63.
     @property
     def file(self) -> str:
-        """The file, by device and inode."""
+        """Which file it is, by device and inode."""
         return f"{self.device}:{self.inode}"
 
     @property
     def state(self) -> str:
-        """The state of that file, by size and times."""
+        """The state of the file, by size and times."""
         return f"{self.size}:{self.mtime_ns}:{self.ctime_ns}"
 
 
 class HintIndex:
-    """The index of remembered digests. Safe from threads, processes and forks; keeps nothing open.
+    """The index of remembered digests. Safe for threads, processes and forks; keeps nothing open.
 
-    `path` is the SQLite file; by default that of the environment variable TENSOR_DEDUP_HINTS, else
-    one in the user's cache folder. `trusted` says whether an open file lies on a file system whose
-    times can be relied on; `busy_s` is how long another process's write is waited for.
+    `path` is the SQLite file, by default the one that the environment variable TENSOR_DEDUP_HINTS
+    names, or else one in the user's cache folder. `trusted` tells whether an open file lies on a
+    file system whose times can be relied on; `busy_s` is how long to wait for another process's
+    write, in seconds.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class HintIndex:
         self._busy_s = busy_s
 
     def lookup(self, fd: int, algorithm: str) -> dict[tuple[int, int], str]:
-        """Return the digests known of this open file, by (start, nbytes).
+        """Return the digests known for an open file, by (start, nbytes).
 
         The caller compares `FileIdentity.of(fd)` again after it has used the bytes.
         """
@@ -157,11 +161,12 @@ class HintIndex:
         algorithm: str,
         digests: Mapping[tuple[int, int], str],
     ) -> bool:
-        """Remember digests of this open file, beside those already known of this state of it.
+        """Add digests of an open file to those already known for this state of it.
 
-        `before` is its identity before hashing began, `began_ns` time.time_ns() then. False, and
-        nothing is kept, when the file changed since, had changed less than 2 s before, lies on a
-        file system that is not trusted, or the index cannot be written.
+        `before` is the file's identity before hashing began, and `began_ns` is time.time_ns() at
+        that moment. Returns False, and stores nothing, if the file has changed since, had changed
+        less than 2 s before, lies on a file system that is not trusted, or if the index cannot be
+        written.
         """
         quiet_ns = began_ns - max(before.mtime_ns, before.ctime_ns)
         if quiet_ns < QUIET_NS or not self._trusted(fd) or FileIdentity.of(fd) != before:
@@ -178,14 +183,14 @@ class HintIndex:
         return self._use(write) or False
 
     def forget(self, fd: int) -> None:
-        """Drop everything known of this open file, in any state and by any algorithm."""
+        """Delete all hints of an open file, for every state and algorithm."""
         file = FileIdentity.of(fd).file
         self._use(lambda db: db.execute("DELETE FROM hint WHERE file = ?", (file,)).rowcount)
 
     def _use(self, work: Callable[[sqlite3.Connection], _T]) -> _T | None:
-        """work(connection), or None when the index cannot be used."""
+        """Return `work(connection)`, or None if the index cannot be used."""
         try:
-            with INSIDE, self._door(fcntl.LOCK_SH):
+            with INSIDE, self._locked(fcntl.LOCK_SH):
                 try:
                     with contextlib.closing(self._connect()) as db:
                         return work(db)
@@ -196,7 +201,7 @@ class HintIndex:
                 except sqlite3.DatabaseError as error:
                     # Its text: the error itself would hold this frame, and the frame the error.
                     broken, inode = str(error), self.path.stat().st_ino
-            with INSIDE, self._door(fcntl.LOCK_EX):
+            with INSIDE, self._locked(fcntl.LOCK_EX):
                 # Unless another process has just done so: its new index is not the broken one.
                 if self.path.stat().st_ino == inode:
                     self._set_aside(broken)
@@ -205,8 +210,8 @@ class HintIndex:
         return None
 
     @contextlib.contextmanager
-    def _door(self, lock: int) -> Iterator[None]:
-        """Shared by all who use the index; alone for who replaces it, or others' WAL would go."""
+    def _locked(self, lock: int) -> Iterator[None]:
+        """Hold the index's lock: shared to use it, exclusive to replace it, which drops the WAL."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -253,9 +258,9 @@ class HintIndex:
 
 @dataclass(frozen=True, slots=True)
 class StoreHints:
-    """The hints that an import leaves: loading the same files later hashes nothing.
+    """The hints that an import leaves, so that loading the same files later hashes nothing.
 
-    The import itself trusts no hint: what is in the store was read. Safe from any thread.
+    The import itself trusts no hint: everything in the store was read. Safe from any thread.
     """
 
     index: HintIndex = field(default_factory=HintIndex)
@@ -263,14 +268,14 @@ class StoreHints:
     def imported(
         self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Enter what was hashed; the index refuses what cannot be relied on later."""
+        """Record what an import hashed; the index refuses what cannot be relied on later."""
         identity = FileIdentity(
             before.device, before.inode, before.size, before.mtime_ns, before.ctime_ns
         )
         self.index.record(fd, identity, began_ns, _STORE_ALGORITHM, digests)
 
     def known(self, _: Path, fd: int) -> Mapping[tuple[int, int], str]:
-        """Return the digests remembered of an open file."""
+        """Return the digests remembered for an open file."""
         return self.index.lookup(fd, _STORE_ALGORITHM)
 
 

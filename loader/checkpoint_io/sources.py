@@ -1,7 +1,7 @@
-"""Source tensors: the files of a checkpoint, what is known of their bytes, and reading them.
+"""Source tensors: the files of a checkpoint, what is known about their bytes, and reading them.
 
-A tensor whose digest a hint knows is read only when something in its layer differs. Everything
-that is read is hashed in the memory it is then used from, so no other bytes can take its place.
+A tensor whose digest a hint gives is read only if something in its layer differs. Everything that
+is read is hashed in the memory from which it is then used, so the bytes cannot change in between.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class StaleHintError(ChangedFileError):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor inside a source: `start` in bytes from its first, geometry in elements of `dtype`.
+    """A tensor inside a source.
 
-    `lazy`: it is conjugated or negated when it is read.
+    `start` is in bytes from the first byte of the source; shape and stride are in elements of
+    `dtype`. `lazy` tells that the tensor is conjugated or negated when it is read.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Placed:
 
 
 def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
-    """Return how a member lies in its source, or None where it is all of it, in order."""
+    """Return how a member lies in its source, or None if it is the whole source in order."""
     start = member.start - spec.start if member.nbytes else 0
     geometry = (member.dtype, member.shape, member.nbytes)
     if member.plain and not start and geometry == (spec.dtype, spec.shape, spec.nbytes):
@@ -79,7 +80,10 @@ def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
 
 @dataclass(eq=False, slots=True)
 class SourceTensor:
-    """One tensor of an open checkpoint file. `digest` is None until a hint or a read gives it."""
+    """One tensor of an open checkpoint file.
+
+    `digest` is None until a hint or a read gives it; `hinted` tells that it came from a hint.
+    """
 
     file: SourceFile
     spec: TensorSpec
@@ -88,23 +92,24 @@ class SourceTensor:
 
     @property
     def place(self) -> str:
-        """File and name, for messages."""
+        """The file and the tensor's name, for messages."""
         return f"{self.file.path}: {self.spec.name}"
 
     def identity(self) -> tuple[object, ...]:
         """Return the part of a recipe that stands for this tensor.
 
         Raises:
-            IntegrityError: Its digest is not known yet."""
+            IntegrityError: The digest is not known yet.
+        """
         if self.digest is None:  # two unknown tensors must never get one name
             raise IntegrityError(f"{self.place} was not hashed before its recipe was asked for")
         return ("source", self.digest, self.spec.dtype, self.spec.shape)
 
 
 class SourceFile:
-    """An open checkpoint file: header, identity when opened, digests by byte range.
+    """An open checkpoint file: its header, its identity when it was opened, its digests by range.
 
-    Owns one descriptor until `close`.
+    It owns one descriptor until `close`.
 
     Raises:
         FormatError: The header is not valid.
@@ -114,7 +119,7 @@ class SourceFile:
     def __init__(
         self, path: Path, hints: HintIndex | None, algorithm: str, *, trust: bool = True
     ) -> None:
-        """Open the file; with `trust`, take digests from the hints, which are written anyway."""
+        """Open the file; with `trust`, take digests from the hints, which are always written."""
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._hints = hints
@@ -131,9 +136,9 @@ class SourceFile:
             raise
 
     def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
-        """Yield every tensor of the file by every name it has, in the order of names.
+        """Yield every tensor of the file under each of its names, in the order of names.
 
-        In a file of torch.save several may lie in one source; each then says where it lies.
+        In a file of torch.save several tensors may lie in one source; each then says where.
         """
         members = members_in(self.header)
         for name in sorted(self.tensors.keys() | members.keys()):
@@ -146,13 +151,14 @@ class SourceFile:
         return SourceTensor(self, spec, digest, digest is not None)
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill `piece` (writable) with the tensor's bytes from `offset` on. Any thread.
+        """Fill the writable `piece` with the tensor's bytes from `offset` on. Safe from any thread.
 
-        Returns the digest of a whole leaf when the bytes were just compared with it, else None.
+        Returns None; a file backed by a store may return the digests of the whole leaves that the
+        bytes were compared with instead.
 
         Raises:
             FormatError: The file was truncated.
-            UnreadableFileError: Reading it failed.
+            UnreadableFileError: Reading the file failed.
         """
         done = 0
         while done < piece.nbytes:
@@ -182,15 +188,19 @@ class SourceFile:
             ) from error
 
     def read_range(self, start: int, nbytes: int) -> bytes:
-        """Return up to `nbytes` bytes from offset `start` of the file."""
+        """Return up to `nbytes` bytes from file offset `start`."""
         return os.pread(self._fd, nbytes, start)
 
     def reread(self, _: TensorSpec) -> Reread | None:
-        """Return a way to read a tensor after `close`; None: by path, if the file is unchanged."""
+        """Return a way to read a tensor after `close`, or None to read it by path if unchanged."""
         return None
 
     def check_unchanged(self) -> None:
-        """Raise ChangedFileError when the file is not what it was when it was opened."""
+        """Check that the file is as it was when it was opened.
+
+        Raises:
+            ChangedFileError: The file has changed.
+        """
         if FileIdentity.of(self._fd) != self.identity:
             raise ChangedFileError(
                 f"{self.path} changed while it was being loaded; load it again",
@@ -198,14 +208,14 @@ class SourceFile:
             )
 
     def remember(self) -> None:
-        """Give what was hashed to the hints, which refuse what cannot be trusted later."""
+        """Record what was hashed as hints, which refuse what cannot be trusted later."""
         if self._hints is not None and self.hashed:
             self._hints.record(
                 self._fd, self.identity, self._began_ns, self._algorithm, self.hashed
             )
 
     def forget(self) -> None:
-        """Drop every hint of this file."""
+        """Delete every hint of this file."""
         if self._hints is not None:
             self._hints.forget(self._fd)
 
@@ -218,9 +228,9 @@ class SourceFile:
 
 @dataclass(slots=True)
 class ReadCounters:
-    """The bytes that one load fetched, and the seconds of wall-clock time that it waited.
+    """The bytes that one load fetched and hashed, and the wall-clock seconds that it waited.
 
-    `read_seconds` counts source tensors, which are hashed as they arrive; `hash_seconds` the
+    `read_seconds` counts source tensors, which are hashed as they arrive; `hash_seconds` counts the
     digests of what was computed from them.
     """
 
@@ -232,10 +242,10 @@ class ReadCounters:
 
 @dataclass(slots=True)
 class SourceReader:
-    """A reader of source tensors that hashes them in the caller's memory. One thread.
+    """A reader of source tensors that hashes them in the caller's memory. For one thread.
 
-    The pool that hashes also reads: each leaf is hashed while a cache still holds it, and several
-    reads are under way at once.
+    The hash pool also does the reading: each leaf is hashed while it is still in a CPU cache, and
+    several reads are in progress at once.
     """
 
     algorithm: str
@@ -245,10 +255,10 @@ class SourceReader:
     _pending: deque[tuple[SourceTensor, Future[str]]] = field(default_factory=deque)
 
     def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
-        """Start reading `source` into `memory` (flat uint8, exactly its size, CPU).
+        """Start reading `source` into `memory` (a flat uint8 CPU tensor of exactly its size).
 
-        `settle` must be called before the bytes or the digest are used and before `memory` is
-        written again.
+        Call `settle` before the bytes or the digest are used and before `memory` is written again.
+        Without `hashed` the tensor is read at once and not hashed.
         """
         began = time.perf_counter()
         view, spec, file = memory.numpy().data, source.spec, source.file
@@ -263,10 +273,11 @@ class SourceReader:
         self.counters.read_seconds += time.perf_counter() - began
 
     def pour(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
-        """Read a tensor piece by piece, hand each to `write(piece, offset)`, and return the digest.
+        """Read a tensor piece by piece, pass each to `write(piece, offset)`, and return the digest.
 
-        The tensor is whole only where `write` puts it, which threads of the pool call that hash the
-        same piece. Returns when all that is under way has arrived, and raises as `settle`.
+        The whole tensor exists only where `write` puts it. Threads of the hash pool call `write`
+        and hash the same piece. Returns when all reads in progress have finished, and raises what
+        `settle` raises.
         """
         spec, file = source.spec, source.file
 
@@ -284,9 +295,9 @@ class SourceReader:
         return source.digest
 
     def settle(self, mark: int | None = None) -> None:
-        """Wait for all that is under way, or for the first `mark` begun; enter the digests.
+        """Wait for all reads in progress, or for the first `mark` begun, and enter their digests.
 
-        What reading raised is raised here.
+        Errors of reading are raised here.
 
         Raises:
             StaleHintError: A hint gave another digest.
@@ -311,11 +322,11 @@ class SourceReader:
             raise failed
 
     def digest(self, data: Buffer) -> str:
-        """Return the digest of bytes that were computed here."""
+        """Return the digest of bytes that were computed here, and count them."""
         return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """Return the digest of a gap-free tensor that was computed here or on a GPU."""
+        """Return the digest of a gap-free tensor that was computed on any device, and count it."""
         return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
 
     def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:
@@ -326,7 +337,7 @@ class SourceReader:
         return value
 
     def abandon(self) -> None:
-        """Wait for every read under way without using it, so that the memory may be freed."""
+        """Wait for every read in progress and discard it, so that the memory may be freed."""
         while self._pending:
             self._pending.popleft()[1].exception()
         self._settled = self.begun

@@ -1,9 +1,10 @@
-"""A stored checkpoint as an engine is shown it: a folder that holds everything but the weights.
+"""The stub folder of a stored checkpoint, which holds everything but the weights.
 
-Engines read configuration and tokenizer from a folder; tensors they get from the store. Of each
-weights file the folder has the header alone, so that whoever asks a header for types gets them, and
-whoever reads weights past us finds a truncated file and not other weights. The folder is named by
-the manifest, is made good from the store each time, and may be deleted at any time.
+Engines read configuration and tokenizer from a folder and tensors from the store. Of each weights
+file the folder holds only the header: a reader that asks the header for types gets them, and one
+that reads weights without going through this package finds a truncated file instead of wrong
+weights. The folder is named after the manifest, is restored from the store each time, and may be
+deleted at any time.
 """
 
 import os
@@ -29,7 +30,7 @@ _CONFIG = "config.json"
 class Checkout:
     """A stored checkpoint that an engine loads, and the folder that stands for it.
 
-    `store` is the store's path, `weights` are the names of the files that hold the tensors.
+    `store` is the path of the store; `weights` are the names of the files that hold the tensors.
     """
 
     url: str
@@ -40,7 +41,7 @@ class Checkout:
     weights: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON can hold it."""
+        """Return the fields as values that JSON can hold."""
         return asdict(self) | {"weights": list(self.weights)}
 
     @classmethod
@@ -48,7 +49,8 @@ class Checkout:
         """Return the checkout that `to_dict` described.
 
         Raises:
-            ConfigError: The value is not valid."""
+            ConfigError: The value is not valid.
+        """
         try:
             return msgspec.convert(value, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -59,11 +61,11 @@ class Checkout:
 
 
 def check_out(store: Store, url: str) -> Checkout:
-    """Make the folder of a stored checkpoint, or restore it.
+    """Create or restore the folder of a stored checkpoint.
 
     Raises:
-        StoreError: The checkpoint is not there or damaged.
-        UnsupportedError: It is nothing an engine can load.
+        StoreError: The checkpoint does not exist or is damaged.
+        UnsupportedError: No engine can load the checkpoint.
     """
     name = url.removeprefix(SCHEME)
     with store.checkpoint(name) as checkpoint:
@@ -75,7 +77,7 @@ def check_out(store: Store, url: str) -> Checkout:
 
 
 def _weights(url: str, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
-    """The weights files at the top, where engines look for them."""
+    """Return the weights files at the top level, where engines look for them."""
     names = [file.path for file in checkpoint.files]
     weights = tuple(name for name in names if name.endswith(_WEIGHTS) and "/" not in name)
     if _CONFIG in names and weights:
@@ -89,7 +91,7 @@ def _weights(url: str, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
 
 
 def _shown(checkpoint: StoredCheckpoint, file: StoredFile) -> bytes:
-    """A small file, or the header of one with tensors."""
+    """Return a small file in full, or the header of a file with tensors."""
     data = bytearray()
     for piece in file.pieces:
         if piece.name is not None:
@@ -99,7 +101,7 @@ def _shown(checkpoint: StoredCheckpoint, file: StoredFile) -> bytes:
 
 
 def _make_good(path: Path, data: bytes) -> None:
-    """Let `path` hold exactly this, whoever does the same at the same time."""
+    """Write `data` to `path` atomically unless it is there; another process may do the same."""
     try:
         if path.read_bytes() == data and not path.is_symlink():
             return
@@ -125,6 +127,7 @@ def stored_in(entry: object) -> Checkout | None:
     """Return the checkout that an entry of a loader's configuration names, or None.
 
     Raises:
-        ConfigError: The entry is not valid."""
+        ConfigError: The entry is not valid.
+    """
     found: Any = entry.get("stored") if isinstance(entry, dict) else None
     return None if found is None else Checkout.from_any(found)

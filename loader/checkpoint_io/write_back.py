@@ -1,4 +1,4 @@
-"""Writing what was loaded into a store, after the load. No torch."""
+"""Write a loaded checkpoint back into a store after the load. Imports no torch."""
 
 import logging
 import sqlite3
@@ -18,11 +18,11 @@ _MARK = 12  # digits of a manifest that tell two checkpoints of one name apart
 
 
 def keep(store: str | None, folder: Path, report: ModelReport, *, trust: bool) -> None:
-    """Write the checkpoint in `folder` to the store, and enter its name there into the report.
+    """Write the checkpoint in `folder` to the store and enter its name there into the report.
 
-    `store` is a path, or None for the user's own store, which is made when it is not there. With
-    `trust`, files that hints know are not read again to compare them with what is stored. Never
-    fails: what goes wrong is logged once and entered into the report.
+    `store` is a path, or None for the user's default store, which is created if it does not exist.
+    With `trust`, files that hints know are not read again to compare them with what is stored.
+    Failures never reach the caller: they are logged once and entered into the report.
     """
     try:
         report.stored_as = _keep(Store.open(store), folder, trust=trust)
@@ -36,7 +36,7 @@ def _nothing(_path: Path, _fd: int) -> dict[tuple[int, int], str]:
 
 
 def _keep(store: Store, folder: Path, *, trust: bool) -> str:
-    """The name under which the store has it. Nothing there is ever replaced."""
+    """Return the name under which the store holds the checkpoint, and never replace another."""
     hints = StoreHints()
     name = name_of(folder.absolute())
     held = store.manifest(name)

@@ -1,1 +1,1 @@
-"""Device memory in an engine's process: mapped read-only, seen as tensors, lent to all."""
+"""Device memory in an engine's process: mapped read-only, seen as tensors, shared by all models."""

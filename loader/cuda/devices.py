@@ -1,4 +1,4 @@
-"""Which devices of torch are GPUs whose memory can be shared here, and why another one is not."""
+"""The devices of torch whose memory can be shared here, and the reasons why others cannot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ _T = TypeVar("_T")
 
 
 def _open_cuda(device: torch.device) -> SharedGpu:
-    """Open a GPU of NVIDIA's; raise UnsupportedError or DeviceError where that cannot be."""
+    """Open an NVIDIA GPU.
+
+    Raises:
+        UnsupportedError: This torch sees no CUDA device.
+        DeviceError: The driver cannot share the memory of this GPU.
+    """
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise UnsupportedError("this torch is not built for CUDA, or sees no GPU")
     ask: Any = torch.cuda.get_device_properties  # without types
@@ -37,7 +42,7 @@ def _open_cuda(device: torch.device) -> SharedGpu:
 
 
 def _let_go(device: torch.device) -> bool:
-    """Let torch's allocator give back what it keeps of a GPU for later."""
+    """Let torch's allocator release what it caches of a GPU; return whether there was any."""
     if torch.cuda.is_current_stream_capturing():
         return False  # what frees memory ends the capture
     before = torch.cuda.memory_reserved(device)
@@ -46,9 +51,9 @@ def _let_go(device: torch.device) -> bool:
 
 
 class Devices:
-    """GPUs by torch's device, each opened when it is first asked for. Safe from any thread.
+    """GPUs by torch's device, each opened when it is first used. Safe from any thread.
 
-    A forked child begins anew: no GPU that its parent has used works there.
+    A forked child starts with no GPU open: one that its parent has used does not work there.
     """
 
     def __init__(self) -> None:
@@ -57,14 +62,14 @@ class Devices:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Forget what was opened, and what could not be."""
+        """Forget the devices that were opened and those that could not be."""
         self._found: dict[torch.device, SharedGpu] = {}
         self._reasons: dict[torch.device, str] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def replaced(self, kind: str, opener: Open) -> Iterator[None]:
-        """Open devices of that kind by another opener within the block, as tests do."""
+        """Open devices of this kind with another opener within the block."""
         before = self._openers.get(kind)
         self._openers[kind] = opener
         self.reset()
@@ -77,7 +82,10 @@ class Devices:
             self.reset()
 
     def at(self, device: torch.device) -> SharedGpu | None:
-        """The GPU, or None: `reasons` says why, where one might expect it to be one."""
+        """Return the GPU of a device, opened now if necessary, or None if it cannot be shared.
+
+        `reasons` then tells why, unless devices of this kind are never shared.
+        """
         opener = self._openers.get(device.type)
         if opener is None:
             return None
@@ -91,11 +99,11 @@ class Devices:
             return self._found.get(device)
 
     def reasons(self) -> dict[str, str]:
-        """Why memory of a device that was asked for cannot be shared between processes."""
+        """Return why memory of devices that were asked for cannot be shared between processes."""
         return {str(device): reason for device, reason in list(self._reasons.items())}
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why this one is not shared, when it was asked for."""
+        """Return why this device is not shared, or None if it is or nobody asked for it."""
         return self._reasons.get(_numbered(device))
 
     def opened(self) -> list[SharedGpu]:
@@ -103,7 +111,7 @@ class Devices:
         return list(self._found.values())
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """Return the key of a tensor that lies in memory shared on a GPU; None for any other."""
+        """Return the key of a tensor in memory shared on a GPU, or None for any other tensor."""
         if not len(DEVICE_MAPPINGS):
             return None
         return next((k for gpu in self.opened() if (k := gpu.known(tensor)) is not None), None)
@@ -133,9 +141,9 @@ DEVICES: Final = Devices()
 
 
 def with_room(device: torch.device, do: Callable[[], _T]) -> _T:
-    """Let torch do what takes memory of a device; once more where it lacked what nobody uses.
+    """Call `do`, which allocates memory of a device; if it fails, free unused memory and try again.
 
-    torch knows nothing of mappings whose models are gone, and which nothing has unmapped yet.
+    torch does not know about mappings whose models are gone but which are not unmapped yet.
     """
     gpu = DEVICES.at(device)
     return do() if gpu is None else gpu.gpu.with_room(do, torch.OutOfMemoryError)

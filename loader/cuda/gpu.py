@@ -1,10 +1,10 @@
-"""One GPU of this process: what of it is mapped, for as long as somebody or some kernel uses it.
+"""One GPU of this process, and the lifetime of the mappings of its memory.
 
-A mapping ends in two steps. When nothing refers to it any more it is only retired: a finalizer
-may run anywhere, in the middle of the capture of a graph too, which recording an event would ruin.
-`reap`, which every later mapping begins with, marks the end of all work of the context so far, of
-whatever stream, and unmaps what was retired before a mark that has been passed. Until then the
-lease is held, and the manager counts the memory as used.
+A mapping ends in two steps. When nothing refers to it any more it is only retired, because a
+finalizer may run anywhere, even in the middle of the capture of a graph, which recording an event
+would ruin. `reap`, with which every later mapping begins, marks the end of all work of the context
+so far, on any stream, and unmaps what was retired before a mark that has been passed. Until then
+the lease is held, and the manager counts the memory as used.
 """
 
 import logging
@@ -41,10 +41,10 @@ class _PendingUnmap(NamedTuple):
 
 
 class DeviceMapping:
-    """Slabs at an address of this process, read-only. It is unmapped after its last reference.
+    """Slabs mapped read-only at an address of this process until the last reference is gone.
 
-    `make_private` puts this mapping's own copy at the same address: tensors and captured graphs go
-    on with it, writable from then on. Nothing that uses the range may run meanwhile.
+    `make_private` puts a copy of its own at the same address: tensors and captured graphs continue
+    to use it, writable from then on. Nothing that uses the range may run meanwhile.
     """
 
     def __init__(self, gpu: "Gpu", pending: _PendingUnmap) -> None:
@@ -59,18 +59,20 @@ class DeviceMapping:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return total(self.extents)
 
     def hold(self, owner: object) -> None:
-        """Keep something (a lease) until the slabs are unmapped here."""
+        """Keep an object, such as a lease, alive until the slabs are unmapped here."""
         if not self.private:
             self._owners[id(owner)] = owner
 
     def make_private(self) -> None:
-        """Put a private, writable copy at the same address; a second time does nothing.
+        """Put a private, writable copy at the same address; does nothing if it is private already.
 
-        BackendError, UnsupportedError: the mapping is as it was.
+        Raises:
+            BackendError: The driver refused; the mapping is as it was.
+            UnsupportedError: The backend cannot keep the address; the mapping is as it was.
         """
         if self.private:
             return
@@ -98,15 +100,15 @@ def _forget(address: int, extents: Sequence[MappedExtent]) -> None:
 
 
 class Gpu:
-    """One GPU, and its mappings. Safe from any thread; every method may raise DeviceError."""
+    """One GPU and its mappings. Safe from any thread; every method may raise BackendError."""
 
     def __init__(
         self, driver: Driver, device: str, let_go: Callable[[], bool] = lambda: False
     ) -> None:
-        """`device`: a UUID, or an ordinal among the visible ones.
+        """Open the GPU `device`, given by its UUID or its ordinal among the visible ones.
 
-        `let_go` gives memory of the GPU back that somebody keeps here without using it; False when
-        there was none.
+        `let_go` makes other allocators of this process release memory of the GPU that they cache;
+        it returns False if there was none.
         """
         driver.init()
         self.driver: Final = driver
@@ -120,7 +122,7 @@ class Gpu:
 
     @property
     def waiting(self) -> int:
-        """Mappings that nobody refers to and that are not unmapped yet."""
+        """The number of mappings that nothing refers to and that are not unmapped yet."""
         return len(self.retired) + sum(len(batch) for _, batch in self._marked)
 
     def vmm(self) -> Opener:
@@ -128,7 +130,7 @@ class Gpu:
         return VmmOpener(self.driver, self.device)
 
     def entered(self) -> AbstractContextManager[None]:
-        """This GPU's context, current in this thread for as long."""
+        """Return a context manager that makes this GPU's context current in this thread."""
         return current(self.driver, self.device.ordinal)
 
     def map(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> DeviceMapping:
@@ -151,15 +153,15 @@ class Gpu:
         return made
 
     def mapping_at(self, address: int) -> DeviceMapping | None:
-        """The mapping that an address lies in, be it private by now."""
+        """Return the mapping that contains an address, even a private one, or None."""
         return next(
             (m for m in list(self._alive) if m.address <= address < m.address + m.nbytes), None
         )
 
     def fill(self, extent: MappedExtent, opener: Opener, write: Callable[[int], object]) -> None:
-        """Map a slab to be written, have `write(address)` fill it, wait for that, and unmap it.
+        """Map a slab for writing, let `write(address)` fill it, wait for the GPU, and unmap it.
 
-        The context is current while `write` runs. Whatever fails, nothing stays mapped.
+        The context is current while `write` runs. Nothing stays mapped if it fails.
         """
         self._try_to_reap()
         with self.entered(), Undo() as undo:
@@ -175,10 +177,9 @@ class Gpu:
             opener.close(address, [extent])
 
     def with_room(self, do: Callable[[], _T], short: type[BaseException] = NoMemoryError) -> _T:
-        """Do what takes memory here; once more if there was too little and some is not in use.
+        """Call `do`, which allocates memory; if it raises `short`, free unused memory and retry.
 
-        `short`: what it raises then. Before the second time all kernels have ended that may use
-        what nobody refers to any more.
+        The second attempt begins after all kernels have ended that may use retired mappings.
         """
         try:
             return do()
@@ -188,7 +189,7 @@ class Gpu:
         return do()
 
     def make_room(self) -> bool:
-        """Give back what nobody uses; False when there was nothing. Waits for kernels."""
+        """Free memory that nothing uses; return False if there was none. Waits for kernels."""
         before = self.waiting
         try:
             self.reap(wait=True)
@@ -204,9 +205,10 @@ class Gpu:
             _log.debug("nothing was unmapped now: %s", str(error))
 
     def reap(self, *, wait: bool = False) -> int:
-        """Unmap what nobody refers to and no kernel uses; how many mappings are left to unmap.
+        """Unmap retired mappings that no kernel uses; return how many are left to unmap.
 
-        `wait`: until all kernels have ended that might use any. Not while a graph is captured.
+        `wait` waits for all kernels that might use any of them; not allowed while a graph is
+        captured.
         """
         with self._lock:
             if not self.waiting:

@@ -1,7 +1,8 @@
-"""The memory manager of a GPU as a load sees it: the device half of `residents.manager`.
+"""The memory manager of a GPU as a load uses it: the device half of `residents.manager`.
 
-What is put is written by the GPU's own copies, waited for and unmapped; then it is sealed, and from
-then on mapped read-only everywhere, here too. The manager cannot read it: the digest is ours.
+A tensor that is put is written by copies on the GPU, which are waited for; the slab is then
+unmapped and sealed, and from then on mapped read-only everywhere, also here. The manager cannot
+read GPU memory, so the digests are those that this process computed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class DeviceMemory:
     namespace: Final = "device"
 
     def __init__(self, gpu: Gpu, client: Client) -> None:
-        """Raise UnsupportedError when the manager lends memory of something else."""
+        """Check that the manager is one of this GPU.
+
+        Raises:
+            UnsupportedError: The manager lends memory of something else.
+        """
         welcome = client.welcome
         if welcome.device != gpu.device.uuid:
             raise UnsupportedError(
@@ -67,10 +72,10 @@ class DeviceMemory:
             ) from error
 
     def data(self, request: DeviceRequest) -> None:
-        """Leave it to `fill` to write the tensor."""
+        """Return None, because `fill` writes the tensor."""
 
     def fill(self, requests: dict[str, DeviceRequest]) -> Fill:
-        """Return who writes the tensors of these layers into a put's slab, and their digests."""
+        """Return the function that writes these layers' tensors into a slab and hashes them."""
 
         def write_all(put: Put, slots: Sequence[TensorSlot]) -> list[str]:
             fd, nbytes, offsets = put.place
@@ -88,9 +93,9 @@ class DeviceMemory:
         return write_all
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask`; once more when it was refused and mappings that nobody uses went since.
+        """Call `ask`; if the manager refuses, unmap unused mappings and call it again.
 
-        What nobody here refers to any more is leased until it is unmapped.
+        Memory that nothing here refers to any more is leased until it is unmapped.
         """
         self.gpu.with_room(ask, RefusedError)
 
@@ -113,9 +118,10 @@ def device_session(
 def device_manager_residents(
     where: str | os.PathLike[str] | None, checkpoint: str, gpu: Gpu
 ) -> DeviceManagerResidents:
-    """Return what a load of `checkpoint` has of the manager of `gpu` at, or beside, `where`.
+    """Return a load's view of the manager of `gpu` at, or beside, `where`.
 
-    Nothing where none was asked for. When it does not answer, a warning, and why in `failed`.
+    With `where` None, no manager is used. If the manager does not answer, that is logged and
+    `failed` tells why.
     """
     if where is None:
         return ManagerResidents()

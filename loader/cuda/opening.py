@@ -1,7 +1,7 @@
 """Mapping the device memory behind descriptors into this process, and unmapping it again.
 
-Whole handles only: CUDA maps no part of one. Every step that was taken is taken back when a later
-one fails, so that a process which cannot map loads privately and has lost nothing.
+Only whole handles are mapped, because CUDA cannot map a part of one. Every step is undone when a
+later one fails, so that a process that cannot map the memory loads privately and has lost nothing.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from tensor_dedup.memory_manager.errors import NotSealedError
 
 
 class MappedExtent(NamedTuple):
-    """A slab, or one of several behind one range of addresses: all of a descriptor's memory.
+    """A slab, or one of several behind one address range: all memory of one descriptor.
 
-    `serial`: which memory it is, in this process.
+    `serial` identifies the memory within this process.
     """
 
     fileno: int
@@ -26,10 +26,10 @@ class MappedExtent(NamedTuple):
 
 
 class Opener(Protocol):
-    """One way to open a slab. BackendError from every method; nothing is left behind then."""
+    """A way to open a slab. Every method may raise BackendError, and then leaves nothing behind."""
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """The address of all extents, one after the other."""
+        """Map all extents one after the other and return the address of the first."""
 
     def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Undo `open`. Nothing may use the range any more."""
@@ -37,8 +37,11 @@ class Opener(Protocol):
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Put private, writable memory with the same bytes at the same address.
 
-        Waits for all work of the GPU's context; nobody may begin any meanwhile. `close` undoes it
-        as it does `open`. UnsupportedError where an address cannot be kept.
+        Waits for all work of the GPU's context; nobody may start any meanwhile. `close` undoes it
+        as it undoes `open`.
+
+        Raises:
+            UnsupportedError: The address cannot be kept.
         """
 
 
@@ -48,7 +51,7 @@ def total(extents: Sequence[MappedExtent]) -> int:
 
 
 class VmmOpener:
-    """The opener of descriptors of cuMemCreate's memory."""
+    """The opener of descriptors of memory allocated with cuMemCreate."""
 
     def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver
@@ -100,7 +103,7 @@ class VmmOpener:
         return handle
 
     def _copy(self, always: Undo, source: int, nbytes: int) -> int:
-        """A handle of new memory with the bytes of a mapping."""
+        """Return a handle of new memory with the bytes of a mapping."""
         handle = self._held(always, self._driver.create(self._device, nbytes))
         with Undo() as mapping:
             target = self._reserve(mapping, nbytes)
@@ -133,14 +136,20 @@ def _places(address: int, extents: Sequence[MappedExtent]) -> list[tuple[int, in
 
 
 class IpcOpener:
-    """The opener of tickets of the backend `ipc`. Its memory is writable, whatever is asked for."""
+    """The opener of tickets of the backend `ipc`, whose memory is always mapped writable."""
 
     def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver
         self._device: Final = device.ordinal
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """Open one extent; the driver chooses addresses, so several raise UnsupportedError."""
+        """Map one extent and return its address.
+
+        Raises:
+            UnsupportedError: There are several extents, which cannot lie side by side because the
+                driver chooses addresses.
+            NotSealedError: The ticket is for less memory than the extent.
+        """
         if len(extents) != 1:
             raise UnsupportedError(
                 f"{len(extents)} extents cannot lie side by side with the backend `ipc`; use `vmm`"
@@ -157,7 +166,11 @@ class IpcOpener:
             self._driver.ipc_close(address)
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Put private, writable memory with the same bytes at the same address."""
+        """Refuse: the driver chooses the address.
+
+        Raises:
+            UnsupportedError: Always.
+        """
         raise UnsupportedError(
             "memory of the backend `ipc` cannot be replaced at its address; copy the tensors, or "
             "use the backend `vmm`"
@@ -165,10 +178,10 @@ class IpcOpener:
 
 
 def opener_for(backend: str, driver: Driver, device: GpuInfo) -> Opener:
-    """Return the opener for what a manager with that backend lends.
+    """Return the opener of the memory that a manager with this backend lends.
 
     Raises:
-        UnsupportedError: It lends no memory of a GPU.
+        UnsupportedError: The backend lends no GPU memory.
     """
     if backend == "vmm":
         return VmmOpener(driver, device)

@@ -1,6 +1,6 @@
-"""The final tensors of a vLLM load on a GPU: built in borrowed host memory, uploaded, mapped.
+"""The final tensors of a vLLM load on a GPU: built in scratch host memory, uploaded, and mapped.
 
-Nothing of them stays in host memory, and nothing is on the GPU twice.
+None of them stays in host memory, and none is on the GPU twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WRITTEN: Final = frozenset(
 
 
 class GpuProvider:
-    """The residents of one load on a GPU. One thread. Close it: it has page-locked buffers."""
+    """The residents of one load on a GPU. For one thread. Close it to free page-locked buffers."""
 
     own_slab_bytes: Final = OWN_SLAB_BYTES
     batch_bytes: Final = BATCH_BYTES
@@ -45,18 +45,18 @@ class GpuProvider:
         self._uploader: Uploader | None = None
 
     def close(self) -> None:
-        """Release the page-locked buffers."""
+        """Free the page-locked buffers."""
         if self._uploader is not None:
             self._uploader.__exit__(None, None, None)
             self._uploader = None
 
     @property
     def not_lent(self) -> str | None:
-        """Why a memory manager that was asked for is not used for all, or None."""
+        """The reason why a requested memory manager does not hold everything, or None."""
         return self._manager.not_lent
 
     def reason(self, name: str) -> str | None:
-        """Return why a tensor of that name stays private, or None: engines write to some."""
+        """Return why a tensor of this name stays private, or None; engines write to some."""
         if name.rpartition(".")[2].lstrip("_") in _WRITTEN:
             return "engines write to it, and memory shared on a GPU is read-only"
         return None
@@ -64,7 +64,7 @@ class GpuProvider:
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[DeviceResident | None]:
-        """Look residents up, in order; see `ResidentProvider.find`."""
+        """Look residents up, in order, as `ResidentProvider.find` does."""
         found = [self._in_this_process(each) for each in queries]
         if not ask_manager:
             return found
@@ -89,18 +89,18 @@ class GpuProvider:
         return first
 
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
-        """Return the resident of this process with these bytes."""
+        """Return the resident of this process with these bytes, or None."""
         return self._gpu.lookup(ReplicaKey(key, 0))
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Remember what a recipe leads to, while the resident lives."""
+        """Remember which resident a recipe leads to, while the resident lives."""
         assert isinstance(resident, DeviceResident)
         self._gpu.recipes[recipe] = resident
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest]
     ) -> list[tuple[DeviceResident, bool]]:
-        """Return a resident for each, and whether it was written just now.
+        """Return a resident for each request, and whether it was written by this call.
 
         Raises:
             OutOfMemoryError: The GPU has no room, or its driver refuses.
@@ -128,7 +128,7 @@ class GpuProvider:
         """Return a read-only view of a resident, in this model's own mapping.
 
         Raises:
-            OutOfMemoryError: It cannot be mapped.
+            OutOfMemoryError: The resident cannot be mapped.
         """
         assert isinstance(resident, DeviceResident)
         try:
@@ -137,6 +137,6 @@ class GpuProvider:
             raise OutOfMemoryError(str(error)) from error
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a private copy of a tensor of the host on the GPU."""
+        """Return a private copy, on the GPU, of a tensor in host memory."""
         there = self._gpu.device
         return self._gpu.gpu.with_room(lambda: tensor.to(there), torch.OutOfMemoryError)

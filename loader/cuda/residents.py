@@ -1,8 +1,8 @@
 """Residents on a GPU: tensors in slabs that every model maps for itself, read-only.
 
-A model has one mapping of each slab it uses, whichever of its tensors lie there, and mappings of
-its own: so one model can be made private, at the addresses its graphs have captured, and the others
-go on sharing.
+A model has one mapping of each slab it uses, whichever of its tensors lie there, and shares no
+mapping with other models. One model can therefore be made private, at the addresses its graphs have
+captured, while the others continue to share.
 """
 
 import itertools
@@ -26,7 +26,7 @@ _serials = itertools.count(1)
 
 
 class DeviceSlab:
-    """Memory that `source`'s descriptor stands for. `source` is held; safe from any thread."""
+    """The memory behind the descriptor of `source`, which is kept open. Safe from any thread."""
 
     def __init__(self, gpu: Gpu, opener: Opener, source: HasFd, nbytes: int) -> None:
         self.gpu: Final = gpu
@@ -37,22 +37,22 @@ class DeviceSlab:
 
     @property
     def extent(self) -> MappedExtent:
-        """The slab, to be mapped."""
+        """The slab as an extent to be mapped."""
         return MappedExtent(self.source.fileno, self.nbytes, self.serial)
 
 
 class Lent(Protocol):
-    """The right to use memory, which a resident holds."""
+    """A lease on memory, which a resident holds."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
 
 
 class DeviceResident:
-    """A tensor in slabs: `nbytes` from `offset` of the first, and on into the others. Immutable.
+    """An immutable tensor in slabs: `nbytes` from `offset` of the first, continued in the others.
 
-    `lease`: held as long as this is, which every mapping that it is seen through holds.
+    `lease` lives as long as this object, which is held by every mapping through which it is seen.
     """
 
     __slots__ = ("__weakref__", "key", "lease", "nbytes", "offset", "slabs")
@@ -60,9 +60,12 @@ class DeviceResident:
     def __init__(
         self, key: ResidentKey, slabs: Sequence[DeviceSlab], offset: int, lease: Lent | None = None
     ) -> None:
-        """SlabUsageError when the key's geometry has gaps or does not fit, or is not the lease's.
+        """Describe a tensor that lies in these slabs.
 
-        Beside a tensor lie others: one that is larger than its lease would show their bytes.
+        Other tensors lie beside it: a tensor larger than its lease would show their bytes.
+
+        Raises:
+            SlabUsageError: The key's geometry has gaps, exceeds the slabs, or is not the lease's.
         """
         nbytes = torch_dtype(key.dtype).itemsize
         for size in key.shape:
@@ -91,8 +94,8 @@ class DeviceResident:
 class Views:
     """The mappings of one model. Safe from any thread.
 
-    A mapping goes when the last tensor over it has gone and no kernel can use it any more. `kind`
-    is DLPack's, of the device that torch is to see.
+    A mapping ends when the last tensor over it is gone and no kernel can use it any more. `kind` is
+    DLPack's type of the device that torch is to see.
     """
 
     def __init__(self, kind: int = CUDA) -> None:
@@ -103,9 +106,12 @@ class Views:
         self._lock = threading.Lock()
 
     def tensor(self, resident: DeviceResident) -> torch.Tensor:
-        """The resident as this model sees it: read-only, a write ends the process's use of the GPU.
+        """Return the resident as this model sees it.
 
-        BackendError when it cannot be mapped: load privately.
+        It is read-only: a write ends the process's use of the GPU.
+
+        Raises:
+            BackendError: The resident cannot be mapped; load privately.
         """
         key, first = resident.key, resident.slabs[0]
         dtype = torch_dtype(key.dtype)
@@ -136,10 +142,13 @@ class Views:
         return list(self._mappings.values())
 
     def make_private(self) -> int:
-        """Give this model bytes of its own at the same addresses, writable; how many.
+        """Give this model its own writable bytes at the same addresses; return how many bytes.
 
-        Waits for all work of the GPU; nobody may begin any on this model meanwhile. BackendError or
-        UnsupportedError: what was not made private is shared as before.
+        Waits for all work of the GPU; nobody may start any on this model meanwhile.
+
+        Raises:
+            BackendError: The driver refused; what was not made private is shared as before.
+            UnsupportedError: The backend cannot keep addresses; the same holds.
         """
         done = 0
         with self._lock:
@@ -152,11 +161,11 @@ class Views:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """A tensor to be resident on a GPU: what it follows from, its key, and who writes its bytes.
+    """A tensor to make resident on a GPU: its recipe, its key, and a function that writes it.
 
-    `write(address)` puts them there, on any stream of the current context. It returns their digest
-    when it is known only then, the key's is "" in that case; else None. `copy`: which of
-    several residents with this key that must not become one.
+    `write(address)` writes them on any stream of the current context. It returns their digest if
+    that becomes known only then, in which case the key's digest is "", and None otherwise. `copy`
+    is the number of the replica: several residents with this key must not become one.
     """
 
     recipe: str
@@ -166,12 +175,12 @@ class DeviceRequest:
     copy: int = 0
 
     def written(self, digest: str | None) -> ResidentKey:
-        """Return the key, given what `write` has returned."""
+        """Return the resident's key, given what `write` has returned."""
         return replace(self.key, digest=digest) if digest else self.key
 
 
 def copy_of(tensor: torch.Tensor, gpu: Gpu) -> Callable[[int], None]:
-    """Return a writer of a gap-free tensor's bytes, from the host or that GPU."""
+    """Return a function that writes a gap-free tensor's bytes, from host memory or that GPU."""
     nbytes = tensor.nbytes
 
     def write(address: int) -> None:

@@ -1,7 +1,7 @@
-"""Residents that the models of this process share on one GPU: made once, mapped read-only by each.
+"""Residents that the models of this process share on one GPU: built once, mapped by each model.
 
-A tensor is found by what it is: a resident's key, and the number of the copy. Names of one model
-with equal bytes have copies of their own there too, and so addresses of their own.
+A tensor is found by a resident's key and the number of the replica. Tensors of one model that have
+equal bytes are separate replicas there too, each with an address of its own.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ BATCH_BYTES: Final = 64 << 20
 
 
 class SharedGpu:
-    """The residents of one GPU. Safe from any thread. Its tables are weak: models hold them."""
+    """The residents of one GPU, in weak tables: models hold the residents. Safe from any thread."""
 
     def __init__(self, gpu: Gpu, device: torch.device, kind: int) -> None:
-        """`device` is torch's, `kind` DLPack's. DeviceError where no memory can be handed on."""
+        """Wrap a GPU; `device` is torch's device and `kind` DLPack's device type.
+
+        Raises:
+            DeviceError: Memory of this GPU cannot be passed to other processes.
+        """
         self.gpu: Final = gpu
         self.device: Final = device
         self.kind: Final = kind
@@ -55,13 +59,13 @@ class SharedGpu:
         self._lock = threading.RLock()
 
     def lookup(self, known: ReplicaKey) -> DeviceResident | None:
-        """Return the resident of this process that is this, or None."""
+        """Return this process's resident with that key and replica number, or None."""
         return self._residents.get(known)
 
     def find(
         self, wanted: Sequence[ReplicaKey], manager: DeviceManagerResidents
     ) -> list[DeviceResident | None]:
-        """Look residents up, in order: here, and what is not here in the manager, all at once."""
+        """Look residents up, in order: here first, then all missing ones in the manager."""
         found = [self._residents.get(each) for each in wanted]
         asked = [
             each
@@ -79,10 +83,10 @@ class SharedGpu:
     def get_or_build(
         self, wanted: Sequence[tuple[ReplicaKey, str, Write]], manager: DeviceManagerResidents
     ) -> list[tuple[DeviceResident, bool]]:
-        """Return a resident for each (what, recipe, who writes it), and whether it was written now.
+        """Return a resident for each (key, recipe, writer), and whether this call wrote it.
 
         Raises:
-            BackendError: The GPU has no room, or its driver refuses; keep them private.
+            BackendError: The GPU has no room, or its driver refuses; keep the tensors private.
         """
         with self._lock:
             found: dict[int, tuple[DeviceResident, bool]] = {}
@@ -109,7 +113,7 @@ class SharedGpu:
             return [found[index] for index in range(len(wanted))]
 
     def enter(self, known: ReplicaKey, resident: DeviceResident) -> DeviceResident:
-        """Note what a resident is; the one that was there first, which is to be used."""
+        """Register a resident and return the one to use: the first registered under its key."""
         with self._lock:
             first = self._residents.setdefault(known, resident)
             self._known[first] = known
@@ -117,7 +121,7 @@ class SharedGpu:
             return first
 
     def views_of(self, model: nn.Module) -> Views:
-        """The mappings of a model: each model has its own, and so can be made private."""
+        """Return a model's mappings, which are its own so that it can be made private."""
         with self._lock:
             found = self._views.get(model)
             if found is None:
@@ -125,17 +129,17 @@ class SharedGpu:
             return found
 
     def holds(self, tensor: torch.Tensor, key: ResidentKey) -> bool:
-        """Return whether this tensor is here already, under that key."""
+        """Return whether this tensor is a resident of this GPU with that key already."""
         known = self.known(param_data(tensor))
         return known is not None and known.key == key
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """Return the identity of a tensor that is all of a resident here, else None."""
+        """Return the key of the resident that a tensor covers exactly, or None."""
         resident = self.resident_behind(tensor)
         return None if resident is None else self._known.get(resident)
 
     def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
-        """Return the resident that a tensor is all of, or None."""
+        """Return the resident that a tensor covers exactly, or None."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
         places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)
@@ -146,7 +150,7 @@ class SharedGpu:
         return self._places.get((place.slab, place.offset, key))
 
     def mapping_behind(self, tensor: torch.Tensor) -> DeviceMapping | None:
-        """Return the mapping that a tensor lies in, even one that has become private."""
+        """Return the mapping that a tensor lies in, even one that has become private, or None."""
         return self.gpu.mapping_at(tensor.data_ptr()) if _can_be_asked(tensor) else None
 
     def alive(self) -> list[tuple[ReplicaKey, DeviceResident]]:
@@ -154,11 +158,15 @@ class SharedGpu:
         return list(self._residents.items())
 
     def seen(self, resident: DeviceResident) -> torch.Tensor:
-        """Return a resident as a tensor of no model, to be looked at; may raise BackendError."""
+        """Return a resident as a tensor that belongs to no model, for inspection.
+
+        Raises:
+            BackendError: The resident cannot be mapped.
+        """
         return Views(self.kind).tensor(resident)
 
     def copy_of(self, tensor: torch.Tensor) -> Write:
-        """Return a writer of a gap-free tensor's bytes, wherever it is, to an address here."""
+        """Return a function that writes a gap-free tensor on any device to an address here."""
         geometry = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
         place = self.kind, self.gpu.device.ordinal
 
@@ -205,14 +213,18 @@ def _nbytes(key: ResidentKey) -> int:
 
 
 class LocalDevice:
-    """Residents made by this process on one GPU, without a memory manager.
+    """Residents that this process builds on one GPU without a memory manager.
 
-    The memory is gone when the last mapping of the last model is. It is read-only for its writer,
-    too. Safe from any thread; one puts at a time. On a BackendError load privately.
+    The memory is freed after the last mapping of the last model. It is read-only for its writer,
+    too. Safe from any thread; puts run one at a time. On a BackendError load privately.
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        """Raise DeviceError where the GPU has no memory of this kind."""
+        """Prepare the GPU.
+
+        Raises:
+            DeviceError: The GPU has no memory that can be passed on.
+        """
         self.gpu: Final = gpu
         self._backend = VmmBackend(gpu.driver, gpu.device.uuid)
         self._opener = gpu.vmm()
@@ -222,12 +234,12 @@ class LocalDevice:
         self._lock = threading.Lock()
 
     def by_content(self, key: ResidentKey, copy: int = 0) -> DeviceResident | None:
-        """The resident with these bytes, in this geometry; held by the caller from now on."""
+        """Return the resident with these bytes, in this geometry, for the caller to hold."""
         found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)
 
     def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
-        """A resident for each, in order: written now into one slab, or there already."""
+        """Return a resident for each request, in order; missing ones are written into one slab."""
         with self._lock:
             found = {
                 index: resident

@@ -1,8 +1,8 @@
-"""Tensors over memory that somebody else has mapped: no copy, every dtype, and a lifetime.
+"""Tensors over memory mapped by other code, without a copy, of any dtype and with an owner.
 
-torch takes an address with DLPack only together with who is to be told when the last storage over
-it has gone. DLPack has no names for some of torch's dtypes, so it is given bytes, and the storage
-is then seen as what it is.
+torch accepts an address through DLPack only, together with a deleter to call when the last storage
+over it is gone. DLPack has no names for some of torch's dtypes, so the memory is passed as bytes,
+and its storage is then given the real dtype.
 """
 
 import atexit
@@ -69,10 +69,13 @@ def tensor_at(
     device: tuple[int, int],
     owner: object,
 ) -> torch.Tensor:
-    """A tensor over memory at an address; its storage holds `owner` as long as it lives.
+    """Return a tensor over memory at an address; its storage keeps `owner` alive.
 
-    `geometry`: dtype, shape and stride, without gaps. `device`: DLPack's kind, and the number.
-    UnsupportedError where this torch has no such device.
+    `geometry` is dtype, shape and stride, without gaps. `device` is DLPack's device type and
+    number.
+
+    Raises:
+        UnsupportedError: This torch has no such device.
     """
     if device[0] == CUDA and not torch.cuda.is_available():
         raise UnsupportedError("this torch sees no GPU; install one that is built for CUDA")
@@ -104,11 +107,11 @@ def _bytes_at(address: int, nbytes: int, device: tuple[int, int], owner: object)
 
 @atexit.register
 def _stay_silent() -> None:
-    """Storages may outlive the interpreter, which could not be called then."""
+    """Clear all deleters at exit: storages may outlive the interpreter, which runs them."""
     for managed, *_ in list(_held.values()):
         managed.deleter = _Deleter(0)
 
 
 def held() -> int:
-    """Return how many storages are alive that `tensor_at` made."""
+    """Return how many storages made by `tensor_at` are alive."""
     return len(_held)

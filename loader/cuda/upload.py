@@ -1,7 +1,7 @@
-"""Upload files to a GPU through a few page-locked buffers, hashed on the way.
+"""Uploads to a GPU through a few page-locked buffers, hashed on the way if asked to.
 
-Page-locked memory is dear to make and quick to copy from, so there is little of it, made once.
-While one buffer is read, others are being copied to the GPU, on a stream of their own, and hashed.
+Page-locked memory is slow to allocate and fast to copy from, so a small amount is allocated once.
+While one buffer is filled, others are copied to the GPU, on a stream of their own, and hashed.
 """
 
 import os
@@ -23,7 +23,7 @@ Fill = Callable[[memoryview, int], None]  # puts what begins at an offset into a
 
 
 class _Buffer:
-    """Host memory that the GPU reads by itself, and who still reads it."""
+    """Page-locked host memory, with the copy and the hashing that still read it."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
@@ -32,7 +32,7 @@ class _Buffer:
         self.copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Until nobody reads it any more."""
+        """Wait until nothing reads the buffer any more."""
         if self.copied is not None:
             self.copied.synchronize()
         if self.hashed is not None:
@@ -40,15 +40,15 @@ class _Buffer:
 
 
 class Uploader:
-    """Ranges of files, to be written to a GPU and hashed. One thread.
+    """An uploader of file ranges and host tensors to a GPU. A context manager, for one thread.
 
-    `kind` and `ordinal` are DLPack's, of the GPU. Leaving the context lets the buffers go.
+    `kind` and `ordinal` are DLPack's for the GPU. Leaving the context frees the buffers.
     """
 
     def __init__(
         self, ordinal: int, kind: int = CUDA, nbytes: int = BUFFER_BYTES, buffers: int = BUFFERS
     ) -> None:
-        """`nbytes`: of one buffer, a multiple of LEAF_BYTES."""
+        """Allocate `buffers` buffers of `nbytes` bytes each, a multiple of LEAF_BYTES."""
         self._device = (kind, ordinal)
         self._nbytes = nbytes
         pinned = kind == CUDA
@@ -62,15 +62,15 @@ class Uploader:
     ) -> Callable[[int], str]:
         """Return a function that writes a range of a file to an address and returns its digest.
 
-        The GPU may still be copying when it returns: `Gpu.fill` waits for that. `hashed=False`
-        where the digest is known for certain: then it is "". ChangedFileError when the file ends
-        before; OSError.
+        The GPU may still be copying when that function returns; `Gpu.fill` waits for it. Pass
+        `hashed=False` where the digest is known for certain; the function then returns "". It
+        raises ChangedFileError if the file is too short, and OSError if the file cannot be read.
         """
 
         return self._writer(lambda into, at: _read(fd, start + at, into), nbytes, hashed=hashed)
 
     def sender(self, tensor: torch.Tensor) -> Callable[[int], str]:
-        """Return a function that writes a tensor of the host, which it holds, to an address."""
+        """Return a function that writes a host tensor, which it keeps alive, to an address."""
         source = memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor)).cast("B")
 
         def fill(into: memoryview, at: int) -> None:

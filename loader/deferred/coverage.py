@@ -1,16 +1,16 @@
-"""Which bytes of a storage a set of strided writes covers, exactly. No torch, no I/O.
+"""Exact coverage of a storage by a set of strided writes. No torch, no I/O.
 
 Writes stay unexpanded: a column slice of a matrix with 150,000 rows is one box, not 150,000
 intervals. Overlaps count once, because the answer is a union and not a sum.
 
-How. A box is a run of bytes repeated along strided dimensions. When all boxes are plain runs
-their union is a sort. Otherwise the largest stride among them is taken as the pitch of a matrix
-(rows of that many bytes); each box falls into pieces "the same sub-box in rows r to r + n"; the
-rows between two neighbouring ends of such pieces are all alike, so one of them is solved, by
-the same method with smaller strides, and stands for all. A column slice makes one piece, a
-dense block at most three. Strides that do not divide each other make a piece a row; past
-MAX_PIECES pieces the boxes are given up, and only plain runs count: the answer is then "not
-covered", which costs sharing and never correctness.
+A box is a run of bytes repeated along strided dimensions. If all boxes are plain runs, their union
+is a sort. Otherwise the largest stride among them is taken as the pitch of a matrix (rows of that
+many bytes); each box is cut into pieces of the form "the same sub-box in rows r to r + n"; the rows
+between two neighbouring ends of such pieces are all alike, so one of them is solved, by the same
+method with smaller strides, and stands for all. A column slice makes one piece, a dense block at
+most three. Strides that do not divide each other make one piece per row; beyond MAX_PIECES pieces
+the boxes are given up and only plain runs count: the answer is then "not covered", which costs
+sharing but never correctness.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ Interval = tuple[int, int]
 
 
 class _Box(NamedTuple):
-    """`run` bytes at `start`, repeated over `dims`: (count > 1, stride in bytes), by stride."""
+    """A run of bytes at `start`, repeated over `dims`: (count > 1, stride in bytes), by stride."""
 
     start: int
     run: int
@@ -37,12 +37,12 @@ class _Box(NamedTuple):
         return self.start + self.run + sum((count - 1) * stride for count, stride in self.dims)
 
     def inner(self, offset: int) -> "_Box":
-        """One of the copies along the last dimension, at `offset` instead of `start`."""
+        """Return one of the copies along the last dimension, moved to `offset`."""
         return _Box(offset, self.run, self.dims[:-1])
 
 
 class _Piece(NamedTuple):
-    """The same sub-box in each of the rows `first` to `last` (not included)."""
+    """The same sub-box in each of the rows `first` to `last` (exclusive)."""
 
     first: int
     last: int
@@ -54,7 +54,7 @@ class _TooManyPieces(Exception):
 
 
 class Coverage:
-    """The bytes written of a storage of `nbytes`. One thread at a time."""
+    """The bytes written of a storage of `nbytes` bytes. For one thread at a time."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes: Final = nbytes
@@ -63,10 +63,12 @@ class Coverage:
         self._complete = nbytes == 0
 
     def add(self, offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
-        """Enter a write of `shape` elements of `itemsize` bytes; offset and strides in bytes.
+        """Enter a write of `shape` elements of `itemsize` bytes; offset and strides are in bytes.
 
-        Stride 0 (broadcast) and overlapping elements are fine. Raises UnsupportedError for a
-        write that leaves the storage, or a negative stride.
+        Stride 0 (broadcast) and overlapping elements are allowed.
+
+        Raises:
+            UnsupportedError: The write leaves the storage, or a stride is negative.
         """
         if 0 in shape:
             return
@@ -88,15 +90,16 @@ class Coverage:
             self._complete = self._complete or box.run == self._nbytes
 
     def complete(self) -> bool:
-        """Whether every byte was written. May say no (never yes) wrongly past MAX_PIECES."""
+        """Return whether every byte was written; False may be wrong beyond MAX_PIECES."""
         if not self._complete:
             self._complete = not self.missing()
         return self._complete
 
     def missing(self) -> list[Interval]:
-        """Ranges [start, end) not written, rising and disjoint.
+        """Return the ranges [start, end) that were not written, ascending and disjoint.
 
-        Exact up to MAX_PIECES and, in one band of rows, MAX_GAPS; past these, wider ranges.
+        Exact up to MAX_PIECES pieces and, in one band of rows, MAX_GAPS gaps; beyond that, wider
+        ranges.
         """
         if self._complete:
             return []
@@ -113,13 +116,13 @@ class Coverage:
 
 
 def _dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """(count, stride) of the dimensions that move, by rising stride."""
+    """Return (count, stride) of the dimensions that move, by ascending stride."""
     dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1 and s != 0]
     return sorted(dims, key=lambda dim: dim[1])
 
 
 def _box(start: int, run: int, dims: Sequence[tuple[int, int]]) -> _Box:
-    """A box in its simplest form: dimensions that continue the one before are merged into it."""
+    """Return a box in its simplest form: dimensions that continue the previous one are merged."""
     merged: list[tuple[int, int]] = []
     for count, stride in dims:
         if not merged and stride <= run:
@@ -142,14 +145,14 @@ def _union(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def _gaps(joined: Sequence[Interval], nbytes: int) -> list[Interval]:
-    """What lies between disjoint rising intervals of [0, nbytes)."""
+    """Return what lies between disjoint ascending intervals of [0, nbytes)."""
     ends = [0, *(end for _, end in joined)]
     starts = [*(start for start, _ in joined), nbytes]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 class _Solver:
-    """One question: counts its work, and remembers the rows it has solved."""
+    """One solution: counts its work and remembers the rows it has solved."""
 
     def __init__(self) -> None:
         self._pieces = 0
@@ -161,7 +164,7 @@ class _Solver:
             raise _TooManyPieces
 
     def missing(self, boxes: Sequence[_Box], nbytes: int) -> list[Interval]:
-        """Ranges of [0, nbytes) that no box covers."""
+        """Return the ranges of [0, nbytes) that no box covers."""
         pitch = max((box.dims[-1][1] for box in boxes if box.dims), default=0)
         if not pitch:
             return _gaps(_union([(box.start, box.end) for box in boxes]), nbytes)
@@ -186,7 +189,7 @@ class _Solver:
     def _bands(
         self, pieces: Sequence[_Piece], pitch: int, nbytes: int
     ) -> Iterator[tuple[int, int, tuple[_Box, ...]]]:
-        """(first row, last row, sub-boxes in each of them): rows that are all alike."""
+        """Yield (first row, last row, sub-boxes in each row) for bands of rows that are alike."""
         rows = -(-nbytes // pitch)
         opening: dict[int, list[_Box]] = {}
         closing: dict[int, list[_Box]] = {}
@@ -210,7 +213,7 @@ class _Solver:
 def _repeat(
     gaps: Sequence[Interval], first: int, last: int, pitch: int, nbytes: int
 ) -> list[Interval]:
-    """The gaps of one row in each of the rows; as one gap when they would be too many."""
+    """Return the gaps of one row repeated in each row, or as one gap if they would be too many."""
     if not gaps:
         return []
     if len(gaps) * (last - first) > MAX_GAPS or gaps[0] == (0, pitch):
@@ -219,7 +222,7 @@ def _repeat(
 
 
 def _pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
-    """The box cut at multiples of `pitch`, its largest stride or more."""
+    """Yield the box cut at multiples of `pitch`, which is at least its largest stride."""
     if box.dims and box.dims[-1][1] == pitch:
         count = box.dims[-1][0]
         for piece in _pieces(box.inner(box.start), pitch):
@@ -234,7 +237,7 @@ def _pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
 
 
 def _run_pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
-    """A run over several rows: the rest of the first, whole ones, the beginning of the last."""
+    """Yield a run over several rows in pieces: rest of the first, whole rows, start of the last."""
     first, last = -(-box.start // pitch), box.end // pitch
     if box.start < first * pitch:
         start = box.start % pitch
@@ -246,7 +249,7 @@ def _run_pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
 
 
 def _dim_pieces(box: _Box, pitch: int) -> Iterator[_Piece]:
-    """A strided box over several rows: what lies in one row stays together."""
+    """Yield the pieces of a strided box over several rows; what lies in one row stays together."""
     count, stride = box.dims[-1]
     per_row = pitch // stride
     index = 0

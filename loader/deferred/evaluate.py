@@ -1,6 +1,6 @@
-"""From recipes to bytes: read the sources that they name and replay what was recorded.
+"""Evaluation of recipes: read the sources that they name and replay the recorded operations.
 
-Bytes pass through scratch memory, which is lent again layer by layer, for fresh memory costs more
+Bytes pass through scratch memory that is reused layer by layer, because fresh memory costs more
 than reading a cached file. While one layer is processed, the pool reads and hashes the next.
 """
 
@@ -47,7 +47,8 @@ MAX_AHEAD_BYTES = 64 << 20
 class Scratch:
     """A pool of flat uint8 CPU tensors, for one load and one thread.
 
-    What is kept never exceeds the most that was lent at one time, which is the largest layer.
+    The memory it keeps never exceeds the most that was lent at one time, which is the largest
+    layer.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Scratch:
         self.peak = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Lend at least `nbytes` bytes, content undefined; the caller narrows and gives it back."""
+        """Lend at least `nbytes` undefined bytes; the caller narrows and later returns the block."""
         fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + _SLACK]
         if fitting:
             block = min(fitting, key=torch.Tensor.numel)
@@ -69,12 +70,12 @@ class Scratch:
         return block
 
     def give_back(self, block: torch.Tensor) -> None:
-        """Return a block that `take` lent, whole. Nobody may use its memory any more."""
+        """Return a whole block that `take` lent. Nobody may use its memory any more."""
         self._lent -= block.numel()
         self._free.append(block)
 
     def forget(self, block: torch.Tensor) -> None:
-        """Leave a lent block to whoever uses it."""
+        """Leave a lent block to its user; it is never lent again."""
         self._lent -= block.numel()
 
     def close(self) -> None:
@@ -94,8 +95,9 @@ class Scratch:
 class Evaluator:
     """The computation of deferred tensors' bytes on the CPU, for one load and one thread.
 
-    A source that one recipe copies whole is read straight to its place. One that is used more
-    than once is read once, and kept until `release` was called for all final tensors using it.
+    A source that one recipe copies whole is read directly into its destination. One that is used
+    more than once is read once and kept until `release` was called for all final tensors that use
+    it.
     """
 
     def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
@@ -117,7 +119,7 @@ class Evaluator:
                     self._uses[id(used)] = self._uses.get(id(used), 0) + 1
 
     def release(self, view: View) -> None:
-        """Say that `view` is done with, evaluated or not; frees what only it needed."""
+        """Finish with `view`, evaluated or not, and free what only it needed."""
         for source in sources_of(view):
             key = id(source)
             self._users[key] = self._users.get(key, 1) - 1
@@ -128,7 +130,7 @@ class Evaluator:
     def fill(self, view: View, out: torch.Tensor) -> None:
         """Compute the whole storage of `view`, at its version, into `out` (flat uint8).
 
-        Returns when every byte is there and every source read for it has its digest.
+        Returns when every byte is written and every source read for it has its digest.
         """
         self._fill(view.storage, view.version, out)
         self._reader.settle()
@@ -136,7 +138,7 @@ class Evaluator:
     def begin(self, view: View, out: torch.Tensor) -> bool:
         """Start a `fill` that only copies whole sources; do nothing and return False for any other.
 
-        Every byte is there once the reader has settled.
+        Every byte is written once the reader has settled.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -150,7 +152,7 @@ class Evaluator:
         return True
 
     def alone(self, view: View) -> SourceTensor | None:
-        """Return the source that `view` is a plain copy of and that nothing else uses, or None."""
+        """Return the source of which `view` is a plain copy and that nothing else uses, or None."""
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
         if len(writes) != 1 or needs_base(storage, version):
@@ -161,11 +163,11 @@ class Evaluator:
         return source if source.spec.nbytes == storage.nbytes else None
 
     def value(self, view: View) -> torch.Tensor:
-        """Return a real CPU tensor equal to `view`: read only, valid until the next `release`."""
+        """Return a real CPU tensor equal to `view`; read-only, valid until the next `release`."""
         return as_view(self._flat(view.storage, view.version), view)
 
     def digest_sources(self, view: View) -> None:
-        """Make the digest of every source of `view` known, reading those that are not."""
+        """Make the digest of every source of `view` known by reading those without one."""
         for source in sources_of(view):
             if source.digest is None:
                 self._begin(source)
@@ -188,7 +190,7 @@ class Evaluator:
         return self._kept[id(source)][: source.spec.nbytes]
 
     def _begin(self, source: SourceTensor) -> None:
-        """Start reading a source that is kept, unless it is here or on its way."""
+        """Start reading a source that is kept, unless it is here already or being read."""
         if id(source) not in self._kept:
             block = self._scratch.take(source.spec.nbytes)
             self._kept[id(source)] = block
@@ -220,7 +222,7 @@ class Evaluator:
                 bisect.insort(being_read, span)
 
     def _begin_all(self, call: Write | Operation) -> None:
-        """Start reading the sources this uses as they are, at once or through casts and slices."""
+        """Start reading the sources that this uses unchanged, directly or via casts and slices."""
         for value in (*call.args, *call.kwargs.values()):
             if isinstance(value, View) and not live_writes(value.storage, value.version):
                 if value.storage.source is not None:
@@ -229,7 +231,7 @@ class Evaluator:
                     self._begin_all(value.storage.operation)
 
     def _direct_span(self, write: Write) -> tuple[int, int] | None:
-        """Return the bytes of the target that a source can be read into unchanged, or None."""
+        """Return the bytes of the target into which a source can be read unchanged, or None."""
         value, target = (write.args[1] if len(write.args) > 1 else None), write.target
         if write.func is not COPY or not isinstance(value, View) or not target.is_contiguous():
             return None
@@ -285,7 +287,7 @@ class Evaluator:
 
 
 def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
-    """Return whether a span meets one of others, which are in order and do not meet each other."""
+    """Return whether a span overlaps one of `others`, which are sorted and disjoint."""
     place = bisect.bisect(others, span)
     before = place > 0 and others[place - 1][1] > span[0]
     return before or (place < len(others) and others[place][0] < span[1])
@@ -293,7 +295,7 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
 
 @dataclass(slots=True)
 class Prefetcher:
-    """At most one final tensor of a load on its way into borrowed memory. One thread."""
+    """The reading of one final tensor ahead of its use, into scratch memory. For one thread."""
 
     reader: SourceReader
     scratch: Scratch
@@ -302,15 +304,15 @@ class Prefetcher:
     _begun: tuple[DeferredParameter, torch.Tensor, int] | None = None
 
     def plan(self, parameters: Iterable[DeferredParameter]) -> None:
-        """Say in which order final tensors will probably be asked for."""
+        """Set the order in which final tensors will probably be used."""
         self._waiting = deque(parameters)
 
     def has(self, each: DeferredParameter) -> bool:
-        """Return whether `each` is on its way."""
+        """Return whether `each` is being read ahead."""
         return self._begun is not None and self._begun[0] is each
 
     def take(self, each: DeferredParameter) -> torch.Tensor | None:
-        """Return the memory that holds every byte of `each`, or None when it was not begun."""
+        """Return the memory that holds every byte of `each`, or None if it was not begun."""
         if self._begun is None or self._begun[0] is not each:
             return None
         (_, block, mark), self._begun = self._begun, None
@@ -334,6 +336,6 @@ class Prefetcher:
             return
 
     def close(self) -> None:
-        """Let go of every parameter; the reader waits for the reads under way."""
+        """Forget every parameter; the reader waits for the reads in progress."""
         self._waiting.clear()
         self._begun = None

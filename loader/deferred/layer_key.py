@@ -1,8 +1,8 @@
-"""Layer keys: a name for everything a layer's final tensors follow from.
+"""Layer keys: digests of everything that a layer's final tensors depend on.
 
-A key is trusted like the function it stands for, so it takes in too much rather than too little: a
-missing input could give wrong weights, a needless one only costs sharing. What is left out is
-written down, with the reason; that includes environment variables.
+A key is trusted like the function it stands for, so it includes too much rather than too little: a
+missing input could give wrong weights, while a needless one only costs sharing. What is left out is
+listed with the reason; that includes environment variables.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _SECRET: Final = re.compile(
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that may affect weights; by default those of this process."""
+    """Return the environment variables that may affect weights; by default this process's."""
     variables = os.environ if variables is None else variables
     return {
         name: value
@@ -153,7 +153,7 @@ def runtime() -> dict[str, Any]:
 def plain(value: Any, depth: int = 6) -> Any:
     """Reduce `value` to what a key can hold: plain values, and containers and dataclasses of them.
 
-    Anything else stands in by its class, so that a change of kind still changes the key.
+    Any other object is represented by its class, so that a change of kind still changes the key.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -173,7 +173,7 @@ def plain(value: Any, depth: int = 6) -> Any:
 
 
 def attributes(thing: object, depth: int = 4) -> dict[str, Any]:
-    """Return the plain attributes of an object, without those that name its place in a model."""
+    """Return the plain attributes of an object, except those that name its place in a model."""
     return {
         name: plain(value, depth)
         for name, value in sorted(vars(thing).items())
@@ -189,20 +189,20 @@ def class_name(thing: object) -> str:
 
 
 def process_inputs() -> dict[str, Any]:
-    """Return what the keys of all layers of this process have in common now."""
+    """Return the inputs that the keys of all layers of this process have in common now."""
     return {"versions": _versions(), "environment": environment(), "runtime": runtime()}
 
 
 def process_state() -> str:
     """Return a digest of everything outside a recipe that its arithmetic may depend on.
 
-    Sums and products change their last bits with threads, precision settings and libraries.
+    The last bits of sums and products change with threads, precision settings and libraries.
     """
     return blake3(process_text().encode(), derive_key_context=_CONTEXT).hexdigest()
 
 
 def process_text() -> str:
-    """Return `process_inputs` as JSON, the first part of every preimage."""
+    """Return `process_inputs` as JSON, which is the first part of every preimage."""
     return json.dumps(process_inputs(), sort_keys=True, default=str)
 
 
@@ -217,7 +217,7 @@ class LayerKey:
     def of(cls, process: str | None = None, **inputs: Any) -> LayerKey:
         """Return the key of these inputs and of what all layers of this process have in common.
 
-        `process`: the `process_text` of the beginning of the load, when one is under way.
+        `process` is the `process_text` of the beginning of the load, if one is in progress.
         """
         own = json.dumps(inputs, sort_keys=True, default=str)
         common = process_text() if process is None else process

@@ -1,6 +1,6 @@
 """Layer records: what a layer key leads to, and how its sources are compared with others.
 
-The layers that use a record hold it; no table does.
+A record is held by the layers that use it; every table of records is weak.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 8 << 20
 class SourceLocation:
     """Where the source tensor behind a record was read: the file, its identity then, a byte range.
 
-    `reread` reads a tensor that lies in no file of its own.
+    `reread` reads a tensor that does not lie in a file of its own.
     """
 
     path: Path
@@ -52,12 +52,12 @@ class SourceLocation:
 class LayerRecord:
     """The final tensors of one layer, and what its processing set beside them.
 
-    `residents`: by parameter name, with the class of the parameter. `opaque`: what cannot be
-    mapped or written (a packed handler), shared as the object it is and held weakly, because it
-    holds the record: both go when the last layer drops it, be it that a reload packed anew.
-    `opaque_bytes` is the size of the plain weight it was packed from and `plain_name` that
-    weight's digest just before. `aliases`: records of equal bytes made by other recipes, with
-    origins of their own; they last as long as this one.
+    `residents` maps the name of each parameter to its resident and the parameter's class. `opaque`
+    is a packed handler, which cannot be mapped or written: it is shared as the object it is and
+    referenced weakly, because it holds the record; both end when the last layer drops it, also when
+    a reload packs anew. `opaque_bytes` is the size of the plain weight it was packed from, and
+    `plain_name` that weight's digest just before. `aliases` are records of equal bytes made by
+    other recipes, with origins of their own; they live as long as this one.
     """
 
     key: str
@@ -79,10 +79,10 @@ class OriginGoneError(TensorDedupError):
 def same_source_bytes(
     mine: Sequence[SourceTensor], donor: Sequence[SourceLocation]
 ) -> tuple[bool, int]:
-    """Compare sources byte by byte with those of a record; return that and the bytes read.
+    """Compare sources byte by byte with those of a record; return the result and the bytes read.
 
     Raises:
-        OriginGoneError: A file behind the record is gone, or has changed since.
+        OriginGoneError: A file behind the record is gone or has changed since.
     """
     if len(mine) != len(donor):
         return False, 0
@@ -146,5 +146,5 @@ def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[So
 
 
 def distinct_sources(parameters: Sequence[DeferredParameter]) -> list[SourceTensor]:
-    """Return the source tensors of these parameters, each once, in order."""
+    """Return the source tensors of these parameters in order, without repetitions."""
     return list({id(s): s for each in parameters for s in each.sources}.values())

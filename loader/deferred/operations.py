@@ -1,4 +1,4 @@
-"""Operations of torch by what they mean for a deferred tensor."""
+"""Classification of torch's operations by what they mean for a deferred tensor."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def is_random(func: torch._ops.OpOverload) -> bool:
 
 
 def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the same operation on the same bytes may give other bytes next time."""
+    """Return whether repeating an operation on the same bytes may give other bytes."""
     name = func._schema.name
     if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
@@ -85,7 +85,7 @@ def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def needs_data(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether a data-dependent operation needs data: indexing does only with a mask."""
+    """Return whether a data-dependent operation needs data; indexing does only with a mask."""
     if func is not aten.index.Tensor:
         return True
     return any(index is not None and index.dtype in _MASKS for index in args[1])

@@ -1,4 +1,4 @@
-"""Putting deferred tensors in place of a model's parameters, and real ones back."""
+"""Replacement of a model's parameters by deferred tensors, and of those by real ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class DeferredParameter:
-    """A parameter of the model: its first name, and after tracing what its bytes follow from.
+    """A parameter of the model: its first name and, after tracing, what its bytes follow from.
 
-    `view` is None when the loading code gave it real memory. `installed`: it is real now.
-    `private`: why it must not be shared, whatever it follows from.
+    `view` is None if the loading code gave it real memory. `installed` tells that it is real now.
+    `private` is the reason why it must not be shared, whatever it follows from.
     """
 
     name: str
@@ -35,16 +35,16 @@ class DeferredParameter:
 
     @property
     def nbytes(self) -> int:
-        """The size of its elements in bytes."""
+        """The size of the parameter's elements in bytes."""
         return self.parameter.numel() * self.parameter.element_size()
 
 
 def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
     """Make every parameter of `model` a deferred tensor; return them by id of the parameter.
 
-    Parameter objects stay what they are (vLLM and others hold references to them); two that share
-    a storage go on sharing one. A storage that a buffer or another tensor of a module is a view of
-    stays real, or that view would go on showing what the constructor left.
+    Parameter objects stay the same (vLLM and others hold references to them), and two that share a
+    storage continue to share one. A storage of which a buffer or another tensor of a module is a
+    view stays real; that view would otherwise keep showing what the constructor left.
     """
     viewed = {tensor.untyped_storage()._cdata for tensor in _beside_parameters(model)}
     flat: dict[int, torch.Tensor] = {}
@@ -69,7 +69,7 @@ def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
 
 
 def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers, and tensors that are attributes of modules."""
+    """Yield the buffers, and the tensors that are attributes of modules."""
     for module in model.modules():
         yield from (buffer for buffer in module._buffers.values() if buffer is not None)
         for _, value in _own_attributes(module):
@@ -78,9 +78,9 @@ def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
-    """Note of every parameter, after tracing, what it follows from or that it is real already.
+    """Note for every parameter, after tracing, what it follows from or that it is real already.
 
-    Parameters that the loading code made itself are added; those it dropped are taken out.
+    Parameters that the loading code created are added; those it dropped are removed.
     """
     for name, parameter in model.named_parameters():
         if tracer.find(parameter) is not None:
@@ -97,12 +97,12 @@ def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: T
 def settle_strays(
     model: nn.Module, tracer: Tracer, evaluate: Callable[[View], torch.Tensor]
 ) -> None:
-    """Give real memory to deferred tensors that ended up elsewhere than in parameters.
+    """Give real memory to deferred tensors that ended up outside parameters.
 
     Buffers and tensors kept as attributes are computed now and stay private.
 
     Raises:
-        UntraceableError: A container holds one, so others may be anywhere.
+        UntraceableError: A container holds a deferred tensor, so others may be anywhere.
     """
     for name, module in model.named_modules():
         for held, items in (
@@ -124,7 +124,7 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
 def _own_attributes(module: nn.Module) -> list[tuple[str, object]]:
-    """The attributes that may hold a tensor, apart from parameters and buffers."""
+    """Return the attributes that may hold a tensor, apart from parameters and buffers."""
     return [
         (key, value)
         for key, value in vars(module).items()
@@ -145,7 +145,7 @@ def replace_data(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     """Give `parameter` the data of `tensor`; its identity, class and attributes stay.
 
     Raises:
-        UntraceableError: Something holds a weak reference to it, so torch cannot swap it.
+        UntraceableError: torch cannot swap it, because something holds a weak reference to it.
     """
     data = tensor.detach()
     data.__class__ = parameter.__class__

@@ -1,13 +1,13 @@
 """Recipes: how the bytes of a storage follow from source tensors, canonical and hashable.
 
-A recipe is read off the write log after tracing. Equal recipes give equal bytes, because every
-operation in one is deterministic, every source is named by its digest and every constant by its
-own; two different recipes may still give equal bytes, which only content shows.
+A recipe is derived from the write log after tracing. Equal recipes give equal bytes, because every
+operation in one is deterministic and every source and constant is named by its digest. Two
+different recipes may still give equal bytes, which only a comparison of content shows.
 
-A fused tensor is filled by writes side by side, mostly of whole source tensors whose digests are
-known by then. `composite_digest` names its content by those digests, so that its bytes are not
-hashed twice. The parts follow from where the writes lie: equal bytes written in other parts get
-another name, and are then not shared by content.
+A fused tensor is filled by adjacent writes, mostly of whole source tensors whose digests are known
+by then. `composite_digest` names its content by those digests, so that its bytes are not hashed
+twice. The parts follow from where the writes lie: equal bytes written in other parts get another
+name and are then not shared by content.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class RecipeBook:
     def __init__(
         self, identity: Callable[[SourceTensor], tuple[object, ...]] = SourceTensor.identity
     ) -> None:
-        """`identity` says what stands for a source: by default its digest, dtype and shape."""
+        """Take the function that identifies a source, by default by its digest, dtype and shape."""
         self._identity = identity
         self._known: dict[tuple[int, int], str] = {}
 
     def digest(self, view: View) -> str:
-        """Return a name for the bytes and geometry of `view`, by how they come about."""
+        """Return a name for the bytes and geometry of `view`, derived from its recipe."""
         return _hash(self._view(view))
 
     def _view(self, view: View) -> tuple[Any, ...]:
@@ -172,7 +172,7 @@ class RecipeBook:
 
 @functools.cache
 def _name(thing: object) -> str:
-    """An operation or a dtype, in words: of 45,000 tensors there are a handful."""
+    """Return an operation or a dtype as text, cached: 45,000 tensors have a handful of them."""
     return str(thing)
 
 
@@ -200,12 +200,12 @@ def reason_to_keep_private(view: View) -> str | None:
 
 
 def references(view: View) -> Sequence[View]:
-    """Return every view that the recipe of `view` mentions, as often as it does, without itself."""
+    """Return every view that the recipe of `view` mentions, with repetitions but without itself."""
     return _reached(view).mentioned
 
 
 def _reach(view: View) -> Sequence[tuple[VirtualStorage, int]]:
-    """Every storage the recipe mentions, at its version, once, in the order of the recipe."""
+    """Return every storage that the recipe mentions, at its version, once, in order."""
     return _reached(view).storages
 
 
@@ -247,10 +247,10 @@ def _children(storage: VirtualStorage, version: int) -> Iterator[View]:
 
 
 def _in_order(storage: VirtualStorage, version: int) -> list[Write]:
-    """The live writes by place where their order does not matter, as they were made where it may.
+    """Return the live writes sorted by place, or as recorded where their order may matter.
 
-    The order of the tensors in a checkpoint's files, and of the files, is none of the bytes. What
-    is written is a snapshot, so writes that each replace bytes of their own can change places.
+    The order of the files of a checkpoint, and of the tensors in them, does not affect the bytes.
+    What is written is a snapshot, so writes that each replace different bytes can be reordered.
     """
     writes = live_writes(storage, version)
     if len(writes) < 2:
@@ -288,7 +288,7 @@ def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drop_what_is_overwritten(views: Sequence[View]) -> None:
-    """Let go of what constructors left where no recipe needs it: it may be memory in use."""
+    """Release the constructors' content that no recipe needs, because it may be memory in use."""
     mentioned = {id(mention.storage) for view in views for mention in references(view)}
     for view in views:
         storage = view.storage
@@ -298,7 +298,7 @@ def drop_what_is_overwritten(views: Sequence[View]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StorageRange:
-    """Bytes `start` to `stop` of a storage; `source` is set when they are those of one tensor."""
+    """Bytes `start` to `stop` of a storage; `source` is set if they are one source tensor's."""
 
     start: int
     stop: int
@@ -327,7 +327,7 @@ def _part(write: Write) -> StorageRange | None:
 
 
 def _copied_whole(write: Write) -> SourceTensor | None:
-    """The source whose bytes, in the same order, this write puts there."""
+    """Return the source whose bytes, in the same order, this write copies, or None."""
     value = write.args[1] if write.func is COPY else None
     if not isinstance(value, View) or not value.is_contiguous():
         return None
@@ -338,9 +338,9 @@ def _copied_whole(write: Write) -> SourceTensor | None:
 def composite_digest(
     view: View, data: memoryview, digest: Callable[[memoryview], str], *, trusted: bool = True
 ) -> str:
-    """Return a name for `data`, the bytes of `view`: their digest when there is one part.
+    """Return a name for `data`, the bytes of `view`: their digest if there is only one part.
 
-    `digest` hashes what no source's digest covers, and everything when those are not `trusted`.
+    `digest` hashes what no source's digest covers, or everything if those are not `trusted`.
     """
     names = []
     for part in parts_of(view):
