@@ -272,7 +272,7 @@ class SourceReader:
             file.read_into(spec, view)
         self.counters.read_seconds += time.perf_counter() - began
 
-    def pour(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
+    def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
         """Read a tensor piece by piece, pass each to `write(piece, offset)`, and return the digest.
 
         The whole tensor exists only where `write` puts it. Threads of the hash pool call `write`

@@ -57,7 +57,7 @@ class Scratch:
         self.peak = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Lend at least `nbytes` undefined bytes; the caller narrows and later returns the block."""
+        """Lend at least `nbytes` undefined bytes; the caller narrows and returns the block."""
         fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + _SLACK]
         if fitting:
             block = min(fitting, key=torch.Tensor.numel)

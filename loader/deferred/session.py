@@ -1,6 +1,6 @@
-"""One load: final tensors are looked up, built where nobody has them, and put into the model.
+"""A load session: final tensors are looked up, built where nobody has them, and installed.
 
-Tensors that vLLM's own processing computed come through `share_by_content`.
+Tensors that vLLM's own processing computed are shared through `share_by_content`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
 # memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
-POUR_BYTES = 512 << 20
+STREAM_BYTES = 512 << 20
 
 Named = tuple[str, "torch.Tensor"]
 Found = tuple["AnyResident | None", bool]
@@ -62,9 +62,9 @@ _SMALL_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class ScratchTensor:
-    """A final tensor computed into borrowed memory: valid until the block is given back.
+    """A final tensor computed in scratch memory, valid until the block is given back.
 
-    `escaped`: somebody keeps using the memory, so it is never lent again.
+    `escaped` tells that something keeps using the memory, so that it is never lent again.
     """
 
     block: torch.Tensor
@@ -74,7 +74,7 @@ class ScratchTensor:
 
 @dataclass(slots=True)
 class LoadSession:
-    """The state of one load. One thread, under the process-wide load lock."""
+    """The state of one load. For one thread that holds the process-wide load lock."""
 
     config: TensorDedupConfig
     reader: SourceReader
@@ -95,14 +95,14 @@ class LoadSession:
         self.ahead = Prefetcher(self.reader, self.scratch, self.evaluator)
 
     def close(self) -> None:
-        """Wait for what is being read, and let go of what was found and not installed."""
+        """Wait for reads in progress, and release what was found and not installed."""
         self.reader.abandon()
         self.provider.close()
         self.ahead.close()
         self._hits.clear()
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
-        """Announce the final tensors of the load, before the first is asked for."""
+        """Announce the final tensors of the load, before the first is used."""
         seen: set[int] = set()
         for each in parameters:
             if each.view is not None:
@@ -143,7 +143,7 @@ class LoadSession:
         return reason_to_keep_private(view) or self.provider.reason(each.name)
 
     def make(self, each: DeferredParameter) -> ScratchTensor:
-        """Compute a final tensor into borrowed memory; afterwards its digests are known."""
+        """Compute a final tensor in scratch memory; afterwards its sources have digests."""
         view = _view(each)
         block = self.ahead.take(each)
         if block is None:
@@ -158,22 +158,23 @@ class LoadSession:
         return all(source.digest is None for source in each.sources)
 
     def give_back(self, made: ScratchTensor | None) -> None:
-        """Return the borrowed memory of `made`, if any."""
+        """Return the scratch memory of `made`, if any."""
         if made is not None and made.escaped:
             self.scratch.forget(made.block)
         elif made is not None:
             self.scratch.give_back(made.block)
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """Hash the bytes of a dense tensor, wherever it is."""
+        """Return the digest of the bytes of a dense tensor on any device."""
         return self.reader.digest_of(tensor)
 
     def content_digest(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
     ) -> str:
-        """The composite digest of a parameter's bytes, which are those of `tensor`.
+        """Return the composite digest of a parameter's bytes, which are those of `tensor`.
 
-        `trusted`: digests of sources stand for their bytes; without it all of them are hashed.
+        With `trusted`, the digests of sources stand for their bytes; without it all bytes are
+        hashed.
         """
         view = _view(each)
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:
@@ -183,9 +184,9 @@ class LoadSession:
     def share(
         self, parameters: Sequence[DeferredParameter], made: ScratchTensor | None = None
     ) -> None:
-        """Put these parameters into the model, shared where somebody has equal bytes.
+        """Install these parameters in the model, shared where a resident has equal bytes.
 
-        `made` may bring the content of the only parameter of the call; it is not given back.
+        `made` may hold the content of the only parameter of the call; it is not given back.
         """
         if made is None:
             self.find(parameters)
@@ -210,11 +211,11 @@ class LoadSession:
         self._publish(small, borrowed=True)
 
     def find(self, parameters: Iterable[DeferredParameter]) -> None:
-        """Look up, in one batch, the residents that the recipes of these lead to.
+        """Look up, in one batch, the residents that the recipes of these parameters lead to.
 
-        No byte is read. What is found is held until `share` installs it; parameters whose digests
-        are not known yet, or that stay private, are passed over. For the parameters of a whole
-        plan: then a memory manager is asked a few times a load, and not for each layer.
+        No byte is read. What is found is held until `share` installs it. Parameters whose digests
+        are not known yet, or that stay private, are skipped. Call it with the parameters of a whole
+        plan, so that a memory manager is asked a few times per load and not once per layer.
         """
         wanted = [
             (each, query)
@@ -227,7 +228,7 @@ class LoadSession:
                 self._hits[id(each)] = resident
 
     def _query(self, each: DeferredParameter) -> ResidentQuery | None:
-        """What to look for without a byte read; None where it cannot be told, or is not shared."""
+        """Return what to look for before any byte is read, or None if unknown or not shared."""
         dtype = each.parameter.dtype
         if each.installed or self.reason(each) is not None:
             return None
@@ -242,7 +243,7 @@ class LoadSession:
     def _share_one(
         self, each: DeferredParameter, made: ScratchTensor | None
     ) -> tuple[ScratchTensor, str] | None:
-        """Install a resident with these bytes; or return the bytes and their digest on a miss."""
+        """Install a resident with these bytes, or return the bytes and their digest on a miss."""
         if made is None:
             resident = self._hits.pop(id(each), None) or self._made_meanwhile(each)
             if resident is not None:
@@ -251,14 +252,14 @@ class LoadSession:
         return self._share_by_content(each, made)
 
     def _made_meanwhile(self, each: DeferredParameter) -> AnyResident | None:
-        """The resident of an equal parameter that this process has made since the look-up."""
+        """Return the resident of an equal parameter that was built here since the look-up."""
         query = self._query(each)
         if query is None:
             return None
         return self.provider.find([query], ask_manager=False)[0]
 
     def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
-        """Install a hit by recipe; compared first where verify_bytes or audit ask for it."""
+        """Install a hit by recipe, compared first where verify_bytes or audit ask for it."""
         verify, audit = self.config.verifies_bytes, self.sampled()
         if not verify and not audit:
             self._install(each, resident)
@@ -276,8 +277,8 @@ class LoadSession:
     def _share_by_content(
         self, each: DeferredParameter, made: ScratchTensor | None
     ) -> tuple[ScratchTensor, str] | None:
-        if made is None and (source := self._poured(each)) is not None:
-            self._pour(each, source)
+        if made is None and (source := self._streamed_source(each)) is not None:
+            self._stream(each, source)
             return None
         here = made if made is not None else self.make(each)
         if not sharable(here.tensor):
@@ -298,25 +299,31 @@ class LoadSession:
         self._give_back_own(here, made)
         return None
 
-    def pours(self, each: DeferredParameter) -> bool:
-        """Return whether a tensor is read straight into shared memory, without scratch memory."""
-        return self._poured(each) is not None
+    def is_streamed(self, each: DeferredParameter) -> bool:
+        """Return whether a tensor is read directly into shared memory, without scratch memory."""
+        return self._streamed_source(each) is not None
 
-    def _poured(self, each: DeferredParameter) -> SourceTensor | None:
-        """Return its source in that case: a second copy might not fit, and it is not on its way."""
-        if each.installed or each.nbytes <= POUR_BYTES or self.config.hash_algorithm != "blake3":
+    def _streamed_source(self, each: DeferredParameter) -> SourceTensor | None:
+        """Return the tensor's only source if it is read directly into shared memory, or None.
+
+        This is for tensors so large that a second copy might not fit, unless it is being read
+        already.
+        """
+        if each.installed or each.nbytes <= STREAM_BYTES or self.config.hash_algorithm != "blake3":
             return None
         if self.ahead.has(each) or not self.provider.local or self.reason(each) is not None:
             return None
         alone = self.evaluator.alone(_view(each))
         return None if id(alone) in self.evaluator.unhashed else alone
 
-    def _pour(self, each: DeferredParameter, source: SourceTensor) -> None:
+    def _stream(self, each: DeferredParameter, source: SourceTensor) -> None:
         parameter = each.parameter
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         geometry = ResidentKey(dtype_name(parameter.dtype), shape, stride, "")
         try:
-            resident = read_into_slab(geometry, each.nbytes, partial(self.reader.pour, source))
+            resident = read_into_slab(
+                geometry, each.nbytes, partial(self.reader.read_pieces, source)
+            )
         except SharedMemoryError as error:
             self.keep_private(each, str(error))
             return
@@ -363,7 +370,7 @@ class LoadSession:
         *,
         borrowed: bool,
     ) -> None:
-        """Keep tensors private for want of shared memory; the model loads all the same."""
+        """Keep tensors private for lack of shared memory; the model loads all the same."""
         for each, made, _ in missed:
             self.keep_private(each, reason, made)
             if borrowed:
@@ -424,14 +431,17 @@ class LoadSession:
         return f"recipe:{self.config.hash_algorithm}:{self._state}:{recipe}"
 
     def sampled(self) -> bool:
-        """Return whether this hit is one of those to audit."""
+        """Return whether this hit is one of those to audit, chosen at random."""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
     def agrees(self, resident: AnyResident, tensor: torch.Tensor) -> bool:
         """Compare a hit by content where that is asked for; return whether it may be used.
 
+        With verify_bytes a difference counts as a collision.
+
         Raises:
-            AuditError: An audit found other bytes. With verify_bytes it counts as a collision."""
+            AuditError: An audit found other bytes.
+        """
         verify = self.config.verifies_bytes
         if not (verify or self.sampled()):
             return True
@@ -449,7 +459,7 @@ def _view(each: DeferredParameter) -> View:
 
 
 def slabs(sizes: Sequence[int]) -> list[list[int]]:
-    """Group the tensors of a layer, given by sizes in bytes, into slabs; return their numbers."""
+    """Group the tensors of a layer, given by sizes in bytes, into slabs; return their indices."""
     large = [[n] for n, size in enumerate(sizes) if size >= _OWN_SLAB_BYTES]
     middling = [n for n, size in enumerate(sizes) if _SMALL_BYTES <= size < _OWN_SLAB_BYTES]
     small = [n for n, size in enumerate(sizes) if size < _SMALL_BYTES]
@@ -457,10 +467,10 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
-    """Return the resident with the bytes of each tensor, and whether it was built just now.
+    """Return the resident with the bytes of each tensor, and whether it was built by this call.
 
-    Those that are built share a slab. It is None, with the reason in the ledger, where another
-    tensor has the same digest or there is no shared memory to be had.
+    Those that are built share a slab. The resident is None, with the reason in the ledger, where
+    another tensor has the same digest or there is no shared memory left.
     """
     wanted = []
     for _, tensor in finals:

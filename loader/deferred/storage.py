@@ -1,8 +1,8 @@
-"""Deferred tensors: what a model's own loading code would do, written down instead of done.
+"""Deferred tensors, for which a model's loading code is recorded instead of executed.
 
-A deferred tensor is an ordinary meta tensor; its identity is its storage. Views need no record:
-dtype, shape, stride and offset say everything. What is recorded are writes into a storage and
-operations that make a new one.
+A deferred tensor is an ordinary meta tensor; its identity is its storage. Views need no record,
+because dtype, shape, stride and offset describe them fully. What is recorded are writes into a
+storage and operations that create a new one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ExpressionKind(enum.Enum):
-    """Where the first content of a storage comes from."""
+    """Where the initial content of a storage comes from."""
 
     SOURCE = "source"  # the tensor of a checkpoint, as it is in the file
     PARAMETER = "parameter"  # what the model's constructor left there
@@ -31,7 +31,7 @@ class ExpressionKind(enum.Enum):
 
 
 class Target(enum.Enum):
-    """Stands in a write's arguments where the tensor that is written was."""
+    """A placeholder, in a write's arguments, for the tensor that is written."""
 
     HERE = 0
 
@@ -73,12 +73,12 @@ class View:
         return count
 
     def is_whole(self) -> bool:
-        """Return whether the view holds every byte of its storage once, without gaps."""
+        """Return whether the view covers every byte of its storage once, without gaps."""
         whole = self.numel * self.dtype.itemsize == self.storage.nbytes
         return whole and self.offset == 0 and _is_packed(self.shape, self.stride)
 
     def is_contiguous(self) -> bool:
-        """Return whether it is row-major without gaps, so that its bytes are one range."""
+        """Return whether the view is row-major without gaps, so that its bytes are one range."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1:
@@ -90,7 +90,10 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """One recorded in-place operation. `args` and `kwargs` are snapshots, the target in place."""
+    """One recorded in-place operation.
+
+    `args` and `kwargs` are snapshots, with `Target` in place of the target.
+    """
 
     func: torch._ops.OpOverload
     target: View
@@ -101,9 +104,9 @@ class Write:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """The operation whose output number `index` is the first content of a storage.
+    """The operation whose output number `index` is the initial content of a storage.
 
-    `layout`: where in the storage that output lay when it was made.
+    `layout` tells where in the storage that output lay when it was computed.
     """
 
     func: torch._ops.OpOverload
@@ -115,10 +118,10 @@ class Operation:
 
 @dataclass(eq=False, slots=True)
 class VirtualStorage:
-    """The storage of a deferred tensor: its first content and the log of writes into it.
+    """The storage of a deferred tensor: its initial content and the log of writes into it.
 
     `untyped` keeps the meta storage alive while tracing, so that its address stays its name. A
-    tensor would not do: the loading code may give it other data.
+    tensor would not do, because the loading code may give it other data.
     """
 
     kind: ExpressionKind
@@ -136,7 +139,7 @@ class VirtualStorage:
     ordered: dict[int, list[Write]] | None = None
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Snapshot `tensor`, a meta tensor over this storage, as it is now."""
+        """Take a snapshot of `tensor`, a meta tensor over this storage, as it is now."""
         return View(
             self,
             len(self.writes),
@@ -169,7 +172,7 @@ def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
 def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
     """Return a view of a deferred source, which is contiguous.
 
-    Nothing is recorded: a view says by itself which bytes it means.
+    Nothing is recorded, because a view itself describes which bytes it covers.
 
     Raises:
         UnsupportedError: The tensor is stored conjugated or negated, so it is no view.
@@ -186,7 +189,7 @@ def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
 
 
 def span_of(view: View) -> tuple[int, int]:
-    """Return the range of bytes that a view lies in; there may be gaps."""
+    """Return the range of bytes that a view lies in, which may include gaps."""
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     itemsize = view.dtype.itemsize
     return view.offset * itemsize, (view.offset + last + 1) * itemsize

@@ -1,7 +1,7 @@
-"""The tracer: runs a model's own `load_weights` over deferred tensors and logs what it does.
+"""The tracer, which runs a model's own `load_weights` on deferred tensors and logs what it does.
 
 One `TorchDispatchMode` sees every operation. Views are left alone; writes and new storages are
-recorded (`storage.py`); what depends on data is answered with real data, read for the purpose.
+recorded (`storage.py`); operations that depend on data get real data, read for the purpose.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 
 class UntraceableError(UnsupportedError):
-    """This model's loading code does something that cannot be deferred: load it plainly."""
+    """This model's loading code does something that cannot be deferred; load it plainly."""
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -66,9 +66,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class Tracer:
     """The deferred storages of one load.
 
-    `evaluate` turns a view into a real tensor on `device`, where the model will be; it is called
-    for what depends on data.
-    Used by one thread; `recording()` is active in that thread alone.
+    `evaluate` turns a view into a real CPU tensor, for operations that depend on data. `device` is
+    where tensors go that the model creates on the device of a deferred parameter. Used by one
+    thread; `recording()` is active in that thread alone.
     """
 
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:
@@ -104,7 +104,7 @@ class Tracer:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Log operations on deferred tensors in this thread while the block runs.
+        """Log operations on deferred tensors in this thread within the block.
 
         Raises:
             UntraceableError: The code starts a thread, whose writes would go unseen.
@@ -114,7 +114,7 @@ class Tracer:
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Mark what runs within `recording` as ours and not the model's: it may use a pool."""
+        """Mark code within `recording` as this package's own, so that it may use a pool."""
         before, self._evaluating = self._evaluating, True
         try:
             yield
@@ -129,14 +129,14 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Forget what was recorded, so that it goes now: storages and views refer to each other."""
+        """Forget what was recorded; storages and views refer to each other and are freed here."""
         for storage in self._storages.values():
             storage.writes.clear()
             storage.initial = storage.operation = storage.reached = storage.ordered = None
         self._storages.clear()
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Send `torch.zeros(..., device=param.device)` to the device the parameter stands for."""
+        """Replace a device "meta", as in `torch.zeros(..., device=...)`, by the model's device."""
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "meta":
             return kwargs
@@ -171,7 +171,7 @@ class Tracer:
             self._evaluating = False
 
     def run(self, func: Any, kind: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do, record or answer one operation that has at least one deferred argument."""
+        """Execute, record or answer an operation that has at least one deferred argument."""
         if kind is Op.REFUSED:
             raise UntraceableError(f"{func} replaces the memory of a deferred tensor")
         if kind is Op.DATA and needs_data(func, args):
@@ -184,7 +184,7 @@ class Tracer:
         return self._fresh(func, args, kwargs, kind)
 
     def copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do or record a `copy_`: nearly everything that loading code does."""
+        """Execute or record a `copy_`, which is nearly everything that loading code does."""
         target, value = args[0], args[1]
         storage = self.find(target)
         if storage is None:
@@ -233,7 +233,7 @@ class Tracer:
     def _rehearse(
         self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Do it on meta tensors, for the errors that plain loading would raise here and now."""
+        """Run the operation on meta tensors, for the errors that plain loading would raise here."""
         shape, nbytes = target.shape, target.untyped_storage().nbytes()
         func(*_map(args, _to_meta), **{k: _map(v, _to_meta) for k, v in kwargs.items()})
         if target.shape != shape or target.untyped_storage().nbytes() != nbytes:
@@ -301,8 +301,11 @@ class Tracer:
 
 
 class _Dispatch:
-    """What the mode does. Apart from it, because a mode that defines `__torch_dispatch__` itself
-    gets it wrapped for the compiler, which costs more than all that is done here."""
+    """The dispatch of the mode, in a class of its own.
+
+    A mode that defines `__torch_dispatch__` itself gets it wrapped for the compiler, which costs
+    more than everything that is done here.
+    """
 
     _tracer: Tracer
 
@@ -337,7 +340,7 @@ def _has_deferred(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _plain_view(storage: VirtualStorage, tensor: torch.Tensor) -> View:
-    """Snapshot a deferred tensor whose elements are what its memory holds."""
+    """Return a snapshot of a deferred tensor whose elements are what its memory holds."""
     if tensor.is_neg() or tensor.is_conj():
         raise UntraceableError("a lazily negated or conjugated tensor is not what its memory holds")
     return storage.view(tensor)
@@ -352,7 +355,7 @@ def _overlap(a: View, b: View) -> bool:
 
 
 def _refuse_foreign(tensor: torch.Tensor) -> None:
-    """Raise for a meta tensor that is not ours: nobody knows what it would hold."""
+    """Raise UntraceableError for a meta tensor of the model's own: its content is unknown."""
     if tensor.is_meta:
         raise UntraceableError("a meta tensor of the model's own has no content to record")
 
@@ -367,8 +370,8 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _no_new_threads(ours: Callable[[], bool]) -> Iterator[None]:
     """Refuse threads started by the traced code: a dispatch mode is active in one thread only.
 
-    Without this a loader that copies from a pool would silently leave its parameters as they were.
-    `ours` says whether the code that runs now is our own, which may use a pool.
+    Otherwise a loader that copies from a pool would silently leave its parameters as they were.
+    `ours` tells whether the code that runs now is this package's, which may use a pool.
     """
     tracing = threading.get_ident()
     original = threading.Thread.start

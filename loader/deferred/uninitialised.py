@@ -1,7 +1,7 @@
-"""Memory that nobody has written since `torch.empty` gave it out: what it holds is chance.
+"""Detection of memory that has not been written since `torch.empty` allocated it.
 
-A constructor leaves some parameters so, for the checkpoint to fill, and gives others a content:
-only who watches it can tell them apart.
+A constructor leaves some parameters uninitialised, for the checkpoint to fill, and gives others a
+content; only watching its operations tells them apart.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EMPTY = {
 
 
 class UninitialisedStorages:
-    """The storages made by `torch.empty` and its kin while `watching`, and not written there.
+    """The storages made by `torch.empty` and its variants while `watching`, and not written.
 
-    Holds none of them. One thread: what another one makes or writes is not seen.
+    Holds no storage alive. For one thread: what others create or write is not seen.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class UninitialisedStorages:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what this thread makes and writes while the block runs."""
+        """Watch what this thread creates and writes within the block."""
         with _Mode(self):
             yield
 
@@ -63,16 +63,16 @@ class UninitialisedStorages:
 def surely_unwritten(storage: VirtualStorage) -> int:
     """Return a lower bound of the bytes of a storage that no recorded write has filled.
 
-    Writes that overlap count twice, so the bound may be too low and never too high.
+    Overlapping writes count twice, so the bound may be too low but is never too high.
     """
     done = sum(write.target.numel * write.target.dtype.itemsize for write in storage.writes)
     return max(0, storage.nbytes - done)
 
 
 class _Dispatch:
-    """Apart from the mode, as the tracer's, which says why."""
+    """The dispatch of the mode, in a class of its own for the same reason as the tracer's."""
 
-    _untouched: UninitialisedStorages
+    _uninitialised: UninitialisedStorages
 
     def __torch_dispatch__(
         self,
@@ -84,14 +84,14 @@ class _Dispatch:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func._schema.name in _EMPTY and isinstance(out, torch.Tensor):
-            self._untouched.made(out)
+            self._uninitialised.made(out)
         for position, name in written(func):
             target = args[position] if position < len(args) else kwargs.get(name)
-            self._untouched.touched(target)
+            self._uninitialised.touched(target)
         return out
 
 
 class _Mode(_Dispatch, TorchDispatchMode):
-    def __init__(self, untouched: UninitialisedStorages) -> None:
+    def __init__(self, uninitialised: UninitialisedStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._untouched = untouched
+        self._uninitialised = uninitialised

@@ -1,9 +1,9 @@
-"""Hash parameters in batches, and make residents of those whose bytes nobody has.
+"""Hash parameters in batches, and build residents of those whose bytes nobody has.
 
-What no resident can equal, by its dtype and shape, is hashed on its way into a slab. What is hashed
-is then what the slab holds, so no second hash is needed to know that a file was not changed between
-being hashed and being copied. Files are read instead of looked at through their mappings: every
-page of those would have to be entered first, and a fault waits for the disk.
+A tensor that no resident can equal, by its dtype and shape, is hashed on its way into a slab. What
+is hashed is then what the slab holds, so no second hash is needed to detect a file that changed
+between hashing and copying. Files are read instead of accessed through their mappings, where every
+page would have to be faulted in first and each fault waits for the disk.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MIN_THREADED_BYTES: Final = 128 << 10
 
 
 def reason_of_class(parameter: nn.Parameter) -> str | None:
-    """Return why parameters of this one's class are left alone, or None if they need not be."""
+    """Return why parameters of this class stay private, or None if they can be shared."""
     kind = type(parameter)
     if f"{kind.__module__}.{kind.__qualname__}" in _PLAIN_CLASSES:
         return None
@@ -62,9 +62,9 @@ def reason_of_class(parameter: nn.Parameter) -> str | None:
 
 
 def slab_batches(items: Iterable[_T], nbytes: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Yield runs of items that fill a slab each, and large items by themselves.
+    """Yield lists of items that fill one slab each, and large items by themselves.
 
-    Items are taken one run at a time. `nbytes` tells the size of one.
+    Items are consumed one batch at a time. `nbytes` returns the size of an item.
     """
     batch: list[_T] = []
     size = 0
@@ -87,11 +87,11 @@ def _resident_geometries() -> set[_Geometry]:
 
 @dataclass(slots=True)
 class DedupContext:
-    """What the models of one load have in common. One thread.
+    """What the models of one load have in common. For one thread.
 
     `files` is None where hints are no help, as after a cast. `built` are the residents that this
-    load made, `resident_before` the geometries of those that were there when it began. `remembered`
-    and `unknown` count the tensors whose digest a hint gave, and the others.
+    load made; `resident_before` are the geometries of those that existed when it began.
+    `remembered` and `unknown` count the tensors whose digest a hint gave, and the others.
     """
 
     config: TensorDedupConfig
@@ -110,7 +110,7 @@ class DedupContext:
 
 @dataclass(frozen=True, slots=True)
 class DedupCandidate:
-    """A parameter to share, the tensor it holds, and the file range that this is, if it is one."""
+    """A parameter to share, the tensor it holds, and the file range that backs it, if any."""
 
     name: str
     parameter: nn.Parameter
@@ -120,9 +120,9 @@ class DedupCandidate:
 
 @dataclass(frozen=True, slots=True)
 class MissingResident:
-    """A parameter whose bytes are nowhere resident, and the replica of its key it will be.
+    """A parameter whose bytes are not resident, and the replica of its key that it will be.
 
-    `number` is its place in the batch.
+    `number` is its index in the batch.
     """
 
     candidate: DedupCandidate
@@ -132,7 +132,7 @@ class MissingResident:
 
 
 class HashBatch:
-    """Parameters that are hashed together, some of which become residents. One thread.
+    """Parameters that are hashed together, some of which become residents. For one thread.
 
     Threads of the hash pool read files between `begin` and `digests`, or `abandon`.
     """
@@ -149,11 +149,11 @@ class HashBatch:
 
     @property
     def is_all_files(self) -> bool:
-        """Whether all candidates are ranges of files, where a later write can be told."""
+        """Whether all candidates are ranges of files, where a later write can be detected."""
         return all(each.file_range is not None for each in self.candidates)
 
     def begin(self) -> None:
-        """Start hashing, and copying what nobody can have."""
+        """Start hashing, and copying what cannot be resident yet."""
         began = time.perf_counter()
         if self._context.files is not None:
             ranges = (each.file_range for each in self.candidates)
@@ -176,7 +176,7 @@ class HashBatch:
         return found
 
     def abandon(self) -> None:
-        """Wait until nothing is read any more."""
+        """Wait until nothing is being read any more."""
         wait(self._begun.values())
 
     def _results(self) -> list[str]:
@@ -211,7 +211,9 @@ class HashBatch:
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         """Return a resident for each, and whether it was made by this call.
 
-        Raises `SharedMemoryError` if there is no shared memory for them.
+        Raises:
+            SharedMemoryError: There is no shared memory for them.
+            ChangedFileError: A file changed after it was hashed.
         """
         if self._fill is None:
             return self._get_or_build(missing)
@@ -252,7 +254,7 @@ def _register(resident: Resident, replica: int) -> tuple[Resident, bool]:
 
 
 class SourceBytes:
-    """The bytes of a tensor, where they lie now, and of which file they are."""
+    """The bytes of a tensor: where they lie now, and the file range that backs them, if any."""
 
     def __init__(self, tensor: torch.Tensor, file_range: FileRange | None) -> None:
         self.tensor: Final = tensor
@@ -260,20 +262,21 @@ class SourceBytes:
 
     @property
     def misalignment(self) -> int:
-        """How far they begin beyond a multiple of 64, which can change how products are rounded."""
+        """The distance beyond a multiple of 64 bytes, which can change how products are rounded."""
         return self.tensor.data_ptr() % ALIGNMENT
 
     def digest(self, algorithm: str) -> Future[str]:
-        """Start hashing."""
+        """Start hashing and return the future digest."""
         nbytes, file_range = self.tensor.nbytes, self._file_range
         if file_range is None or algorithm != "blake3" or nbytes < _MIN_THREADED_BYTES:
             return submit(tensor_bytes(self.tensor), algorithm)
         return stream(nbytes, file_range.read)
 
     def copy_into(self, writer: SlabWriter) -> tuple[int, Future[str]]:
-        """Start copying and hashing with BLAKE3, and return where in the slab the copy begins.
+        """Start copying and hashing with BLAKE3; return the offset in the slab and the digest.
 
-        Raises `OutOfMemoryError` if there is no memory for it.
+        Raises:
+            OutOfMemoryError: There is no memory for the copy.
         """
         nbytes, data = self.tensor.nbytes, tensor_bytes(self.tensor)
         start = writer.take(nbytes + self.misalignment) + self.misalignment
@@ -295,15 +298,16 @@ class SourceBytes:
 
 
 class SlabFill:
-    """One slab for the tensors of one batch. One thread; threads of the hash pool do the work.
+    """One slab for the tensors of one batch. For one thread; the hash pool does the work.
 
-    The memory of tensors that were copied and are not wanted in the end is given back.
+    The memory of tensors that were copied but are not wanted in the end is given back.
     """
 
     def __init__(self, sources: Sequence[SourceBytes], copied: Collection[int]) -> None:
         """Reserve a slab; `copied` are the numbers of the sources that are copied at once.
 
-        Raises `OutOfMemoryError` if there is no memory for it.
+        Raises:
+            OutOfMemoryError: There is no memory for the slab.
         """
         self._sources = sources
         self._copied = sorted(copied)
@@ -313,18 +317,21 @@ class SlabFill:
         self._starts: dict[int, int] = {}
 
     def begin(self, begun: dict[int, Future[str]]) -> None:
-        """Start copying and hashing with BLAKE3, and enter the digests by number.
+        """Start copying and hashing with BLAKE3, and enter the future digests by number.
 
-        Nothing may be done with this object before all that was entered has ended. Raises
-        `OutOfMemoryError`.
+        Do not use this object before all of them are done.
+
+        Raises:
+            OutOfMemoryError: There is no memory for a copy.
         """
         for number in self._copied:
             self._starts[number], begun[number] = self._sources[number].copy_into(self._writer)
 
     def seal(self, digests: dict[int, str]) -> dict[int, Resident]:
-        """Return residents of those that are wanted, by number; the rest of them is copied now.
+        """Return residents of those that are wanted, by number, copying those not copied yet.
 
-        Raises `OutOfMemoryError` if there is no memory for them.
+        Raises:
+            OutOfMemoryError: There is no memory for them.
         """
         for number in digests:
             if number not in self._starts:

@@ -1,15 +1,15 @@
-"""Share the parameters of a model that somebody else loads, or has loaded.
+"""Share the parameters of a model that another framework loads, or has loaded.
 
-Nothing is known here but the finished tensors, after casts and merges; so those are what is hashed.
-A parameter keeps its object and gets another storage: a mapping of its own of the resident with its
-bytes. The way of a parameter through `ModuleDedup`:
+Only the finished tensors are known here, after casts and merges, so those are hashed. A parameter
+keeps its object and gets another storage: its own mapping of the resident with its bytes.
+`ModuleDedup` takes a parameter through these steps:
 
     note or settle     a loader has set it for good, or the whole model is complete
-    candidates         is it one to share, and if not, why not
-    hash               in batches, while the loader goes on where a later write would be seen
-    find               the resident with its bytes, as a replica that no other name of the model has
+    candidates         whether to share it, and the reason if not
+    hash               in batches, while the loader continues where a later write would be seen
+    find               the resident with its bytes, as a replica no other name of the model has
     install            a mapping of that resident in its place
-    build              where there is none, which is then installed in the same way
+    build              a resident where there is none, which is then installed the same way
     account            what was shared, what was made, and the reasons of the others
 """
 
@@ -62,7 +62,7 @@ _UNDER_WAY: Final = 2
 
 
 class _Found(NamedTuple):
-    """A resident for a parameter. `made`: for it, just now."""
+    """A resident for a parameter; `made` tells that it was built for it just now."""
 
     parameter: nn.Parameter
     resident: Resident
@@ -71,11 +71,11 @@ class _Found(NamedTuple):
 
 
 class ModuleDedup:
-    """Shares the parameters of one model. One thread, under the process-wide load lock.
+    """The deduplication of one model. For one thread that holds the process-wide load lock.
 
-    No two names of the model get one resident, unless the model ties them itself. Parameters that
-    `note` hears of are read while the loader goes on: end with `settle` or `abandon` before files
-    are closed. Nobody may write to the parameters while one of these methods runs.
+    No two names of the model get one resident, unless the model ties them itself. Parameters passed
+    to `note` are read while the loader continues: end with `settle` or `abandon` before files are
+    closed. Nobody may write to the parameters while one of these methods runs.
     """
 
     def __init__(self, model: nn.Module, context: DedupContext) -> None:
@@ -101,7 +101,7 @@ class ModuleDedup:
             self._claim(each for each in whole.parameters() if id(each) not in mine)
 
     def note(self, name: str) -> None:
-        """Hear that a loader has set this tensor of the model for good."""
+        """Tell that a loader has set this tensor of the model for good."""
         parameter = _find_parameter(self.model, name)
         if parameter is None or parameter.device.type != "cpu":
             return
@@ -118,7 +118,7 @@ class ModuleDedup:
             self._begin(list(waiting.values()))
 
     def settle(self) -> None:
-        """Share what is left, put the replicas in order, and account. The model is complete."""
+        """Share the rest of a complete model, order the replicas, and account for everything."""
         self._waiting.clear()
         self._complete()
         self._forget_replaced()
@@ -134,9 +134,9 @@ class ModuleDedup:
         self._end()
 
     def abandon(self) -> None:
-        """Wait until nothing is read any more; what is not shared by now stays as it was.
+        """Wait until nothing is being read any more; what is not shared yet stays as it was.
 
-        In a forked child nobody reads.
+        A forked child does not wait, because its parent does the reading.
         """
         while self._under_way:
             if os.getpid() == self._process:
@@ -146,7 +146,7 @@ class ModuleDedup:
         self._unchecked.clear()
 
     def share_again(self, parameters: Container[int]) -> None:
-        """Share those of these ids that are private now. The model is complete."""
+        """Share those parameters, given by id, that are private now. The model is complete."""
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         left = (item for item in self._left() if id(item[1]) in parameters)
         for batch in slab_batches(left, _nbytes):
@@ -171,7 +171,7 @@ class ModuleDedup:
     # Hashing, while the loader goes on.
 
     def _begin(self, items: Sequence[NamedParameter], *, wait: bool = False) -> None:
-        """Have some read; the loader goes on meanwhile where a later write would be seen."""
+        """Start reading parameters; the loader continues where a later write would be seen."""
         self._complete(0 if wait else _UNDER_WAY - 1)
         began, hashed = time.perf_counter(), self._context.hash_seconds
         candidates = [each for each in self._candidates(items) if not self._share_by_hint(each)]
@@ -187,7 +187,10 @@ class ModuleDedup:
             self._complete(checked=True)
 
     def _complete(self, under_way: int = 0, *, checked: bool = False) -> None:
-        """Share what was read, but for so many batches. `checked`: nobody went on meanwhile."""
+        """Share what was read, except for `under_way` batches.
+
+        `checked` tells that the loader did not continue meanwhile.
+        """
         while len(self._under_way) > under_way:
             batch = self._under_way[0]
             digests = batch.digests()
@@ -198,7 +201,7 @@ class ModuleDedup:
                 self._unchecked += batch.candidates
 
     def _changed(self, batch: HashBatch) -> set[int]:
-        """Return those that are not what was read, or not the model's any more."""
+        """Return those that are not what was read, or are no longer the model's."""
         return {
             id(each.parameter)
             for each in batch.candidates
@@ -236,7 +239,7 @@ class ModuleDedup:
         return hits, missing
 
     def _share_by_hint(self, candidate: DedupCandidate) -> bool:
-        """Share what a hint names and what is resident, without reading it. False: hash it."""
+        """Share a resident that a hint names, without reading; False means it must be hashed."""
         remembered = None if candidate.file_range is None else candidate.file_range.remembered
         if remembered is None:
             self._context.unknown += 1
@@ -284,7 +287,11 @@ class ModuleDedup:
             self._reasons.pop(id(parameter), None)
 
     def _equal(self, resident: Resident, parameter: nn.Parameter) -> bool:
-        """Compare a hit with the parameter when asked to; count a collision, or `AuditError`."""
+        """Compare a hit with the parameter if asked to, counting a collision.
+
+        Raises:
+            AuditError: An audit found other bytes.
+        """
         config = self._context.config
         audited = config.audit > 0 and self._context.rng.random() < config.audit
         if not (config.verifies_bytes or audited):
@@ -299,7 +306,7 @@ class ModuleDedup:
     # Which parameters are candidates, and what a loader has done to them since.
 
     def _candidates(self, items: Sequence[NamedParameter]) -> list[DedupCandidate]:
-        """Return those to share; keep the reasons of the others, or the residents they are."""
+        """Return those to share; record the others' reasons, or the residents that they are."""
         together = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for number in together & self._shares.keys():
             self._set_apart(number)
@@ -328,7 +335,7 @@ class ModuleDedup:
         return chosen
 
     def _reason(self, parameter: nn.Parameter, together: set[int]) -> str | None:
-        """Return why this parameter is left alone, or None."""
+        """Return why this parameter stays private, or None."""
         reason = reason_of_class(parameter)
         if reason is not None:
             return reason
@@ -345,9 +352,9 @@ class ModuleDedup:
         return None
 
     def _restore_views_with(self, tensor: torch.Tensor) -> bool:
-        """Restore the shared parameters that were views of this tensor's memory, if there are any.
+        """Restore the shared parameters that were views of this tensor's memory, if any.
 
-        Then neither they nor this tensor are shared.
+        Returns whether there were any; then neither they nor this tensor are shared.
         """
         views = self._replaced.overlapping(tensor)
         for view in views:
@@ -358,7 +365,7 @@ class ModuleDedup:
         return bool(views)
 
     def _set_apart(self, number: int) -> ReplicaShare | None:
-        """Leave one that was shared as it is now: another one of the model has its memory."""
+        """Stop sharing a parameter, left as it is now: another one of the model uses its memory."""
         share = self._shares.pop(number, None)
         if share is not None:
             self._reasons[number] = NotShared.SHARED_STORAGE
@@ -384,7 +391,7 @@ class ModuleDedup:
     # The end of a load.
 
     def _copy_out_of_files(self) -> None:
-        """Copy what is left of checkpoint files in memory: one small tensor pins a whole file."""
+        """Copy the rest of checkpoint files into memory: one small tensor pins a whole file."""
         memory = ProcessMappings()
         tied = overlapping(chain(self.model.parameters(), self.model.buffers()))
         for parameter in self.model.parameters():
@@ -407,9 +414,9 @@ class ModuleDedup:
 
 
 def _is_as_read(candidate: DedupCandidate) -> bool:
-    """Return whether the parameter is what was read, although the loader went on.
+    """Return whether the parameter is what was read, although the loader continued.
 
-    A write to a file's page copies that page, and so shows.
+    A write to a mapped page of a file copies that page, and so can be detected.
     """
     data, read = param_data(candidate.parameter), candidate.data
     same = (data.data_ptr(), data.shape, data.stride(), data.dtype) == (

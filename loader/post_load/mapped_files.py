@@ -1,9 +1,9 @@
 """The files that finished tensors are mapped from, and what hints know of their bytes.
 
-A loader that maps a checkpoint and copies nothing leaves parameters that are ranges of a file. Such
-a range is found by its address, never by a name: the kernel tells which file, by device and inode,
-is mapped there, and from which offset. So the digest that a hint gives for the range is that of the
-parameter, which need not be read when its bytes are resident.
+A loader that maps a checkpoint without copying leaves parameters that are ranges of a file. Such a
+range is identified by its address, never by a name: the kernel tells which file, by device and
+inode, is mapped there, and from which offset. The digest that a hint gives for the range is
+therefore that of the parameter, which need not be read if its bytes are resident.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _ASK_BYTES: Final = 1 << 20
 
 @dataclass(slots=True)
 class _File:
-    """A mapped file, opened.
+    """An open mapped file.
 
     `known` are the digests that hints give, by (start, nbytes), and `learned` those that this load
-    computed. `asked` is where the part ends that the kernel was asked to read.
+    computed. `asked` is the end of the part that the kernel was asked to read.
     """
 
     fd: int
@@ -50,7 +50,7 @@ class _File:
 
     @property
     def quiet(self) -> bool:
-        """Whether it was left alone for so long that a change would show in its times."""
+        """Whether the file was unmodified for so long that a change would show in its times."""
         return self.began_ns - max(self.identity.mtime_ns, self.identity.ctime_ns) >= QUIET_NS
 
 
@@ -63,14 +63,15 @@ class FileRange(NamedTuple):
 
     @property
     def remembered(self) -> str | None:
-        """The digest that a hint gives for it, or None."""
+        """The digest that a hint gives for the range, or None."""
         return self.file.known.get((self.start, self.nbytes))
 
     def read(self, into: memoryview, offset: int) -> None:
         """Fill a buffer with the bytes from `offset` on. Any thread, until the files are closed.
 
-        Raises `ChangedFileError` if the file has become shorter, `UnreadableFileError` if the
-        system cannot read it.
+        Raises:
+            ChangedFileError: The file has become shorter.
+            UnreadableFileError: The file cannot be read.
         """
         done = 0
         while done < len(into):
@@ -95,17 +96,17 @@ class FileRange(NamedTuple):
 
 
 class MappedFiles:
-    """The files that one load finds mapped. Owns a descriptor of each until `close`. One thread."""
+    """The files that one load finds mapped. One thread; owns their descriptors until `close`."""
 
     def __init__(self, algorithm: str, *, trust: bool) -> None:
-        """`trust` says whether hints are believed; without it they are only written."""
+        """Take the hash algorithm; without `trust`, hints are written but not believed."""
         self._algorithm = algorithm
         self._trust = trust
         self._hints = HintIndex()
         self._files: dict[tuple[str, int], _File | None] = {}
 
     def range_of(self, tensor: torch.Tensor, memory: ProcessMappings) -> FileRange | None:
-        """Return the file range that a gap-free tensor is, or None if it is memory."""
+        """Return the file range that backs a gap-free tensor, or None if it lies in memory."""
         mapped = memory.file(tensor)
         if mapped is None:
             return None
@@ -126,7 +127,7 @@ class MappedFiles:
         return self._files[which]
 
     def _open(self, mapped: FileMapping) -> _File | None:
-        """Open the mapped file; None if its path leads to another one by now, or nowhere."""
+        """Open the mapped file, or return None if its path is gone or leads to another file."""
         try:
             fd = os.open(mapped.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -140,10 +141,10 @@ class MappedFiles:
         return _File(fd, mapped.path, identity, time.time_ns(), known)
 
     def prefetch(self, ranges: Iterable[FileRange]) -> None:
-        """Have the kernel begin to read what is hashed next, and what lies behind it.
+        """Ask the kernel to read what is hashed next, and what follows it in the file.
 
-        A page fault reads a few pages, and its thread waits for them: a cold file comes in pieces
-        too small for the disk. It costs little where the file is in memory.
+        A page fault reads a few pages while its thread waits, so that a cold file would be read in
+        pieces too small for the disk. For a file that is cached the cost is small.
         """
         for each in sorted(ranges, key=lambda each: (id(each.file), each.start)):
             stop = each.start + each.nbytes
@@ -154,9 +155,10 @@ class MappedFiles:
                     os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
     def learn(self, hashed: FileRange, digest: str) -> None:
-        """Note the digest of a range.
+        """Record the digest of a range.
 
-        Raises `StaleHintError`, and forgets the hint, if it said otherwise.
+        Raises:
+            StaleHintError: The hint, which is deleted, gave another digest.
         """
         remembered = hashed.remembered
         if remembered is None:
@@ -171,7 +173,11 @@ class MappedFiles:
             )
 
     def finish(self) -> None:
-        """Write what was hashed as hints. Raises `ChangedFileError` if a file has changed."""
+        """Write what was hashed as hints.
+
+        Raises:
+            ChangedFileError: A file has changed.
+        """
         for file in self._files.values():
             if file is None:
                 continue
@@ -185,7 +191,7 @@ class MappedFiles:
                 )
 
     def close(self) -> None:
-        """Close every descriptor. Calling it twice does no harm."""
+        """Close every descriptor. Idempotent."""
         files, self._files = self._files, {}
         with contextlib.ExitStack() as closing:
             for file in files.values():

@@ -1,7 +1,7 @@
-"""Share the parameters that a loader has put straight onto a GPU, or that were moved there.
+"""Share the parameters that a loader has put directly on a GPU, or that were moved there.
 
-They are hashed on the GPU, or fetched for it where that cannot be. What becomes a resident is
-copied on the GPU, a slab's worth at a time, and the private memory goes back to torch's allocator.
+They are copied to the host for hashing. What becomes a resident is copied on the GPU, one slab at a
+time, and the private memory returns to torch's allocator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class GpuShare(NamedTuple):
     """A parameter that is shared on a GPU now.
 
-    `made`: the resident was made for it. `before`: it was resident before this load.
+    `made` tells that the resident was built for it, and `before` that it existed before this load.
     """
 
     made: bool
@@ -43,7 +43,7 @@ class GpuShare(NamedTuple):
 
 
 class GpuModuleDedup:
-    """Shares the parameters of one model that are on GPUs. One thread, under the load lock.
+    """The deduplication of one model's parameters on GPUs. For one thread that holds the load lock.
 
     `shares` and `reasons` are by id of the parameter. Nobody may write to the parameters meanwhile.
     """
@@ -56,7 +56,7 @@ class GpuModuleDedup:
         self.reasons: dict[int, str] = {}
 
     def share(self, named: Sequence[NamedParameter]) -> None:
-        """Share these parameters of the model, without those that are on no GPU."""
+        """Share those of these parameters of the model that are on a GPU."""
         here = [(gpu, item) for item in named if (gpu := DEVICES.at(item[1].device)) is not None]
         here = [(gpu, item) for gpu, item in here if item[1].device.type != "cpu"]
         if not here:

@@ -1,8 +1,8 @@
 """The memory that parameters had before they were shared.
 
-While a model loads, its parameters are shared as they come. A later one may be a view of the memory
-that an earlier one had (files of `torch.save` keep such ties). Then neither is shared, so that they
-stay what plain loading makes of them.
+While a model loads, its parameters are shared as they arrive. A later one may be a view of the
+memory that an earlier one had (files of `torch.save` preserve such ties). Then neither is shared,
+so that both are what plain loading makes of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedView:
-    """What a parameter was before: a view of bytes `start` to `end` of a storage."""
+    """The former data of a parameter: a view of bytes `start` to `end` of a storage."""
 
     parameter: nn.Parameter
     start: int
@@ -44,20 +44,20 @@ class ReplacedView:
 
 @dataclass(slots=True)
 class _Storage:
-    """The views of one storage that parameters had, in order; none overlaps another."""
+    """The former views of one storage, sorted; none overlaps another."""
 
     reference: WeakStorage  # keeps its number from being given to another storage
     views: list[ReplacedView] = field(default_factory=list)
 
 
 class ReplacedStorages:
-    """The memory that the shared parameters of one model had before. One thread."""
+    """The memory that the shared parameters of one model had before. For one thread."""
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
 
     def enter(self, parameter: nn.Parameter) -> None:
-        """Note the memory of a gap-free parameter, just before it gets other memory."""
+        """Record the memory of a gap-free parameter, just before it gets other memory."""
         data = param_data(parameter)
         storage = data.untyped_storage()
         found = self._storages.get(number_of(storage))
@@ -75,7 +75,7 @@ class ReplacedStorages:
         found.views.insert(bisect_left(found.views, start, key=_start), view)
 
     def overlapping(self, tensor: torch.Tensor) -> list[ReplacedView]:
-        """Return the views that had a byte of the memory this tensor has now."""
+        """Return the former views that overlap the memory this tensor has now."""
         data = param_data(tensor)
         if data.layout is not torch.strided or data.is_meta or not data.nbytes:
             return []

@@ -1,7 +1,7 @@
-"""Which of several equal residents each name of a model gets.
+"""Assignment of replicas: which of several equal residents each name of a model gets.
 
-A key has several residents, numbered, where one model has equal tensors: those must not become one
-memory. Models of one kind are to share name by name, in whatever order they were loaded.
+A key has several numbered residents if one model has equal tensors, because those must not become
+one memory. Models of one kind share name by name, in whatever order they were loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _roots: Final[WeakKeyDictionary[nn.Module, ref[nn.Module]]] = WeakKeyDictionary(
 class ReplicaShare:
     """A parameter that is a mapping of a resident now.
 
-    `made`: the resident was made for it. `before`: it was resident before this load.
+    `made` tells that the resident was built for it, and `before` that it existed before this load.
     """
 
     parameter: nn.Parameter
@@ -48,12 +48,12 @@ class ReplicaShare:
 
 
 def note_first_name(resident: Resident, name: str) -> None:
-    """Note the name for which a resident was made."""
+    """Record the name for which a resident was built."""
     _first_names[resident] = name
 
 
 def note_root(root: nn.Module) -> None:
-    """Note the parts of a model, which may itself be a part of another one later."""
+    """Record the parts of a model, which may itself become a part of another one later."""
     parts = set(root.modules())
     for part in parts:
         known = _root(part)
@@ -77,7 +77,7 @@ def _root(part: nn.Module) -> nn.Module | None:
 
 
 class ReplicaAssigner:
-    """The replicas that the names of one model have taken. One thread."""
+    """The replicas that the names of one model have taken. For one thread."""
 
     def __init__(self, taken: Iterable[ReplicaKey] = ()) -> None:
         self._used: dict[ResidentKey, set[int]] = defaultdict(set)
@@ -93,7 +93,7 @@ class ReplicaAssigner:
         return True
 
     def release(self, key: ResidentKey, replica: int) -> None:
-        """Give a replica back."""
+        """Return a replica, so that another name can take it."""
         self._used[key].discard(replica)
 
     def claim_first(self, key: ResidentKey) -> int:
@@ -101,7 +101,7 @@ class ReplicaAssigner:
         return next(replica for replica in count() if self.claim(key, replica))
 
     def choose(self, key: ResidentKey, name: str) -> int:
-        """Take a replica for this name: one that is resident, best its own, or else a new one."""
+        """Take a replica for this name: a resident one, preferably its own, or else a new one."""
         used = self._used[key]
         there = {
             replica: resident
@@ -118,7 +118,7 @@ class ReplicaAssigner:
     def order(
         self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, ReplicaShare]
     ) -> None:
-        """Give names of equal bytes their replicas by name, then in order, however they came."""
+        """Assign replicas to names of equal bytes by first name, then in order of the names."""
         equals: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:
             share = shares.get(id(parameter))
@@ -130,7 +130,7 @@ class ReplicaAssigner:
 
 
 def _equal(group: Sequence[tuple[str, ReplicaShare]]) -> bool:
-    """Return whether they are equal: each was compared with its own tensor, not with the others."""
+    """Return whether all have equal bytes; each was compared only with its own tensor before."""
     first, *rest = (share.resident.map(writable=False) for _, share in group)
     return all(same_bytes(first, each) for each in rest)
 

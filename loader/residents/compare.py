@@ -28,24 +28,24 @@ def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two dense tensors of one geometry are equal bit by bit, also where NaN."""
+    """Return whether two dense tensors of one geometry are equal bit by bit, including NaNs."""
     if a.dtype != b.dtype or a.nbytes != b.nbytes:
         return False
     return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
 
 
 def is_forgeable(digest: str) -> bool:
-    """Return whether other bytes could be forged to have this digest, or the one it was cast of."""
+    """Return whether other bytes could be forged for this digest or the one it was cast from."""
     return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 
 
 def require_as_hashed(
     made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
-    """Require that copies out of mapped files are the bytes that were hashed there before.
+    """Check that copies out of mapped files have the bytes that were hashed there before.
 
-    Anybody may have written to a file in between, and its times need not tell. Call it before
-    anybody else can get the copies.
+    A file may have been written in between without a change of its times. Call this before anyone
+    else can get the copies.
 
     Raises:
         ChangedFileError: A copy has another digest.

@@ -1,9 +1,9 @@
-"""The memory manager as a load sees it: residents of other processes, and those put there.
+"""The memory manager as a load uses it: residents of other processes, and those put there.
 
-What is borrowed is a resident like any other, in a slab of the manager's; its lease ends with it.
-The same steps serve a manager of host memory (`HostMemory`, here) and one of a GPU
-(`tensor_dedup.loader.cuda.manager_residents`). Whatever fails costs sharing and never a load: it is
-said once, and the tensors stay in this process.
+A borrowed tensor is a resident like any other, in a slab of the manager; its lease ends with it.
+The same code serves a manager of host memory (`HostMemory`, here) and one of a GPU
+(`tensor_dedup.loader.cuda.manager_residents`). A failure of the manager costs sharing and never a
+load: it is logged once, and the tensors stay in this process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 class ResidentQuery(NamedTuple):
     """A tensor to look for: the recipe it follows from, and its key.
 
-    The key's digest is "" where only the recipe is known; then its geometry counts.
+    The key's digest is "" if only the recipe is known; its geometry is compared then.
     """
 
     recipe: str
@@ -62,7 +62,7 @@ class ResidentQuery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResidentRequest:
-    """A tensor to be resident: what it follows from, and its bytes, which have this digest."""
+    """A tensor to make resident: its recipe, its bytes and their digest."""
 
     recipe: str
     tensor: torch.Tensor
@@ -70,12 +70,12 @@ class ResidentRequest:
 
     @property
     def key(self) -> ResidentKey:
-        """The key of its resident."""
+        """The key of the tensor's resident."""
         return key_anywhere(self.tensor, self.digest)
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return self.tensor.nbytes
 
 
@@ -102,25 +102,25 @@ class ManagedMemory(Protocol[Request, _Held_co]):
 
     @property
     def namespace(self) -> str:
-        """The prefix of its keys, so that managers of different memory never mix them up."""
+        """The prefix of keys, so that managers of different memory never mix them up."""
 
     def resident(self, key: ResidentKey, lease: Lease) -> _Held_co:
         """Return the resident that a lease is on; the digest of `key` may be ""."""
 
     def data(self, request: Request) -> Buffer | None:
-        """Return the bytes that the client is to copy, or None where `fill` writes them."""
+        """Return the bytes that the client is to copy, or None if `fill` writes them."""
 
     def fill(self, requests: dict[str, Request]) -> Fill | None:
-        """Return who writes the tensors of these layers, or None where the client copies `data`."""
+        """Return the function that writes these tensors, or None if the client copies `data`."""
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask`; once more where it was refused and memory that nobody uses could be freed."""
+        """Call `ask`; if it is refused and unused memory could be freed, call it again."""
 
 
 class ManagerSession(Generic[Request, Held]):
-    """One load's requests to one memory manager. One thread; the client may serve several.
+    """One load's requests to one memory manager. For one thread; the client may serve several.
 
-    Every method raises MemoryManagerError: load the rest privately then.
+    Look-ups and puts raise MemoryManagerError; load the rest privately then.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ManagerSession(Generic[Request, Held]):
         self.memory: Final = memory
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
-        """Return the residents with these bytes, in order, asked for at once."""
+        """Return the residents with these bytes, in order, or None, looked up in one batch."""
         leases = self.client.lease([key.digest for key in keys], self.checkpoint)
         return [
             None if lease is None else self.memory.resident(key, lease)
@@ -139,9 +139,10 @@ class ManagerSession(Generic[Request, Held]):
         ]
 
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
-        """Return the residents that these recipes lead to, in order, asked for at once.
+        """Return the residents that these recipes lead to, in order, looked up in one batch.
 
-        One with another geometry, or with another digest where the query has one, is not used.
+        A resident with another geometry, or with another digest where the query has one, is not
+        used.
         """
         layers = self.client.get([self._key(each.recipe) for each in queries], self.checkpoint)
         return [
@@ -149,10 +150,10 @@ class ManagerSession(Generic[Request, Held]):
         ]
 
     def put(self, requests: Sequence[Request], found: dict[str, tuple[Held, bool]]) -> None:
-        """Put these tensors into the manager's memory, each written here or by whoever is first.
+        """Put these tensors into the manager's memory, each written by whichever process is first.
 
-        Enters into `found`, by recipe, the residents and whether they were written by this call;
-        those that are missing from it, also where this raises, are to be kept in this process.
+        The residents, and whether this call wrote them, are entered into `found` by recipe. Tensors
+        that are missing from it, also after an error, stay in this process.
         """
         by_key = {
             self._key(each.recipe): each
@@ -175,9 +176,9 @@ class ManagerSession(Generic[Request, Held]):
             )
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Have the manager that replaces this one told of the recipe, while the resident lives.
+        """Publish the recipe again should the manager be replaced, while the resident lives.
 
-        `resident` is the registry's, and not an equal one that goes at once.
+        `resident` must be the registry's own and not an equal one that is dropped at once.
         """
         if isinstance(resident, LentResident):
             key = self._key(recipe)
@@ -201,11 +202,11 @@ class ManagerSession(Generic[Request, Held]):
 
 
 class ManagerResidents(Generic[Request, Held]):
-    """One load's use of a memory manager, which may fail at any moment. One thread.
+    """One load's use of a memory manager, which may fail at any moment. For one thread.
 
-    Nothing here raises a MemoryManagerError. `failed` is why nothing is asked of a manager, or not
-    any more; `refused`, why the first tensor that it had no room for stays in this process. Without
-    a session, and with no reason, no manager was asked for.
+    No method raises MemoryManagerError. `failed` tells why no manager is asked, or is asked no
+    more; `refused` why the first tensor for which it had no room stays in this process. No session
+    and no reason mean that no manager was requested.
     """
 
     def __init__(
@@ -217,19 +218,19 @@ class ManagerResidents(Generic[Request, Held]):
 
     @property
     def in_use(self) -> bool:
-        """Whether there is a manager, or was when the load began."""
+        """Whether there is a manager, or was one when the load began."""
         return self.session is not None
 
     @property
     def not_lent(self) -> str | None:
-        """Why not everything is in a manager that was asked for, or None."""
+        """The reason why a requested manager does not hold everything, or None."""
         return self.failed or self.refused
 
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
         """Look residents up, in order: by digest where it is known, else by recipe.
 
-        All digests go in one look-up and all recipes in another, whatever their number: messages of
-        1,024 digests and of 256 recipes.
+        All digests go in one look-up and all recipes in another, whatever their number, in messages
+        of 1,024 digests and of 256 recipes.
         """
         known = list({each.key: None for each in queries if each.key.digest})
         others = list({each: None for each in queries if not each.key.digest})
@@ -246,9 +247,9 @@ class ManagerResidents(Generic[Request, Held]):
         return [by_key.get(q.key) if q.key.digest else by_query.get(q) for q in queries]
 
     def put(self, requests: Sequence[Request]) -> list[tuple[Held, bool] | None]:
-        """Return a resident for each, and whether it was written here; None: keep it private.
+        """Return a resident for each, and whether it was written here; None means keep it private.
 
-        While another process builds one of them, this waits for it and uses what it made.
+        If another process is building one of them, this waits for it and uses the result.
         """
         found: dict[str, tuple[Held, bool]] = {}
         if requests:
@@ -256,7 +257,7 @@ class ManagerResidents(Generic[Request, Held]):
         return [found.get(each.recipe) for each in requests]
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """See `ManagerSession.announce_to_next_manager`; nothing without a manager."""
+        """Call `ManagerSession.announce_to_next_manager`; without a manager do nothing."""
         if self.session is not None:
             self.session.announce_to_next_manager(recipe, resident)
 
@@ -270,23 +271,27 @@ class ManagerResidents(Generic[Request, Held]):
             # No room for these: what is resident can still be borrowed.
             if self.refused is None:
                 self.refused = str(error)
-                _log.warning("%s: not all of it can be lent: %s", session.checkpoint, error)
+                _log.warning("%s: not all of it can be lent: %s", session.checkpoint, str(error))
         except MemoryManagerError as error:
             self.failed = str(error)
             _log.warning(
                 "%s: loading without the memory manager from here on: %s",
                 session.checkpoint,
-                error,
+                str(error),
             )
 
 
 class LentResident(Resident):
-    """A resident in a slab of the manager's. It holds the lease, every mapping holds it."""
+    """A resident in a slab of the manager, which holds the lease and is held by every mapping."""
 
     __slots__ = ("lease",)
 
     def __init__(self, key: ResidentKey, lease: Lease) -> None:
-        """Raise SlabUsageError when the lease is not of a tensor of these bytes and geometry."""
+        """Describe the tensor that a lease is on.
+
+        Raises:
+            SlabUsageError: The lease is not of a tensor of these bytes and this geometry.
+        """
         if lease.digest != key.digest:
             raise SlabUsageError(
                 f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
@@ -296,7 +301,7 @@ class LentResident(Resident):
 
 
 class HostMemory:
-    """The machine's memory: the manager hashes what is written, and the client copies it."""
+    """Host memory: the client copies the bytes, and the manager hashes them."""
 
     namespace: Final = "tensor"
 
@@ -305,14 +310,14 @@ class HostMemory:
         return LentResident(replace(key, digest=lease.digest), lease)
 
     def data(self, request: ResidentRequest) -> Buffer:
-        """Return the bytes of a tensor of the host."""
+        """Return the bytes of a tensor in host memory."""
         return tensor_bytes(request.tensor)
 
     def fill(self, requests: dict[str, ResidentRequest]) -> None:
-        """Leave it to the client to copy `data`."""
+        """Return None, because the client copies `data`."""
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask`: this process keeps no memory of the manager's without using it."""
+        """Call `ask` once: this process keeps no memory of the manager without using it."""
         ask()
 
 
@@ -320,14 +325,15 @@ HostResidents = ManagerResidents[ResidentRequest, Resident]
 
 
 def host_session(client: Client, checkpoint: str) -> ManagerSession[ResidentRequest, Resident]:
-    """Return a load's session with a manager of the machine's memory."""
+    """Return a load's session with a manager of host memory."""
     return ManagerSession(client, checkpoint, HostMemory())
 
 
 def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
-    """Return what a load of `checkpoint` has of the manager at `where`.
+    """Return a load's view of the manager at `where`.
 
-    Nothing where none was asked for. When it does not answer, a warning, and why in `failed`.
+    With `where` None, no manager is used. If the manager does not answer, that is logged and
+    `failed` tells why.
     """
     if where is None:
         return ManagerResidents()
@@ -340,7 +346,7 @@ def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str
 
 
 class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A layer's record, of one tensor: what its bytes are to be seen as."""
+    """The record of a layer of one tensor: the dtype and geometry of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -357,9 +363,12 @@ os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=thread
 
 
 def client_of(where: str, device: str = "") -> Client:
-    """This process's connection to a manager, of the machine's memory or of a GPU's, by its UUID.
+    """Return this process's connection to a manager of host memory, or of the GPU with this UUID.
 
-    MemoryManagerError.
+    It is made when first needed, and again after a fork or after the manager's death.
+
+    Raises:
+        MemoryManagerError: The manager does not answer, or is not one of this device.
     """
     with _clients_lock:
         key = os.getpid(), where, device
@@ -373,7 +382,7 @@ def client_of(where: str, device: str = "") -> Client:
 
 
 def _program() -> str:
-    """Return a name of this process for people; the manager knows its number."""
+    """Return a name of this process for people; the manager knows its process number."""
     program = Path(sys.argv[0]).name if sys.argv else ""
     program = "python" if program in ("", "-c", "-m") else program
     process = multiprocessing.current_process().name
@@ -381,7 +390,7 @@ def _program() -> str:
 
 
 def _reconnect(client: Client, where: str, device: str) -> None:
-    """Offer what is held here to the manager there is now, or to one that this starts."""
+    """Offer what is held here to the current manager, or to one that this starts."""
     try:
         client.reconnect()
     except ManagerGoneError:
@@ -395,7 +404,7 @@ _slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
 
 
 def _slab(shared: SharedSlab) -> Slab:
-    """One slab object for each of the manager's, so that two mappings of it are known as such."""
+    """Return one slab object per slab of the manager, so that equal mappings are recognised."""
     slab = _slabs.get(id(shared))
     if slab is None:
         slab = _slabs[id(shared)] = Slab(shared, shared.nbytes)  # holds it, so the id stays its own

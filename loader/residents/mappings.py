@@ -1,6 +1,6 @@
-"""Which addresses of this process are mappings of slabs, and which of their pages were copied.
+"""The addresses of this process that are mappings of slabs, and which of their pages were copied.
 
-No torch. What else lies at an address is asked of the kernel: `residents.process_mappings`.
+Imports no torch. Other mappings are looked up in the kernel: `residents.process_mappings`.
 """
 
 from array import array
@@ -30,7 +30,7 @@ class MappingSpan(NamedTuple):
 
 
 class SlabRange(NamedTuple):
-    """Bytes of a slab."""
+    """A range of bytes of a slab."""
 
     slab: int
     offset: int
@@ -38,11 +38,11 @@ class SlabRange(NamedTuple):
 
 
 class SlabMappings:
-    """Mappings of slabs by address, without those that have become private.
+    """Mappings of slabs by address, except those that have become private.
 
-    Takes no lock: finalizers remove entries, and may run inside any allocation of any thread,
-    also one that is in here, and in a forked child whose other threads are gone. Every step is
-    one operation on a dict; the sorted copy is made anew when the dict changed since.
+    Takes no lock: finalizers remove entries, and may run inside any allocation of any thread, even
+    one that is in here, and in a forked child whose other threads are gone. Every step is one
+    operation on a dict; the sorted copy is rebuilt if the dict has changed since.
     """
 
     def __init__(self) -> None:
@@ -51,17 +51,17 @@ class SlabMappings:
         self._sorted: tuple[object, list[int]] = (self._change, [])
 
     def add(self, address: int, span: MappingSpan) -> None:
-        """Remember a mapping."""
+        """Add a mapping."""
         self._spans[address] = span
         self._change = object()
 
     def forget(self, address: int) -> None:
-        """Forget the mapping that starts there, if there is one."""
+        """Remove the mapping that starts at this address, if there is one."""
         self._spans.pop(address, None)
         self._change = object()
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Return slab and offset of a range of memory; None unless one mapping holds all of it."""
+        """Return slab and offset of a memory range, or None unless one mapping holds all of it."""
         found = self.around(address, nbytes)
         if found is None:
             return None
@@ -69,16 +69,16 @@ class SlabMappings:
         return span.slab, span.offset + address - start
 
     def around(self, address: int, nbytes: int) -> tuple[int, MappingSpan] | None:
-        """Return where the mapping starts that holds all of a range of memory, and what it is."""
+        """Return the start and the span of the mapping that holds all of a range, or None."""
         start, span = self._last_before(address)
         if span is None or address + nbytes > start + span.length:
             return None
         return start, span
 
     def ranges(self, address: int, nbytes: int) -> list[SlabRange]:
-        """Return what lies behind a range, in order, mapping by mapping.
+        """Return the slab ranges behind a range of memory, in order, mapping by mapping.
 
-        Nothing when any of it is no slab's.
+        The list is empty if any part of the range is not mapped from a slab.
         """
         found, end = [], address + nbytes
         while address < end:
@@ -97,16 +97,16 @@ class SlabMappings:
         return bool(ranges) and ranges == self.ranges(second, nbytes)
 
     def holds(self, address: int) -> bool:
-        """Return whether this is the address of a slab's memory."""
+        """Return whether an address lies in a mapping of a slab."""
         return bool(self._spans) and self.around(address, 1) is not None
 
     def is_read_only(self, address: int) -> bool:
-        """Return whether this address lies in a mapping that may not be written."""
+        """Return whether an address lies in a mapping of a slab that must not be written."""
         found = self.around(address, 1)
         return found is not None and not found[1].writable
 
     def _last_before(self, address: int) -> tuple[int, MappingSpan | None]:
-        """The last mapping that starts at this address or before."""
+        """Return the last mapping that starts at or before this address."""
         change = self._change
         if self._sorted[0] is not change:
             self._sorted = (change, sorted(self._spans))
@@ -125,8 +125,11 @@ DEVICE_MAPPINGS: Final = SlabMappings()  # of GPUs: addresses are unique among t
 def any_page_copied(address: int, nbytes: int) -> bool:
     """Return whether a page of this range of a private mapping was written, and so copied.
 
-    Pages nobody has touched yet are not copied. Reads 8 bytes a page from the kernel, which
-    needs no privilege. Raises UnsupportedError where /proc cannot be read.
+    Pages that nobody has touched yet are not copied. Reads 8 bytes per page from the kernel, which
+    needs no privilege.
+
+    Raises:
+        UnsupportedError: /proc/self/pagemap cannot be read.
     """
     first, last = address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)
     try:
@@ -142,7 +145,7 @@ def any_page_copied(address: int, nbytes: int) -> bool:
 
 
 def is_as_mapped(address: int, nbytes: int) -> bool:
-    """Return whether every page of this range is still the file's; False where nobody can tell."""
+    """Return whether every page of this range is still the file's; False if that is unknown."""
     try:
         return not any_page_copied(address, nbytes)
     except UnsupportedError:

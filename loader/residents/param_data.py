@@ -1,4 +1,4 @@
-"""The memory of parameters: where it lies, giving them other memory, and telling storages apart."""
+"""Access to the memory of parameters, its replacement, and the identity of storages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _reference_to: Final[Any] = reductions.StorageWeakRef  # not annotated
 
 
 def param_data(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's data as an ordinary tensor, whatever its class makes of operations."""
+    """Return a parameter's data as an ordinary tensor, whatever operations its class overrides."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.data
 
@@ -24,7 +24,7 @@ def set_param_data(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the ids of the tensors whose memory is, in whole or in part, another one's too."""
+    """Return the ids of the tensors whose memory overlaps that of another one."""
     ranges = []
     for each in tensors:
         if each.device.type == "cpu" and each.layout is torch.strided and each.nbytes:
@@ -41,9 +41,9 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 class WeakStorage:
-    """A reference to a tensor's storage that does not keep its memory.
+    """A reference to a tensor's storage that does not keep its memory alive.
 
-    While it lives, no other storage gets the same `number`, even after the memory is gone.
+    While it lives, no other storage gets the same `number`, even after the memory is freed.
     """
 
     __slots__ = ("_reference", "number")
@@ -58,12 +58,12 @@ class WeakStorage:
         return bool(self._reference.expired())
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, held by the caller from now on; None when it has expired."""
+        """Return the storage, for the caller to hold, or None if it has expired."""
         make: Any = torch.UntypedStorage._new_with_weak_ptr
         found: torch.UntypedStorage | None = make(self._reference.cdata)
         return found
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
-    """Return what tells living storages from each other."""
+    """Return a number that distinguishes living storages from each other."""
     return int(storage._cdata)

@@ -1,7 +1,7 @@
-"""The kernel's view of this process's addresses, asked for one mapping at a time.
+"""The kernel's view of this process's address space, queried one mapping at a time.
 
-Linux answers for an address since 6.11 (PROCMAP_QUERY); before, it has to list every mapping,
-which are thousands in a process that has loaded a model.
+Linux answers for a single address since 6.11 (PROCMAP_QUERY). Older kernels have to list every
+mapping, of which a process that has loaded a model has thousands.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MEMORY_FILE: Final = "/memfd:"
 
 
 class FileMapping(NamedTuple):
-    """One mapping: addresses, where in the file it begins, which file it is.
+    """One mapping: its addresses, the file, and the offset in the file at which it begins.
 
     `device` is as the kernel writes it ("fe:00"); `path` is only where to look for the file.
-    `common`: others can write to this memory.
+    `common` tells that other processes can write to this memory.
     """
 
     start: int
@@ -42,14 +42,14 @@ class FileMapping(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a private mapping of a file on a file system, and not of a memory file."""
+        """Whether this is a private mapping of a file on a file system, not of a memory file."""
         return bool(self.inode) and not self.common and not self.path.startswith(_MEMORY_FILE)
 
 
 class ProcessMappings:
-    """Mappings of this process, each as of when it was first asked for. One thread.
+    """Mappings of this process, each as of its first query. For one thread.
 
-    Where /proc cannot be read there are none: then files stay mapped.
+    If /proc cannot be read there are none, and parameters stay mapped from files.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ProcessMappings:
         return found if found is not None and found.is_file else None
 
     def is_common(self, tensor: torch.Tensor) -> bool:
-        """Return whether others can write to the memory in which a tensor begins."""
+        """Return whether other processes can write to the memory in which a tensor begins."""
         found = self._around(tensor)
         return found is not None and found.common
 
@@ -79,7 +79,7 @@ class ProcessMappings:
 
 
 class _Ordered:
-    """Mappings that do not overlap, by address."""
+    """Mappings that do not overlap, sorted by address."""
 
     def __init__(self, mappings: Iterable[FileMapping]) -> None:
         self._mappings = sorted(mappings)
@@ -97,7 +97,7 @@ class _Ordered:
 
 
 class _Query(ctypes.Structure):
-    """`struct procmap_query` of linux/fs.h."""
+    """The `struct procmap_query` of linux/fs.h."""
 
     _fields_ = (
         ("size", ctypes.c_uint64),
@@ -135,7 +135,7 @@ class _Kernel:
 
     @classmethod
     def open(cls) -> _Kernel | None:
-        """Open it; None where the kernel is older, or hides what is asked."""
+        """Open the file, or return None if the kernel is too old or hides the answers."""
         try:
             found = cls(os.open(libc.MAPS, os.O_RDONLY | os.O_CLOEXEC))
             found.mapping(ctypes.addressof(found._name))
@@ -144,7 +144,11 @@ class _Kernel:
         return found
 
     def mapping(self, address: int) -> FileMapping | None:
-        """Return the mapping at an address, or None; raise OSError where there is no answer."""
+        """Return the mapping at an address, or None.
+
+        Raises:
+            OSError: The kernel gives no answer.
+        """
         query = _Query(
             size=ctypes.sizeof(_Query),
             query_addr=address,
@@ -173,7 +177,7 @@ class _Kernel:
 
 
 def _listed() -> Iterator[FileMapping]:
-    """Every mapping but private ones of memory files. None where /proc cannot be read."""
+    """Yield every mapping except private ones of memory files; nothing if /proc cannot be read."""
     try:
         every = libc.mappings()
     except OSError:

@@ -1,8 +1,8 @@
-"""Where residents come from: this process, the memory manager, or made for the purpose.
+"""Providers of residents: from this process, from the memory manager, or built on demand.
 
-A load looks up what it can name (`find`), makes the rest (`get_or_build`) and maps both into its
-model. `HostProvider` has residents in the machine's memory; `tensor_dedup.loader.cuda.provider` has
-them on a GPU.
+A load looks up what it can name (`find`), builds the rest (`get_or_build`) and maps both into its
+model. `HostProvider` has residents in host memory; `tensor_dedup.loader.cuda.provider` has them on
+a GPU.
 """
 
 from __future__ import annotations
@@ -36,60 +36,60 @@ _OWN_SLAB_BYTES: Final = 64 << 10
 
 
 class AnyResident(Protocol):
-    """A resident of host memory or of a GPU."""
+    """A resident in host memory or on a GPU."""
 
     @property
     def key(self) -> ResidentKey:
-        """Its dtype, geometry and digest."""
+        """The dtype, geometry and digest."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
 
 
 class ResidentProvider(Protocol):
-    """The source of the final tensors of one vLLM load. One thread."""
+    """The source of the final tensors of one vLLM load. For one thread."""
 
     @property
     def own_slab_bytes(self) -> int:
-        """The size from which a tensor has a slab of its own; smaller ones are made together."""
+        """The size from which a tensor has a slab of its own; smaller ones are built together."""
 
     @property
     def batch_bytes(self) -> int:
-        """How much of the smaller ones is made together."""
+        """The total size of the smaller tensors that are built together."""
 
     @property
     def local(self) -> bool:
-        """Whether what is made stays in this process, in the machine's memory, at any alignment."""
+        """Whether residents built here stay in this process, in host memory, at any alignment."""
 
     @property
     def plain(self) -> bool:
-        """Whether weights must be left plain, for whoever else maps them."""
+        """Whether weights must be left unpacked, for other processes that map them."""
 
     @property
     def not_lent(self) -> str | None:
-        """Why other processes do not get all of it although that was asked for, or None."""
+        """The reason why other processes do not get everything although requested, or None."""
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> Sequence[AnyResident | None]:
-        """Look residents up, in order, without a byte read.
+        """Look residents up, in order, without reading a byte.
 
-        In this process first; what it lacks, in the memory manager, all at once, unless
-        `ask_manager` is False. Hold what is found: every table is weak, and a query is answered
-        without a message only while somebody holds the answer.
+        This process is searched first, and then, unless `ask_manager` is False, the memory manager
+        for all that is missing, in one batch. Hold the results: every table is weak, and a query is
+        answered without a message only while somebody holds the answer.
         """
 
     def by_content(self, key: ResidentKey) -> AnyResident | None:
-        """Return the resident of this process with these bytes."""
+        """Return the resident of this process with these bytes, or None."""
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Remember what a recipe leads to, while the resident lives."""
+        """Remember which resident a recipe leads to, while the resident lives."""
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest]
     ) -> Sequence[tuple[AnyResident, bool]]:
-        """Return a resident for each, and whether it was made by this call.
+        """Return a resident for each request, and whether it was built by this call.
 
         Raises:
             SharedMemoryError: There is no room; keep the tensors private.
@@ -99,24 +99,24 @@ class ResidentProvider(Protocol):
         """Return a resident as the model of this load sees it.
 
         Raises:
-            SharedMemoryError: It cannot be mapped.
+            SharedMemoryError: The resident cannot be mapped.
         """
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a private tensor of the host where the model wants it."""
+        """Return a private tensor of host memory on the device of the model."""
 
     def reason(self, name: str) -> str | None:
-        """Return why a tensor of that name stays private here, or None."""
+        """Return why a tensor of this name stays private, or None."""
 
     def close(self) -> None:
-        """End the load."""
+        """Free what the provider holds for the load."""
 
 
 @dataclass(slots=True)
 class HostProvider:
-    """The residents of one load in the machine's memory. One thread.
+    """The residents of one load in host memory. For one thread.
 
-    With `keep_alignment`, what is made in this process is aligned as the tensor it is made of.
+    With `keep_alignment`, residents built in this process are aligned as the tensors they copy.
     """
 
     manager: HostResidents = field(default_factory=ManagerResidents)
@@ -126,23 +126,23 @@ class HostProvider:
 
     @property
     def local(self) -> bool:
-        """Whether what is made stays in this process, at any alignment."""
+        """Whether residents built here stay in this process, at any alignment."""
         return not self.manager.in_use and not self.keep_alignment
 
     @property
     def plain(self) -> bool:
-        """Whether weights must be left plain: a packed one cannot leave this process."""
+        """Whether weights must be left unpacked, because a packed one cannot leave this process."""
         return self.manager.in_use
 
     @property
     def not_lent(self) -> str | None:
-        """Why a memory manager that was asked for is not used for all, or None."""
+        """The reason why a requested memory manager does not hold everything, or None."""
         return self.manager.not_lent
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[Resident | None]:
-        """Look residents up, in order; see `ResidentProvider.find`."""
+        """Look residents up, in order, as `ResidentProvider.find` does."""
         found = [_in_this_process(each) for each in queries]
         if not ask_manager:
             return found
@@ -163,23 +163,23 @@ class HostProvider:
         return first
 
     def by_content(self, key: ResidentKey) -> Resident | None:
-        """Return the resident of this process with these bytes."""
+        """Return the resident of this process with these bytes, or None."""
         return registry.lookup(key)
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Remember what a recipe leads to, while the resident lives."""
+        """Remember which resident a recipe leads to, while the resident lives."""
         registry.register_record(recipe, resident)
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest], check: Check | None = None
     ) -> list[tuple[Resident, bool]]:
-        """Return a resident for each, and whether it was made just now, by this call.
+        """Return a resident for each request, and whether it was built by this call.
 
-        `check` hears of what was made in this process before anybody else can have it, and may
-        raise; a manager hashes what it gets.
+        `check` is called with what was built in this process before anyone else can get it, and may
+        raise; a manager hashes what it is given.
 
         Raises:
-            SharedMemoryError: There is no shared memory to be had, here or in the manager.
+            SharedMemoryError: There is no shared memory left, here or in the manager.
         """
         lent = self.manager.put(requests)
         rest = [each for each, found in zip(requests, lent, strict=True) if found is None]
@@ -197,19 +197,19 @@ class HostProvider:
         return built
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """Return a mapping, copied on write."""
+        """Return a copy-on-write mapping of a resident."""
         assert isinstance(resident, Resident)
         return resident.map()
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: it is where the model wants it."""
+        """Return the tensor itself, which is where the model wants it."""
         return tensor
 
     def reason(self, name: str) -> str | None:
-        """Return None: whoever writes gets pages of its own."""
+        """Return None: every tensor can be shared, because a writer gets pages of its own."""
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 def _in_this_process(query: ResidentQuery) -> Resident | None:
@@ -222,9 +222,9 @@ def _in_this_process(query: ResidentQuery) -> Resident | None:
 def host_provider_for(
     where: str | os.PathLike[str] | None, checkpoint: str, *, keep_alignment: bool = False
 ) -> HostProvider:
-    """Return where a load of `checkpoint` finds residents: here, and in the manager at `where`.
+    """Return the provider of a load of `checkpoint`: this process and the manager at `where`.
 
-    Without a manager, with a warning, only here. There is one connection a process and manager,
-    made when it is first needed, and again after a fork.
+    Without a manager that answers, which is logged, it is this process alone. There is one
+    connection per process and manager, made when it is first needed and again after a fork.
     """
     return HostProvider(host_manager_residents(where, checkpoint), keep_alignment)

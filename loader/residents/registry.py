@@ -1,6 +1,6 @@
-"""The process-wide table of residents, and of the records that layer keys lead to.
+"""The process-wide table of residents, and of what recipes and layer keys lead to.
 
-It holds both weakly: when the last model that uses a resident is dropped, the resident is gone.
+Both are held weakly: when the last model that uses a resident is dropped, it is freed.
 """
 
 import os
@@ -21,7 +21,7 @@ RECORD: Final = "_tensor_dedup_record"
 
 
 class Registry:
-    """Residents by key and layer records by layer key. Safe from any thread and after fork."""
+    """Residents by key, and records by layer key or recipe. Safe from any thread and after fork."""
 
     def __init__(self) -> None:
         self._residents: WeakValueDictionary[tuple[ResidentKey, int], Resident] = (
@@ -31,14 +31,14 @@ class Registry:
         self._lock = threading.Lock()
 
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
-        """Return the living resident of that key, held by the caller from now on.
+        """Return the living resident of that key, for the caller to hold, or None.
 
-        `copy`: which replica; tensors of one model that have equal bytes must not become one.
+        `copy` is the number of the replica: equal tensors of one model must not become one.
         """
         return self._residents.get((key, copy))
 
     def register(self, resident: Resident, copy: int = 0) -> Resident:
-        """Enter a resident, or return the one that was there first: use what is returned."""
+        """Register a resident and return the one to use, which is the first one registered."""
         # Two steps that must not be torn: setdefault of a weak dictionary is not atomic.
         with self._lock:
             first = self._residents.get((resident.key, copy))
@@ -48,20 +48,20 @@ class Registry:
             return resident
 
     def entries(self) -> list[tuple[int, Resident]]:
-        """Return all residents alive now, each with the number of its replica."""
+        """Return all living residents, each with the number of its replica."""
         with self._lock:
             return [(copy, resident) for (_, copy), resident in self._residents.items()]
 
     def residents(self) -> list[Resident]:
-        """Return all residents alive now."""
+        """Return all living residents."""
         return list(self._residents.values())
 
     def lookup_record(self, key: str) -> object | None:
-        """Return the record entered under that layer key, while somebody else holds it."""
+        """Return the layer record or resident registered under a layer key or recipe, or None."""
         return self._records.get(key)
 
     def register_record(self, key: str, record: object) -> object:
-        """Enter a layer's record, or return the one that was there first."""
+        """Register a layer record or resident, and return the one registered first."""
         with self._lock:
             first = self._records.get(key)
             if first is not None:
@@ -70,7 +70,7 @@ class Registry:
             return record
 
     def records(self) -> dict[str, object]:
-        """Return all layer records alive now, by layer key."""
+        """Return all living layer records and residents by layer key or recipe."""
         return dict(self._records)
 
     def packed_keys(self) -> list[str]:
@@ -96,7 +96,7 @@ class Registry:
         return sum(slabs.values()) + sum(packed.values())
 
     def overhead_bytes(self) -> int:
-        """Return an estimate of what tables, keys and residents take, without the tensors."""
+        """Return an estimate of the bytes of tables, keys and residents, without the tensors."""
         residents = self.residents()
         return (
             sum(_ENTRY_BYTES + sys.getsizeof(r) + _key_bytes(r.key) for r in residents)

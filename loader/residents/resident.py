@@ -1,7 +1,7 @@
 """Residents: final tensors that lie in memory once, for all models of this process.
 
 The bytes lie in sealed slabs (`tensor_dedup.loader.residents.slab`). Every model maps its own
-copy-on-write view, so a resident can be written through any tensor without anyone else noticing.
+copy-on-write view, so writing through a tensor never affects another model.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _LOSSLESS: Final = frozenset(
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill one range of memory without gap or overlap, in any order.
+    """Return whether the elements fill one memory range without gap or overlap, in any order.
 
-    Both in elements, of equal length. Strides of dimensions of length 1 do not matter; a tensor
-    without elements is dense.
+    Shape and stride are in elements and have equal length. Strides of dimensions of length 1 do not
+    matter; a tensor without elements is dense.
     """
     if 0 in shape:
         return True
@@ -68,7 +68,7 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def sharable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can become a resident of host memory.
+    """Return whether a tensor can become a resident in host memory.
 
     It lies on the CPU, has no gaps, and its bytes are its values (no pending conjugation).
     """
@@ -76,7 +76,7 @@ def sharable(tensor: torch.Tensor) -> bool:
 
 
 def sharable_anywhere(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor could become a resident on the device where it is."""
+    """Return whether a tensor could become a resident on its device."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_conj()
@@ -102,7 +102,7 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a sharable tensor in the order of memory, without a copy.
+    """Return the bytes of a sharable tensor in memory order, without a copy.
 
     The view keeps the storage alive.
 
@@ -117,13 +117,13 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def digest_of(tensor: torch.Tensor, algorithm: str = "blake3") -> str:
-    """Return the digest of a gap-free tensor's `tensor_bytes`, wherever it lies.
+    """Return the digest of a gap-free tensor's `tensor_bytes`, on any device.
 
-    What lies on another device is copied to the host for it, in the order of torch's current
-    stream there. Safe from any thread.
+    A tensor on another device is copied to the host first, in the order of torch's current stream
+    there. Safe from any thread.
 
     Raises:
-        ConfigError: There is no such algorithm.
+        ConfigError: The algorithm does not exist.
         UnsupportedError: The tensor has gaps.
     """
     return digest(tensor_bytes(tensor.cpu()), algorithm)
@@ -136,7 +136,7 @@ def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:
 
 
 def key_anywhere(tensor: torch.Tensor, digest: str) -> ResidentKey:
-    """Return what `resident_key` does, for a gap-free tensor on any device."""
+    """Return what `resident_key` returns, for a gap-free tensor on any device."""
     return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
 
 
@@ -152,10 +152,10 @@ class ReplicaKey(NamedTuple):
 
 
 def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
-    """Return the key of what a cast makes of a resident, or None when it is not followed so far.
+    """Return the key of a cast of a resident, or None if a cast is not followed that far.
 
-    The key names the cast and what was cast, so no byte is hashed. A cast that loses nothing,
-    followed by the cast back, leads to the key they began with.
+    The key names the cast and what was cast, so no byte is hashed. A lossless cast followed by the
+    cast back leads to the original key.
     """
     name = dtype_name(dtype)
     if name == key.dtype:
@@ -170,7 +170,7 @@ def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
 
 
 def is_of_bytes(key: ResidentKey) -> bool:
-    """Return whether a key names bytes, and not a cast they follow from."""
+    """Return whether a key names bytes, rather than a cast from which they follow."""
     return not key.digest.startswith(_CAST)
 
 
@@ -190,36 +190,42 @@ def _count(shape: Sequence[int]) -> int:
 
 
 class SlabBuilder:
-    """Fills one slab with tensors, then seals it. One thread at a time."""
+    """A writer that fills one slab with tensors and seals it. For one thread at a time."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: bytes, as `capacity_for` says; the slab is cut to what was used."""
+        """Reserve `capacity` bytes, as `capacity_for` returns; sealing trims the slab."""
         self._writer = SlabWriter(capacity)
 
     def add(self, tensor: torch.Tensor, beyond: int = 0) -> int:
-        """Copy a sharable tensor and return its offset.
+        """Copy a sharable tensor to `beyond` bytes after an aligned address, and return its offset.
 
-        `beyond`: so many bytes after an aligned address. Raises UnsupportedError,
-        OutOfMemoryError, SlabUsageError.
+        Raises:
+            UnsupportedError: The tensor is not sharable.
+            OutOfMemoryError: There is no memory left.
+            SlabUsageError: The tensor does not fit, or the slab is sealed.
         """
         return self._writer.write(tensor_bytes(tensor), beyond)
 
     def seal(self) -> Slab:
-        """Make the bytes immutable; see `SlabWriter.seal`."""
+        """Make the bytes immutable, as `SlabWriter.seal` does."""
         return self._writer.seal()
 
 
 class Resident:
     """A final tensor in memory: `nbytes` at `offset` of a slab. Immutable, safe from any thread.
 
-    It lives as long as somebody refers to it or to a tensor that it mapped; the registry does
-    not count.
+    It lives as long as something refers to it or to a tensor that it mapped; the registry does not
+    count.
     """
 
     __slots__ = ("__weakref__", "key", "nbytes", "offset", "slab")
 
     def __init__(self, key: ResidentKey, slab: Slab, offset: int, nbytes: int) -> None:
-        """Raise SlabUsageError when `nbytes` are not what the key's geometry needs."""
+        """Describe a tensor in a slab.
+
+        Raises:
+            SlabUsageError: `nbytes` is not what the key's geometry needs, or exceeds the slab.
+        """
         needed = _count(key.shape) * torch_dtype(key.dtype).itemsize
         if nbytes != needed or offset + nbytes > slab.nbytes:
             raise SlabUsageError(
@@ -237,7 +243,7 @@ class Resident:
         """Map the resident and return a new tensor over its bytes.
 
         A write through it copies the pages it touches; with `writable=False` a write ends the
-        process with SIGSEGV. The mapping lives as long as the tensor's storage. Works in forked
+        process with SIGSEGV. The mapping lives as long as the tensor's storage, and works in forked
         children.
 
         Raises:
@@ -253,11 +259,11 @@ class Resident:
 def pack(
     tensors: Iterable[tuple[torch.Tensor, str]], *, keep_alignment: bool = False
 ) -> list[Resident]:
-    """Copy tensors, given with their digests, into one new slab; residents in the same order.
+    """Copy tensors, given with their digests, into one new slab; return residents in that order.
 
-    The digests are those of `tensor_bytes`, and not checked. With `keep_alignment` each resident is
-    as far from a multiple of 64 bytes as its tensor is now, because kernels may round sums of
-    products by it.
+    The digests are those of `tensor_bytes` and are not checked. With `keep_alignment` each resident
+    is as far from a multiple of 64 bytes as its tensor is now, because kernels may round sums of
+    products differently otherwise.
 
     Raises:
         UnsupportedError: One of the tensors is not sharable.
@@ -277,11 +283,14 @@ def pack(
 
 
 def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write], str]) -> Resident:
-    """A resident of bytes that are nowhere yet, in a slab of its own.
+    """Return a resident of bytes that are not in memory yet, in a slab of its own.
 
     `source(write)` calls `write(piece, offset)` for every piece, from any threads, and returns the
-    digest of all when the last call has returned; of `geometry` the digest does not count. What it
-    raises; OutOfMemoryError.
+    digest of all when the last call has returned; its errors are passed on. The digest of
+    `geometry` is ignored.
+
+    Raises:
+        OutOfMemoryError: There is no memory or descriptor for the slab.
     """
     writer = SlabWriter(capacity_for([nbytes]))
     start = writer.take(nbytes)
@@ -291,12 +300,15 @@ def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write],
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same physical memory now, whatever their addresses.
+    """Return whether two tensors are the same physical memory now, whatever their addresses.
 
-    True for the same range of the same storage, and for the same range of one resident mapped
-    twice as long as neither side has written to a page of it (on a GPU: was made private). Tensors
-    must agree in size and, unless gap-free, in geometry. Without bytes: only within one storage.
-    Safe from any thread. Raises UnsupportedError where /proc/self/pagemap cannot be read.
+    That is so for the same range of the same storage, and for the same range of one resident mapped
+    twice, as long as neither side has written to a page of it (on a GPU: was made private). Tensors
+    must agree in size and, unless gap-free, in geometry. Tensors without bytes share memory only
+    within one storage. Safe from any thread.
+
+    Raises:
+        UnsupportedError: /proc/self/pagemap cannot be read.
     """
     if a.layout is not torch.strided or b.layout is not torch.strided or not _same_extent(a, b):
         return False
@@ -322,7 +334,7 @@ def _same_extent(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element, both included."""
+    """Return the bytes from the first to the last element, both included."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)

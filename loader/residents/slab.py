@@ -1,13 +1,13 @@
-"""Slabs: sealed memory files, and copy-on-write mappings of them. Linux only, no torch.
+"""Slabs: sealed memory files, and copy-on-write mappings of them. Linux only; imports no torch.
 
 A slab is filled, sealed (from then on the kernel refuses every write, by anyone) and mapped
-MAP_PRIVATE by each reader: reads are shared, and a reader that writes gets its own copy of the
-page from the kernel. Nobody can corrupt a neighbour and nothing crashes.
+MAP_PRIVATE by each reader: reads are shared, and a reader that writes gets its own copy of the page
+from the kernel. No process can corrupt another one's data, and no write fails.
 
 A slab is filled by pwrite, never through a writable mapping. For 256 MiB on a two-core virtual
 machine (minimum of seven): `torch.empty().copy_()` 158 ms, pwrite 163 ms, a mapping 401 ms, a
-mapping after posix_fallocate 287 ms. pwrite neither zeroes nor faults the pages, and where memory
-is short it returns an error, whereas a store through a mapping would end in SIGBUS.
+mapping after posix_fallocate 287 ms. pwrite neither zeroes nor faults the pages, and it returns an
+error where memory is short, whereas a store through a mapping would end in SIGBUS.
 """
 
 import ctypes
@@ -33,24 +33,24 @@ ByteArray = ctypes.Array[ctypes.c_char]
 
 
 class SharedMemoryError(TensorDedupError):
-    """Base of what can go wrong with slabs.
+    """The base class of the errors of slabs.
 
     - OutOfMemoryError   the system refused memory, a mapping or a descriptor
-    - SlabBusyError      sealing while somebody can still write
+    - SlabBusyError      a slab was sealed while something can still write to it
     - SlabUsageError     a bug in the caller: a bad size, or a slab used after sealing
     """
 
 
 class OutOfMemoryError(SharedMemoryError):
-    """The system refused memory, a mapping or a descriptor. Nothing was leaked: load privately."""
+    """The system refused memory, a mapping or a descriptor. Nothing leaked; load privately."""
 
 
 class SlabBusyError(SharedMemoryError):
-    """The file is mapped for writing somewhere: unmap it there, then seal again."""
+    """The file is mapped for writing somewhere; unmap it there and seal it again."""
 
 
 class SlabUsageError(SharedMemoryError):
-    """You asked a slab for what it does not have, or used its writer after sealing."""
+    """A range is outside the slab, or its writer was used after sealing."""
 
 
 def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:
@@ -69,7 +69,7 @@ def capacity_for(sizes: Iterable[int]) -> int:
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
-    """A buffer over existing memory, which holds `owner` as long as it lives."""
+    """Return a buffer over existing memory, which holds `owner` as long as it lives."""
     array = (ctypes.c_char * nbytes).from_address(address)
     array.owner = owner  # type: ignore[attr-defined]  # array types have a __dict__
     return array
@@ -92,8 +92,11 @@ def _unmap(address: int, nbytes: int) -> None:
 _mapped: Final[weakref.WeakValueDictionary[int, ByteArray]] = weakref.WeakValueDictionary()
 
 
-class _Making:
-    """One thread makes memory private at a time: two of one range would lose writes in between."""
+class _ReplacementLock:
+    """The lock under which memory is made private.
+
+    Two threads that replaced one range at once would lose the writes in between.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -103,17 +106,20 @@ class _Making:
         self.lock = threading.Lock()
 
 
-_making: Final = _Making()
+_replacing: Final = _ReplacementLock()
 
 
 def make_private(address: int, nbytes: int) -> int:
-    """Give the mapping that holds this range memory of its own where it is; the bytes copied.
+    """Give the mapping that holds this range its own memory in place; return the bytes copied.
 
-    Every pointer into it stays good, in compiled code and captured graphs too, and what it was a
-    mapping of is let go. 0: no mapping of a slab holds the range. Other threads may read
-    meanwhile, but not write. Raises OutOfMemoryError before anything has changed.
+    Every pointer into it stays valid, also in compiled code and captured graphs, and the slab
+    behind it is released. Returns 0 if no mapping of a slab holds the range. Other threads may read
+    meanwhile, but not write.
+
+    Raises:
+        OutOfMemoryError: There is no memory for the copy; nothing has changed.
     """
-    with _making.lock:
+    with _replacing.lock:
         return _make_private(address, nbytes)
 
 
@@ -154,7 +160,7 @@ _serials = itertools.count(1)
 
 
 class HasFd(Protocol):
-    """An open descriptor of somebody's, for as long as this lives."""
+    """The owner of an open descriptor, which stays open as long as this object lives."""
 
     @property
     def fileno(self) -> int:
@@ -164,8 +170,8 @@ class HasFd(Protocol):
 class Slab:
     """A sealed memory file of `nbytes` (a multiple of the page). Its bytes never change.
 
-    Safe from any thread and after fork. Closed when nothing refers to it; every mapping refers
-    to it. `serial` is unique in the process and what a forked child inherits.
+    Safe from any thread and after fork. Closed when nothing refers to it; every mapping does.
+    `serial` is unique in the process, and a forked child inherits it.
     """
 
     def __init__(self, descriptor: HasFd, nbytes: int) -> None:
@@ -175,15 +181,18 @@ class Slab:
 
     @property
     def fileno(self) -> int:
-        """The descriptor, which stays this object's."""
+        """The descriptor, which this object keeps owning."""
         return self._descriptor.fileno
 
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
         """Map a range privately: reads are shared, writes are this mapping's own.
 
-        The buffer holds `owner` and this slab; when it dies the range is unmapped. With
-        `writable=False` a write stops the process (SIGSEGV). Raises OutOfMemoryError or, for a
-        range outside the slab, SlabUsageError.
+        The buffer holds `owner` and this slab; the range is unmapped with it. With `writable=False`
+        a write ends the process with SIGSEGV.
+
+        Raises:
+            OutOfMemoryError: The kernel refused the mapping.
+            SlabUsageError: The range is outside the slab.
         """
         if nbytes <= 0 or offset < 0 or offset + nbytes > self.nbytes:
             raise SlabUsageError(
@@ -210,10 +219,17 @@ class Slab:
 
 
 class SlabWriter:
-    """Fills one slab of at most `capacity` bytes, then seals it. One thread at a time."""
+    """A writer that fills one slab of at most `capacity` bytes and seals it.
+
+    For one thread at a time, except where a method says otherwise.
+    """
 
     def __init__(self, capacity: int) -> None:
-        """Raise OutOfMemoryError when there is no descriptor left."""
+        """Create the memory file.
+
+        Raises:
+            OutOfMemoryError: There is no descriptor left.
+        """
         self._capacity = round_up(capacity)
         self._end = 0
         self._descriptor: OwnedFd | None = _memory_file(self._capacity)
@@ -238,22 +254,30 @@ class SlabWriter:
         return offset
 
     def write(self, data: memoryview, beyond: int = 0) -> int:
-        """Copy contiguous bytes into the slab and return their offset in it.
+        """Copy contiguous bytes to `beyond` bytes after the next free offset; return their offset.
 
-        They begin `beyond` bytes after where they would. Raises OutOfMemoryError, SlabUsageError.
+        Raises:
+            OutOfMemoryError: There is no memory left.
+            SlabUsageError: The bytes do not fit, or the slab is sealed.
         """
         offset = self._take(data.nbytes + beyond) + beyond
         self.put(data, offset)
         return offset
 
     def take(self, nbytes: int) -> int:
-        """Reserve so many bytes, which `put` is to write, and return their offset."""
+        """Reserve `nbytes` bytes for `put` to write, and return their offset.
+
+        Raises:
+            SlabUsageError: The bytes do not fit, or the slab is sealed.
+        """
         return self._take(nbytes)
 
     def put(self, data: memoryview, offset: int) -> None:
-        """Copy contiguous bytes to a place that `take` gave. Any thread, several at once.
+        """Copy contiguous bytes to an offset from `take`. Safe from several threads at once.
 
-        Raises OutOfMemoryError, SlabUsageError.
+        Raises:
+            OutOfMemoryError: There is no memory left.
+            SlabUsageError: The slab is sealed.
         """
         fd = self._open().fileno
         rest, at = data.cast("B"), offset
@@ -265,24 +289,24 @@ class SlabWriter:
             rest, at = rest[written:], at + written
 
     def get(self, into: memoryview, offset: int) -> None:
-        """Read back what `put` wrote. Safe from any thread, several at once."""
+        """Read back what `put` wrote. Safe from several threads at once."""
         fd, rest, at = self._open().fileno, into.cast("B"), offset
         while rest.nbytes and (count := os.preadv(fd, [rest], at)):
             rest, at = rest[count:], at + count
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Return the memory of a place that nobody wants; pages it shares with others stay."""
+        """Free the memory of a range that is not wanted; pages that it shares with others stay."""
         start, end = round_up(offset), (offset + nbytes) // PAGE * PAGE
         if end > start:
             # Where it is refused the memory stays, and goes with the slab.
             libc.punch(self._open().fileno, start, end - start)
 
     def seal(self) -> Slab:
-        """Make the bytes immutable and return the slab, cut to what was used.
+        """Make the bytes immutable and return the slab, trimmed to what was used.
 
         Raises:
             SlabBusyError: The file is mapped for writing somewhere.
-            OutOfMemoryError: The kernel refused to cut or to seal it.
+            OutOfMemoryError: The kernel refused to trim or to seal it.
         """
         descriptor = self._open()
         nbytes = round_up(self._end)

@@ -1,8 +1,8 @@
 """Copies of residents on other devices, each there once for all models of this process.
 
-For devices whose memory cannot be mapped read-only (`tensor_dedup.loader.cuda.devices` says which
-can): ordinary tensors, within one process. Such memory is not copied when somebody writes to it:
-who writes in place must have made its own first (`tensor_dedup.loader.unsharing.private`).
+They are for devices whose memory cannot be mapped read-only (`tensor_dedup.loader.cuda.devices`
+tells which can): ordinary tensors, within one process. Such memory is not copied on write: a writer
+in place must have been given memory of its own first (`tensor_dedup.loader.unsharing.private`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """A tensor that is all of a storage of a device. It does not keep the storage alive."""
+    """A tensor that covers a whole storage on a device. It does not keep the storage alive."""
 
     known: ReplicaKey
     device: torch.device
     reference: WeakStorage
 
     def tensor(self) -> torch.Tensor | None:
-        """The tensor, holding the storage from now on; None when nobody held it any more."""
+        """Return the tensor, which then holds the storage, or None if the storage is gone."""
         storage = self.reference.storage()
         if storage is None:
             return None
@@ -42,7 +42,10 @@ class DeviceCopy:
 
 
 class DeviceCopies:
-    """All of them, by key, copy and device, and by storage. Safe from any thread and after fork."""
+    """All device copies, by replica key and device, and by storage.
+
+    Safe from any thread and after fork.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[ReplicaKey, torch.device], DeviceCopy] = {}
@@ -55,14 +58,15 @@ class DeviceCopies:
         self._lock = threading.Lock()
 
     def lookup(self, known: ReplicaKey, device: torch.device) -> torch.Tensor | None:
-        """The tensor with that key and copy on a device, held by the caller from now on."""
+        """Return the tensor of a replica on a device, for the caller to hold, or None."""
         found = self._by_key.get((known, device))
         return None if found is None else found.tensor()
 
     def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
-        """Enter a tensor under a key, which the caller answers for; return whether that can be.
+        """Register a tensor under a key that the caller vouches for; return whether it was
+        possible.
 
-        It must be all of its storage and have the key's geometry.
+        It must cover its whole storage and have the key's geometry.
         """
         storage = tensor.untyped_storage()
         whole = storage.nbytes() == tensor.nbytes
@@ -76,7 +80,7 @@ class DeviceCopies:
         return True
 
     def known(self, tensor: torch.Tensor) -> DeviceCopy | None:
-        """Return the entry that a tensor is; None when it is none, or not as it was entered."""
+        """Return the entry of a tensor, or None if it has none or is not as it was registered."""
         if tensor.device.type == "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
             return None
         found = self._by_storage.get(number_of(tensor.untyped_storage()))
@@ -91,14 +95,14 @@ class DeviceCopies:
         return number_of(tensor.untyped_storage()) in self._by_storage
 
     def alive(self) -> Iterator[tuple[DeviceCopy, torch.Tensor]]:
-        """Every entry that somebody uses, with its tensor."""
+        """Yield every entry in use, with its tensor."""
         for found in list(self._by_key.values()):
             tensor = found.tensor()
             if tensor is not None:
                 yield found, tensor
 
     def __len__(self) -> int:
-        """Return how many are in use."""
+        """Return how many entries are in use."""
         return sum(not found.reference.expired for found in list(self._by_key.values()))
 
     def _forget_the_dead(self) -> None:

@@ -1,4 +1,4 @@
-"""Lookup of the residents, or copies of residents, that parameters are, unless written since."""
+"""Look-up of the residents, or device copies, that parameters are unless written since."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaKey, Resident]]:
-    """Return, by id, the parameters that are unwritten mappings of residents, and which."""
+    """Return, by id, the parameters that are unwritten mappings of residents, and which ones."""
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:
         return {}
@@ -36,7 +36,7 @@ def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaK
 
 
 def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
-    """Return the identity of each that is shared, here or on another device, by id."""
+    """Return, by id, the identity of each parameter that is shared, on any device."""
     every = list(parameters)
     found = {number: known for number, (known, _) in residents_of(every).items()}
     for parameter in every:

@@ -1,9 +1,9 @@
-"""Memory that is shared without copy-on-write, and making a tensor's own before it is written.
+"""Memory that is shared without copy-on-write, and private copies of it for writers.
 
-An ordinary mapping of a resident needs none of this: the kernel gives the writer a page of its
-own. Three kinds of memory do: residents on a GPU, where a write ends the process's use of it;
-copies on other devices, where a neighbour would see the write; and mappings made under
-TENSOR_DEDUP_READ_ONLY=1, where a write stops the process.
+An ordinary mapping of a resident needs none of this, because the kernel gives a writer a page of
+its own. Three kinds of memory do: residents on a GPU, where a write ends the process's use of it;
+copies on other devices, where other models would see the write; and mappings made under
+TENSOR_DEDUP_READ_ONLY=1, where a write ends the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ READ_ONLY_VARIABLE: Final = "TENSOR_DEDUP_READ_ONLY"
 
 
 def read_only() -> bool:
-    """Return whether a write to a resident stops the process, which helps to find who writes."""
+    """Return whether a write to a resident ends the process, which helps to find the writer."""
     return os.environ.get(READ_ONLY_VARIABLE) == "1"
 
 
@@ -47,7 +47,7 @@ def map_shared(resident: Resident) -> torch.Tensor:
 
 
 def needs_private_copy(tensor: torch.Tensor) -> bool:
-    """Return whether a write to this tensor would be seen by others, or stop the process."""
+    """Return whether a write to this tensor would be seen by others, or end the process."""
     if tensor.layout is not torch.strided or not tensor.nbytes:
         return False
     data = param_data(tensor)
@@ -59,10 +59,10 @@ def needs_private_copy(tensor: torch.Tensor) -> bool:
 
 
 def make_private(tensors: Iterable[torch.Tensor]) -> int:
-    """Give each of them that is guarded memory of its own; bytes copied.
+    """Give each tensor that needs it memory of its own; return the bytes copied.
 
-    Objects, values and geometry stay, and so does what several of them have in common; on the CPU
-    addresses too. Nobody may use them meanwhile in another thread.
+    Objects, values and geometry stay, and so does memory that several of them have in common; on
+    the CPU also addresses. No other thread may use the tensors meanwhile.
     """
     own = PrivateCopies()
     for tensor in tensors:
@@ -72,10 +72,10 @@ def make_private(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def make_private_in_place(tensor: torch.Tensor) -> int:
-    """Make a whole mapping of a GPU's shared memory this model's own, where it is; bytes copied.
+    """Make a mapping of a GPU's shared memory private at its address; return the bytes copied.
 
-    0 when the tensor is in none, or it cannot be replaced there: `PrivateCopies` does what this
-    does not. Waits for all work of the GPU.
+    Returns 0 if the tensor is in none, or if it cannot be replaced at its address; use
+    `PrivateCopies` then. Waits for all work of the GPU.
     """
     try:
         return _replaced_in_place(tensor)
@@ -85,10 +85,13 @@ def make_private_in_place(tensor: torch.Tensor) -> int:
 
 
 def require_private_in_place(tensors: Sequence[torch.Tensor]) -> int:
-    """Make all that they are in of GPUs' shared memory this model's own, where it is; bytes copied.
+    """Make the shared GPU memory of these tensors private in place; return the bytes copied.
 
-    For whoever has noted addresses, as captured graphs have. OutOfMemoryError: no address and no
-    value has changed. Some of it may be the model's own by then.
+    This is for callers that have recorded addresses, as captured graphs have.
+
+    Raises:
+        OutOfMemoryError: Some memory could not be copied. No address and no value has changed,
+            but some of the memory may be private already.
     """
     done = 0
     try:
@@ -111,7 +114,12 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _replaced_in_place(tensor: torch.Tensor) -> int:
-    """Raise BackendError, UnsupportedError: it is as it was."""
+    """Make the mapping private and return its bytes, 0 if there is none.
+
+    Raises:
+        BackendError: The driver refused; the mapping is as it was.
+        UnsupportedError: The backend cannot keep the address; the mapping is as it was.
+    """
     data = param_data(tensor)
     if not DEVICES.holds(data):
         return 0
@@ -124,9 +132,9 @@ def _replaced_in_place(tensor: torch.Tensor) -> int:
 
 
 class PrivateCopies:
-    """Copies of the storages that some tensors are in, one of each. One thread.
+    """Copies of the storages behind some tensors, one per storage. For one thread.
 
-    On the CPU each lies where the mapping lay, so that nothing that knows the address is misled.
+    On the CPU each lies where the mapping lay, so that recorded addresses stay valid.
     """
 
     def __init__(self) -> None:
@@ -135,7 +143,7 @@ class PrivateCopies:
         self.nbytes = 0
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Make it the same part of the copy of its storage; its object stays."""
+        """Make a tensor the same part of the copy of its storage; its object stays."""
         data = param_data(tensor)
         if data.device.type == "cpu" and not DEVICES.holds(data):
             self.nbytes += slab.make_private(data.data_ptr(), data.nbytes)

@@ -1,4 +1,4 @@
-"""`unshare` gives a model memory of its own; `verify` checks what is shared."""
+"""Give a model memory of its own (`unshare`), and check what is shared (`verify`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tensor_dedup.loader.unsharing.private import (
 class ResidentCheck:
     """The result of `verify`: how much was hashed, and which keys have other bytes now.
 
-    `not_verifiable`: packed copies, by layer key, and copies that were cast on their device, which
-    cannot be hashed.
+    `not_verifiable` lists packed copies, by layer key, and copies that were cast on their device,
+    neither of which can be hashed.
     """
 
     residents: int
@@ -58,9 +58,9 @@ class ResidentCheck:
 def verify() -> ResidentCheck:
     """Hash every resident of this process again. Safe from any thread; takes as long as hashing.
 
-    What is on GPUs is hashed there, or fetched for it like that on other devices, tensor by tensor:
-    whether a write went past the hardware's protection only its bytes can tell. Packed copies are
-    opaque: they are listed by layer key and never read.
+    Memory on GPUs and other devices is copied to the host for hashing, tensor by tensor: only its
+    bytes can tell whether a write bypassed the hardware's protection. Packed copies are opaque:
+    they are listed by layer key and never read.
     """
     unknown = registry.packed_keys()
     hashed, nbytes, mismatches = 0, 0, []
@@ -72,7 +72,7 @@ def verify() -> ResidentCheck:
 
 
 def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is shared and its digest; enter what cannot be hashed in `unknown`."""
+    """Yield every shared tensor with its digest; add what cannot be hashed to `unknown`."""
     for resident in registry.residents():
         yield resident.key.digest, resident.map(writable=False)
     for entry, tensor in COPIES.alive():
@@ -94,15 +94,17 @@ def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
 
 
 def unshare(target: object) -> int:
-    """Give a model memory of its own for all of its that others may share; bytes copied.
+    """Give a model memory of its own for everything it shares; return the bytes copied.
 
-    `target`: an engine that runs in this process (`LLM`), a module, or an object with a `modules()`
-    or `components` of modules. On the CPU nothing moves: compiled code goes on with the addresses
-    it has. On a GPU whole slabs become private, at the addresses they have, so that captured graphs
-    go on with them; where its memory cannot be replaced in place, and on other devices, addresses
-    change, but never an engine's. A packed copy is never written by anybody and stays shared.
-    Nobody may use the model meanwhile in another thread. Raises UnsupportedError for anything else,
-    OutOfMemoryError.
+    `target` is an engine that runs in this process (`LLM`), a module, or a pipeline with a dict of
+    `components`. On the CPU nothing moves: compiled code continues to use its addresses. On a GPU
+    whole slabs become private at their addresses, so that captured graphs stay valid; where memory
+    cannot be replaced in place, and on other devices, addresses change, but never an engine's. A
+    packed copy is never written and stays shared. No other thread may use the model meanwhile.
+
+    Raises:
+        UnsupportedError: `target` is something else.
+        OutOfMemoryError: There is no memory for the copies.
     """
     engine = _engine_model(target)
     replaced = 0 if engine is None else leave_gpus(engine)
@@ -117,20 +119,26 @@ def unshare(target: object) -> int:
 
 
 def leave_gpus(model: nn.Module) -> int:
-    """Give a model all it has on GPUs to itself, where it is: there no write is a copy.
+    """Make all memory a model shares on GPUs private in place; return the bytes copied.
 
-    Host memory stays shared. The bytes copied. OutOfMemoryError: it has the values and addresses
-    that it had, and must not be written.
+    On a GPU a write is not copied. Host memory stays shared.
+
+    Raises:
+        OutOfMemoryError: There is no memory for the copies. The model has the values and
+            addresses that it had, and must not be written.
     """
     return require_private_in_place([*model.parameters(), *model.buffers()])
 
 
 def let_go_of_written(model: nn.Module) -> int:
-    """Give the parameters and buffers that were written since they were shared all of their memory.
+    """Give parameters and buffers written while shared their own memory; return the bytes.
 
-    The bytes copied. Copy-on-write has kept others from seeing the writes; but a mapping keeps what
-    it was made of, so memory nobody reads any more would stay as long as the model. On the CPU
-    only. Nobody may write meanwhile. Raises OutOfMemoryError.
+    Copy-on-write has kept others from seeing the writes, but a mapping keeps its slab alive, so
+    memory that nobody reads any more would stay as long as the model. On the CPU only. Nobody may
+    write meanwhile.
+
+    Raises:
+        OutOfMemoryError: There is no memory for the copies.
     """
     own = PrivateCopies()
     for module in model.modules():
@@ -142,7 +150,7 @@ def let_go_of_written(model: nn.Module) -> int:
 
 
 def _forget_records(model: nn.Module) -> None:
-    """A layer's record keeps the residents it leads to, and this layer is none of them now."""
+    """Drop the records of a model's layers, which would keep the residents they lead to."""
     for module in model.modules():
         vars(module).pop(RECORD, None)
 
@@ -166,7 +174,7 @@ def _modules(target: object) -> Iterator[nn.Module]:
 
 
 def _engine_model(target: object) -> nn.Module | None:
-    """The model of a vLLM engine that runs in this process."""
+    """Return the model of a vLLM engine that runs in this process, or None."""
     found: Any = target
     for name in (
         "llm_engine",

@@ -58,7 +58,7 @@ class PackedGemm(KeyedLayer):
         session, weight = self.context.session, self.weight
         if weight.installed or session.known(weight):
             return {}
-        if self.keeps_weight and session.pours(weight):
+        if self.keeps_weight and session.is_streamed(weight):
             session.share([weight])
             return {}
         return {"weight": session.make(weight)}

@@ -78,11 +78,11 @@ def test_what_arrived_counts_whatever_became_of_another(file: SourceFile) -> Non
     memory = torch.empty(source.spec.nbytes, dtype=torch.uint8)
     reader.fill(source, memory, hashed=True)
     with pytest.raises(OSError, match="no room"):
-        reader.pour(file.tensors["w"], refuse)
+        reader.read_pieces(file.tensors["w"], refuse)
     assert source.digest == digest(memory.numpy().data)
     assert file.tensors["w"].digest is None
     # And the reader goes on.
-    assert reader.pour(file.tensors["w"], lambda piece, offset: None)
+    assert reader.read_pieces(file.tensors["w"], lambda piece, offset: None)
 
 
 def test_a_file_changed_while_open_is_noticed(path: Path, file: SourceFile) -> None:

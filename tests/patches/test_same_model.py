@@ -71,7 +71,7 @@ def test_the_second_load_reads_no_weights(tiny: Path) -> None:
 @pytest.fixture
 def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of every size go straight into shared memory, as large ones do."""
-    monkeypatch.setattr(session, "POUR_BYTES", 0)
+    monkeypatch.setattr(session, "STREAM_BYTES", 0)
     monkeypatch.setattr(evaluate, "MAX_AHEAD_BYTES", 0)
 
 
@@ -113,7 +113,7 @@ def test_large_tensors_of_a_qwen2_of_half_a_billion(
     models.make(models.BASE, folder)
     path = folder / models.BASE
     engines.leave_alone(path / checkpoints.WEIGHTS)
-    monkeypatch.setattr(session, "POUR_BYTES", 64 << 20)
+    monkeypatch.setattr(session, "STREAM_BYTES", 64 << 20)
     with patch.object(session, "read_into_slab", wraps=resident.read_into_slab) as pour:
         second = _load_twice(path, min_tensor_bytes=_SMALLEST)
     assert pour.call_count == 1  # the embedding, for the first

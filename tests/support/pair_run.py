@@ -132,7 +132,7 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
             # Every other one takes the way of large tensors; those here are all small.
             with ExitStack() as small:
                 if number % 2:
-                    small.enter_context(patch.object(session, "POUR_BYTES", 0))
+                    small.enter_context(patch.object(session, "STREAM_BYTES", 0))
                     small.enter_context(patch.object(evaluate, "MAX_AHEAD_BYTES", 0))
                 results[arch] = run(arch, root)
             result.write_bytes(msgspec.json.encode(results))
