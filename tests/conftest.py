@@ -41,20 +41,20 @@ os.environ.update(
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
     """Of a test nothing stays resident, nor mapped."""
-    import remains
+    import process_state
     from tensor_dedup import disable
 
-    before = remains.now()
+    before = process_state.remaining()
     yield
     disable()
-    assert not remains.now().beyond(before)
+    assert not process_state.remaining().beyond(before)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Only now: it imports the package, which reads the environment.
-    import remains
+    import process_state
 
-    remains.collect_surely()
+    process_state.collect_surely()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import package_source
-from steps import handle, network, train
+from stores import handle, network, train
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.store import Store

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memory import memory_folder
+from stores import memory_folder
 
 
 @pytest.fixture

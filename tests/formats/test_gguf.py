@@ -10,8 +10,8 @@ import numpy
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-import gguf_liars
-from gguf_liars import HONEST, LIARS, file_of, info, listed, number, one, parse
+import gguf_files
+from gguf_files import HONEST, LIARS, file_of, info, listed, number, one, parse
 from refusals import refused
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import (
@@ -178,15 +178,15 @@ def test_an_error_names_tensor_and_numbers_and_survives_pickling() -> None:
 def test_a_huge_header_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "huge.gguf"
     count = 1 << 35
-    path.write_bytes(file_of([listed(gguf_liars.U8, count)], counts=(0, 1)))
+    path.write_bytes(file_of([listed(gguf_files.U8, count)], counts=(0, 1)))
     os.truncate(path, (1 << 35) + 1000)
     with refused(GgufFault.HEADER_TOO_LARGE, match=str(MAX_HEADER_BYTES)):
         read_header(path)
 
 
 def test_a_header_of_many_chunks(tmp_path: Path) -> None:
-    words = b"".join(gguf_liars.text(f"word {i}") for i in range(200_000))
-    file = file_of([listed(gguf_liars.STRING, 200_000, words), number("n", 7)], [info()], b"\0" * 8)
+    words = b"".join(gguf_files.text(f"word {i}") for i in range(200_000))
+    file = file_of([listed(gguf_files.STRING, 200_000, words), number("n", 7)], [info()], b"\0" * 8)
     path = tmp_path / "words.gguf"
     path.write_bytes(file)
     header = read_header(path)
@@ -207,7 +207,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "shrinks.gguf"
-    path.write_bytes(gguf_liars.HONEST_FILE)
+    path.write_bytes(gguf_files.HONEST_FILE)
     status = os.stat_result((0o100644, 0, 0, 1, 0, 0, 1 << 20, 0, 0, 0))
     monkeypatch.setattr(os, "fstat", lambda fd: status)
     with pytest.raises(ChangedFileError, match="shrank"):

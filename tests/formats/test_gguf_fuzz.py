@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gguf_liars import (
+from gguf_files import (
     BOOL,
     HONEST,
     HONEST_FILE,
@@ -23,7 +23,7 @@ from gguf_liars import (
     parse,
     text,
 )
-from mutations import count_accepted, mutated, peak_of
+from refusals import count_accepted, mutated, peak_of
 from tensor_dedup.errors import FormatError
 from tensor_dedup.formats.gguf import DTYPES
 

@@ -11,8 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_files import Item, file_of, parse, state, tensor, zip_of
-from pytorch_liars import HONEST, LIARS, PICKLE
+from pytorch_files import (
+    HONEST,
+    LIARS,
+    PICKLE,
+    Item,
+    bytes_of,
+    file_of,
+    flat,
+    parse,
+    seen_by_us,
+    shares_a_range,
+    state,
+    tensor,
+    zip_of,
+)
 from refusals import refused
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import (
@@ -22,7 +35,6 @@ from tensor_dedup.formats.errors import (
 )
 from tensor_dedup.formats.pytorch.reader import MAX_PICKLE_BYTES, PytorchHeader, read_header
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from torch_values import bytes_of, flat, seen_by_us, shares_a_range
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

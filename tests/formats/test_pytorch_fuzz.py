@@ -14,15 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kernel
-from mutations import count_accepted, mutated, peak_of
-from pytorch_files import file_of, parse
-from pytorch_liars import HONEST, LIARS
+import process_state
+from pytorch_files import HONEST, LIARS, bytes_of, file_of, flat, parse, seen_by_us
+from refusals import count_accepted, mutated, peak_of
 from tensor_dedup.errors import FormatError
 from tensor_dedup.formats.pytorch.machine import evaluate
 from tensor_dedup.formats.pytorch.opcodes import instructions
 from tensor_dedup.formats.pytorch.reader import read_header
-from torch_values import bytes_of, flat, seen_by_us
 
 
 def saved(held: object) -> bytes:
@@ -193,7 +191,7 @@ def _without_dicts(value: object) -> object:
 
 
 def test_the_descriptor_is_all_that_is_used() -> None:
-    before = kernel.descriptors()
+    before = process_state.descriptors()
     for file in (file_of(), b"PK\3\4", b"nothing"):
         careful(file)
-    assert not kernel.descriptors() - before
+    assert not process_state.descriptors() - before

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError, safe_open
 
-import kernel
-from liars import (
+import process_state
+from refusals import refused
+from safetensors_files import (
     HONEST,
     LIARS,
     STRICTER,
@@ -25,7 +26,6 @@ from liars import (
     seen_by_us,
     two,
 )
-from refusals import refused
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError, FormatError
 from tensor_dedup.formats.errors import (
@@ -130,10 +130,10 @@ def test_read_header_takes_a_path_or_an_open_descriptor(tmp_path: Path) -> None:
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     path.write_bytes(file_of(one(shape="[3]")))
-    before = kernel.descriptors()
+    before = process_state.descriptors()
     with pytest.raises(FormatError):
         read_header(path)
-    assert not kernel.descriptors() - before
+    assert not process_state.descriptors() - before
 
 
 def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:

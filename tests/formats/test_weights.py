@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import gguf_liars
+import gguf_files
 import pytorch_files
 from refusals import refused
 from tensor_dedup.errors import FormatError, NoSuchPathError, UnsupportedError
@@ -35,8 +35,8 @@ def made(path: Path, *names: str) -> Path:
     if path.suffix == ".safetensors":
         save_file(tensors, path)
     elif path.suffix == ".gguf":
-        infos = [gguf_liars.info(name, offset=32 * i) for i, name in enumerate(names)]
-        path.write_bytes(gguf_liars.file_of((), infos, bytes(32 * len(names))))
+        infos = [gguf_files.info(name, offset=32 * i) for i, name in enumerate(names)]
+        path.write_bytes(gguf_files.file_of((), infos, bytes(32 * len(names))))
     else:
         torch.save(tensors, path)
     return path

@@ -6,7 +6,7 @@ import pytest
 
 import gpu_world
 import gpus
-from backend_contract import BackendTests
+from contracts import BackendTests
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gpus
+from fake_driver import RefusingDriver
 from gpu_loads import key_of, weights
-from refusing_driver import RefusingDriver
 from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 import gpus
-from gpu_bench import UNIT, Bench, checked
+from gpu_loads import UNIT, Bench, checked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import kernel
+import process_state
 from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS, WithoutFullCollections
 
 WITHOUT = WITHOUT_FULL_COLLECTIONS
@@ -67,7 +67,7 @@ def plainly_and_within() -> tuple[list[int], list[int]]:
 
 
 def test_what_is_old_is_not_looked_through_and_what_is_young_is() -> None:
-    plainly, within = kernel.forked(plainly_and_within)
+    plainly, within = process_state.forked(plainly_and_within)
     assert set(plainly) == {0, 1, 2}
     assert set(within) == {0, 1}
 
@@ -175,10 +175,10 @@ def test_a_forked_child_has_them_back_unless_it_is_within(
         ended = pool.submit(other)
         is_in.wait()
         ours = gc.get_threshold()
-        assert kernel.forked(gc.get_threshold) == thresholds
-        assert kernel.forked(enter) == (ours, thresholds)
+        assert process_state.forked(gc.get_threshold) == thresholds
+        assert process_state.forked(enter) == (ours, thresholds)
         with WITHOUT:
-            assert kernel.forked(leave) == (ours, thresholds)
+            assert process_state.forked(leave) == (ours, thresholds)
         over.set()
         ended.result()
 
@@ -191,4 +191,4 @@ def test_a_lock_that_another_thread_holds_is_not_inherited() -> None:
             return True
 
     with mine._lock:
-        assert kernel.forked(enter)
+        assert process_state.forked(enter)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import kernel
+import process_state
 from hinted import DIGESTS, known, opened, remember
 from tensor_dedup.loader.checkpoint_io import hints
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
@@ -228,6 +228,6 @@ def test_the_index_lies_where_the_environment_says(
 
 def test_nothing_stays_open(index: HintIndex, file: Path) -> None:
     assert remember(index, file)
-    before = kernel.descriptors()
+    before = process_state.descriptors()
     assert known(index, file) == DIGESTS
-    assert not kernel.descriptors() - before
+    assert not process_state.descriptors() - before

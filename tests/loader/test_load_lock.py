@@ -2,7 +2,7 @@
 
 import threading
 
-import kernel
+import process_state
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 
 
@@ -35,7 +35,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_it_does_not_have() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    assert kernel.forked(take)
+    assert process_state.forked(take)
     assert not take()
     done.set()
     thread.join()
@@ -49,5 +49,5 @@ def test_a_child_that_was_forked_within_a_load_leaves_it_and_loads_itself() -> N
         return take()
 
     with LOAD_LOCK:
-        assert kernel.forked(leave)
+        assert process_state.forked(leave)
     assert take()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gpus
-from kernel import forked, slab_mappings, slabs
+from process_state import forked, slab_mappings, slabs
 from tensor_dedup import libc, sweep, unshare
 from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
 from tensor_dedup.loader.residents.slab import OutOfMemoryError, make_private

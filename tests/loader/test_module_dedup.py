@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import kernel
+import process_state
 from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
@@ -236,7 +236,7 @@ def test_a_file_that_changes_while_it_is_copied_becomes_nobodys_weights(
     with pytest.raises(ChangedFileError, match="changed while it was being loaded"):
         ModuleDedup(model, context).settle()
     files.close()
-    assert not any(str(path) in each for each in kernel.descriptors())
+    assert not any(str(path) in each for each in process_state.descriptors())
     other = model_of(weight=torch.ones(COUNT))
     shared(other)
     assert (other.weight == 1).all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import kernel
+import process_state
 from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
 from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
@@ -119,7 +119,7 @@ def test_files_are_closed_when_nobody_reads_them_any_more(
     assert not ended.is_alive()
     files.close()
     assert (model.weight == 1).all()
-    assert not any(str(tmp_path) in each for each in kernel.descriptors())
+    assert not any(str(tmp_path) in each for each in process_state.descriptors())
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(
@@ -245,7 +245,7 @@ def test_a_child_that_is_forked_while_it_is_read_does_not_wait(
         found.abandon()
         return float(model.weight.detach()[5]) == 1.0
 
-    assert kernel.forked(child)
+    assert process_state.forked(child)
     go_on.set()
     found.settle()
     files.close()

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel import forked
+from process_state import forked
 from tensor_dedup.loader import report
 from tensor_dedup.loader.report import ModelReport, Report
 from tensor_dedup.text_table import BETWEEN_PROCESSES, human

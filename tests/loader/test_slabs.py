@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from kernel import fork, slabs
+from process_state import fork, slabs
 from tensor_dedup.loader.residents.resident import Resident, SlabBuilder, pack, resident_key
 from tensor_dedup.loader.residents.slab import OutOfMemoryError, SlabBusyError, SlabUsageError
 from tensor_dedup.memory_manager.protocol.layout import PAGE

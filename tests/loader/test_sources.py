@@ -10,7 +10,7 @@ import torch
 
 import deferring
 import hinted
-import kernel
+import process_state
 from deferring import Weights, module
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError, FormatError
@@ -102,19 +102,19 @@ def test_hints_that_are_interrupted_leave_no_descriptor(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(index, "lookup", lookup)
-    before = kernel.descriptors()
+    before = process_state.descriptors()
     with pytest.raises(KeyboardInterrupt):
         SourceFile(path, index, "blake3")
-    assert not kernel.descriptors() - before
+    assert not process_state.descriptors() - before
 
 
 def test_a_header_that_lies_leaves_no_descriptor(tmp_path: Path) -> None:
-    before = kernel.descriptors()
+    before = process_state.descriptors()
     liar = tmp_path / "liar.safetensors"
     liar.write_bytes(b"\xff" * 64)
     with pytest.raises(FormatError):
         SourceFile(liar, None, "blake3")
-    assert not kernel.descriptors() - before
+    assert not process_state.descriptors() - before
 
 
 def remembered(index: HintIndex, path: Path, digests: dict[tuple[int, int], str]) -> None:

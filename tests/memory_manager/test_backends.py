@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backend_contract import BackendTests
-from fake_backend import FakeBackend
+from contracts import BackendTests
+from manager_fakes import FakeBackend
 from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.errors import (

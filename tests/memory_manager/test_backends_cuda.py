@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 import gpus
-from backend_contract import BackendTests
-from fake_driver import GRANULARITY, FakeDriver, fake_uuid
-from refusing_driver import RefusingDriver
+from contracts import BackendTests
+from fake_driver import GRANULARITY, FakeDriver, RefusingDriver, fake_uuid
 from tensor_dedup.memory_manager.backends import ipc
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend, read_ticket, write_ticket

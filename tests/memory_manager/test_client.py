@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import kernel
 import managers
 import package_source
+import process_state
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -105,12 +105,12 @@ def test_a_put_that_is_forgotten_leaves_no_descriptor(manager: managers.Manager)
     with manager.client() as client:
         put = client.reserve(["layer"]).put
         assert put is not None
-        before = kernel.open_slabs()
+        before = process_state.open_slabs()
         put.allocate([SMALL])
-        assert kernel.open_slabs() - before
+        assert process_state.open_slabs() - before
         del put
         gc.collect()
-        assert not kernel.open_slabs() - before
+        assert not process_state.open_slabs() - before
 
 
 def test_a_lease_ends_with_its_last_reference(manager: managers.Manager) -> None:

@@ -8,7 +8,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from core_played import PlayedCore
+from manager_fakes import PlayedCore
 from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
     ReclaimSlab,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import managers
-from fake_backend import FakeBackend, FakeSlab
+from manager_fakes import FakeBackend, FakeSlab
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.core import Settings

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import engines
-import kernel
 import plain
+import process_state
 import shared
 import tiny_checkpoints as checkpoints
 import transfers  # noqa: F401 - engines that transfer weights without a GPU
@@ -127,7 +127,7 @@ def test_a_weight_transfer_reaches_one_model_only(policy: str, world: World, ope
 def test_who_was_updated_keeps_nothing_of_what_was_shared(world: World, opened: Open) -> None:
     transfer = {"weight_transfer_config": {"backend": "files"}}
     gc.collect()
-    before, slabs = resident_keys(), kernel.slabs()  # of engines that vLLM itself keeps
+    before, slabs = resident_keys(), process_state.slabs()  # of engines that vLLM itself keeps
     mine = opened(world.base, config={"cpu_weights": "plain"}, **transfer)
     assert len(resident_keys() - before) == len(shared.parameters(mine)) > 10
 
@@ -135,7 +135,7 @@ def test_who_was_updated_keeps_nothing_of_what_was_shared(world: World, opened: 
     gc.collect()
 
     assert resident_keys() <= before
-    assert all(now <= then for now, then in zip(kernel.slabs(), slabs, strict=True))
+    assert all(now <= then for now, then in zip(process_state.slabs(), slabs, strict=True))
     assert plain.outputs(mine) == world.expected[world.other]
 
 
@@ -241,7 +241,12 @@ def test_a_model_made_again_and_again_changes_no_neighbour_and_leaves_nothing(
         del llm
         gc.collect()
         sizes.append(
-            (resident_keys(), set(registry.records()), kernel.slabs(), kernel.descriptors())
+            (
+                resident_keys(),
+                set(registry.records()),
+                process_state.slabs(),
+                process_state.descriptors(),
+            )
         )
 
     # The first of each kind may open what stays open, such as the index of hints.

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import engines
 import fresh
 import plain
-import remains
+import process_state
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
@@ -135,11 +135,11 @@ def compare_every_byte(arch: str, root: Path) -> None:
     base, other = pair(arch, root)
     of_base, of_other = plainly(base, other)
     assert of_base[0] != of_other[0]
-    others = remains.now()
+    others = process_state.remaining()
     with everything_collides(root):
         for known in (False, True):
             _compare(base, other, of_base, of_other, known=known)
-            assert not remains.now().beyond(others)
+            assert not process_state.remaining().beyond(others)
 
 
 def _compare(base: Path, other: Path, of_base: Any, of_other: Any, *, known: bool) -> None:

@@ -12,8 +12,8 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import fresh
-import kernel
 import managers
+import process_state
 import tiny_pipelines
 from tensor_dedup import (
     ConfigError,
@@ -53,7 +53,7 @@ def alone(folder: Path) -> dict[str, bytes]:
 def test_the_second_pipeline_costs_what_differs(
     folder: Path, alone: dict[str, bytes], order: tuple[str, str], others: int
 ) -> None:
-    before = kernel.slab_memory()
+    before = process_state.slab_memory()
     with enable():
         first = load(folder / order[0])
         resident = registry.resident_bytes() - others
@@ -74,7 +74,7 @@ def test_the_second_pipeline_costs_what_differs(
     assert two.skipped == []
     assert image(first) == alone[order[0]]
     assert image(second) == alone[order[1]]
-    memory = kernel.slab_memory()
+    memory = process_state.slab_memory()
     assert memory["Anonymous"] == before["Anonymous"]
     assert memory["Pss"] - before["Pss"] <= registry.resident_bytes() - others
     assert verify().ok
@@ -224,7 +224,7 @@ def test_ten_loads_leave_nothing(folder: Path, others: int) -> None:
         del pipeline
         gc.collect()
         assert registry.resident_bytes() == others
-        lent.append(kernel.allocated())
+        lent.append(process_state.allocated())
     assert len(sizes) == 1
     assert lent[-1] - lent[1] < size / 4  # of eight more
 

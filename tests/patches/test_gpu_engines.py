@@ -23,9 +23,8 @@ import plain
 import quantised
 import shared
 import tiny_checkpoints as checkpoints
-from fake_driver import GRANULARITY, FakeDriver
+from fake_driver import GRANULARITY, FakeDriver, RefusingDriver
 from gpu_loads import Lender, key_of, weights
-from refusing_driver import RefusingDriver
 from tensor_dedup import report, shares_memory, unshare, verify
 from tensor_dedup.loader import process_state
 from tensor_dedup.loader.cuda.devices import DEVICES

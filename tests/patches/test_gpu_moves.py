@@ -15,8 +15,7 @@ from torch import nn
 import fresh
 import gpus
 import tiny_checkpoints as checkpoints
-from fake_driver import FakeDriver
-from refusing_driver import RefusingDriver
+from fake_driver import FakeDriver, RefusingDriver
 from tensor_dedup import TensorDedupConfig, enable, move, report, shares_memory, sweep, unshare
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu

@@ -12,9 +12,8 @@ import transformers as hf
 
 import engines
 import fresh
-import kernel
 import plain
-import remains
+import process_state
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
@@ -93,7 +92,7 @@ def load_and_drop(
         plain.let_go(second)
         del first, second
         gc.collect()
-        left = sum(kernel.slabs()) + len(registry.residents()) + len(registry.records())
+        left = sum(process_state.slabs()) + len(registry.residents()) + len(registry.records())
         found.append({"loaded": loaded, "dropped": memory(), "left": left})
     return found
 
@@ -126,12 +125,12 @@ def test_nothing_is_left_and_a_second_generation_is_as_the_first(
         answers.append(plain.outputs(llm))
         plain.let_go(llm)
         del llm
-    before, descriptors = remains.now(), kernel.descriptors()
+    before, descriptors = process_state.remaining(), process_state.descriptors()
 
     for _ in range(GENERATIONS):
         _generation(pair, policy, answers)
-        assert not remains.now().beyond(before)
-        assert not kernel.descriptors() - descriptors
+        assert not process_state.remaining().beyond(before)
+        assert not process_state.descriptors() - descriptors
 
 
 def _held() -> list[object]:

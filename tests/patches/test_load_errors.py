@@ -24,7 +24,7 @@ import engines
 import kinds
 import loads
 import managers
-import remains
+import process_state
 import tiny_checkpoints as checkpoints
 from tensor_dedup import Store, report, verify
 from tensor_dedup.errors import (
@@ -61,11 +61,11 @@ class Resident:
     model: loads.Model
     parameters: dict[str, str]
     functions: dict[str, str]
-    state: remains.Remains
+    state: process_state.Remains
 
     def is_as_before(self) -> None:
         """Nothing is left of a failed load; the next one of sound files shares all but a change."""
-        assert not remains.now().beyond(self.state)
+        assert not process_state.remaining().beyond(self.state)
         assert verify().ok
         tuned = loads.load(self.pair.fine_tune, {})
         forms = engines.forms(tuned.module, self.model.module)
@@ -81,7 +81,7 @@ class Resident:
 @pytest.fixture
 def resident(pair: checkpoints.Pair) -> Iterator[Resident]:
     model = loads.load(pair.base, {})
-    yield Resident(pair, model, model.parameters(), model.functions(), remains.now())
+    yield Resident(pair, model, model.parameters(), model.functions(), process_state.remaining())
     del model
     gc.collect()
 
@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_fails_as_it_does_plainly(
         found = _failure(path, config)
         assert found is not None
         assert found.kind is expected.kind
-        assert not remains.now().beyond(resident.state)
+        assert not process_state.remaining().beyond(resident.state)
     resident.is_as_before()
 
 
@@ -212,7 +212,7 @@ def test_what_plain_vllm_would_leave_uninitialised_is_an_error_by_name(
         assert found.kind is IncompleteCheckpointError
         assert f"nothing for {parameter} (" in found.text
         assert str(path) in found.text
-        assert not remains.now().beyond(resident.state)
+        assert not process_state.remaining().beyond(resident.state)
     resident.is_as_before()
 
 
@@ -334,7 +334,7 @@ def test_where_no_shared_memory_is_left_a_model_loads_privately(
 ) -> None:
     monkeypatch.setenv("TENSOR_DEDUP_HINTS", str(tmp_path / "hints.sqlite"))
     config = {"cpu_weights": policy}
-    before = remains.now()
+    before = process_state.remaining()
     with engines.assembled() as assembled:
         expected = loads.load(pair.base)
     with _full(limit):
@@ -349,7 +349,7 @@ def test_where_no_shared_memory_is_left_a_model_loads_privately(
     assert verify().ok
 
     del model
-    assert not remains.now().beyond(before)
+    assert not process_state.remaining().beyond(before)
     first, second = loads.load(pair.base, config), loads.load(pair.base, config)
     forms = engines.forms(second.module, first.module)
     assert forms

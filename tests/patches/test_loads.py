@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers as hf
 
-import kernel
-import remains
+import process_state
 import tiny_checkpoints as checkpoints
 from shared import quiet
 from tensor_dedup import TensorDedupConfig, disable, enable, report, verify
@@ -28,10 +27,10 @@ from tiny_pipelines import equal, nbytes, parameters, shared
 
 @pytest.fixture(autouse=True)
 def no_descriptors_stay(nothing_stays: None) -> Iterator[None]:
-    descriptors = kernel.descriptors()
+    descriptors = process_state.descriptors()
     yield
     disable()
-    assert not kernel.descriptors() - descriptors
+    assert not process_state.descriptors() - descriptors
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -49,10 +48,10 @@ def test_a_load_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     files = sharded(checkpoints.make("llama", tmp_path).base, tmp_path / "shards")
     whole = files[-1].read_bytes()
     files[-1].write_bytes(whole[: len(whole) // 2])
-    before = remains.now()
+    before = process_state.remaining()
     with enable(), pytest.raises(Exception, match=r"(?i)incomplete|header|invalid"):
         load(tmp_path / "shards")
-    assert not remains.now().beyond(before)
+    assert not process_state.remaining().beyond(before)
     assert model_load.under_way() is None
     files[-1].write_bytes(whole)
     with enable():

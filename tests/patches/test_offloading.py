@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import kernel
+import process_state
 import tiny_pipelines
 from tensor_dedup import enable, sweep, verify
 from tensor_dedup.loader.unsharing.lookup import is_mapped
@@ -86,13 +86,13 @@ def test_an_offloaded_pipeline_leaves_its_neighbours(
     same = equal(one, other)
     assert shared(one, other) == same
     assert shared(one, third) == parameters(one).keys()
-    memory = kernel.slab_memory()["Anonymous"]
+    memory = process_state.slab_memory()["Anonymous"]
     offload(other, tmp_path)
     for _ in range(2):
         assert image(other) == alone["tuned"]
         assert image(one) == image(third) == alone["sd"]
     assert shared(one, third) == parameters(one).keys()
-    assert kernel.slab_memory()["Anonymous"] == memory
+    assert process_state.slab_memory()["Anonymous"] == memory
     assert verify().ok
 
 

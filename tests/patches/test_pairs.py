@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import kernel
+import process_state
 from pairs import CASES
 from tensor_dedup import enable, report, shares_memory, verify
 from tensor_dedup.patches.huggingface.model_load import modules_of
@@ -105,7 +105,7 @@ def test_offloading_on_and_off_changes_nothing(made: Any, name: str) -> None:
         first, second = (case.load(path) for path in paths)
     same = equal(first, second)
     assert shared(first, second) == same
-    memory = kernel.slab_memory()["Anonymous"]
+    memory = process_state.slab_memory()["Anonymous"]
     offloaded = [max(modules_of(each).values(), key=size) for each in (first, second)]
     for model in offloaded:
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
@@ -115,7 +115,7 @@ def test_offloading_on_and_off_changes_nothing(made: Any, name: str) -> None:
         accelerate.hooks.remove_hook_from_module(model, recurse=True)
     # accelerate unties what is tied, so there may be more names; none has memory of its own.
     assert shared(first, second) == equal(first, second) >= same
-    assert kernel.slab_memory()["Anonymous"] == memory
+    assert process_state.slab_memory()["Anonymous"] == memory
     assert [case.output(each) for each in (first, second)] == list(expected)
 
 

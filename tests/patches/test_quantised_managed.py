@@ -16,8 +16,8 @@ import pytest
 import engines
 import fleet
 import fresh
-import kernel
 import plain
+import process_state
 import quantised
 import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
@@ -57,7 +57,7 @@ def load(path: str, kind: str, config: dict[str, Any] | None) -> "tuple[LLM, Loa
         "answers": plain.outputs(llm),
         "final": {name: engines.fingerprint(parameter) for name, parameter in held.items()},
         "sizes": {name: parameter.nbytes for name, parameter in held.items()},
-        "places": kernel.slab_places({name: p.data_ptr() for name, p in held.items()}),
+        "places": process_state.slab_places({name: p.data_ptr() for name, p in held.items()}),
         "report": engines.last_report().to_dict() if config else {},
     }
 

@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 import engines
 import loads
-import remains
+import process_state
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report, verify
 
@@ -80,7 +80,7 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.alive: list[Pair] = []
-        self.others = remains.now()
+        self.others = process_state.remaining()
         self.edited = self.root / "edited"
         shutil.rmtree(self.edited, ignore_errors=True)
         checkpoints.same(self.fixed[0], self.edited)
@@ -186,7 +186,7 @@ class Life(RuleBasedStateMachine):
         self.alive.clear()
         # vLLM keeps the layers of every model that was ever reloaded here, by a circle of its own.
         layerwise.LAYERWISE_INFO.clear()
-        assert not remains.now().beyond(self.others)
+        assert not process_state.remaining().beyond(self.others)
         os.environ.pop(SWITCH, None)
         if self.before is not None:
             os.environ[SWITCH] = self.before

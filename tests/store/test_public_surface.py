@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps import network
-from stores import noise, safetensors, u8, write
+from stores import network, noise, safetensors, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import UnknownNameError, UnknownTensorError

@@ -4,6 +4,7 @@ A handle is a memory file, an address is a mapping of this process that mprotect
 context is a number. It is as strict as the documentation of each call, or stricter where that says
 "undefined": a handle or address that is none, or no more, is an error. What several processes of
 the tests share goes through descriptors, and through /proc for the old kind of sharing.
+`RefusingDriver` is any driver that refuses one call on demand, and counts them.
 """
 
 import ctypes
@@ -11,11 +12,13 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from fake_device_memory import DeviceAddressMap, FakeMapping
+from tensor_dedup import libc
 from tensor_dedup.memory_manager.cuda.driver import (
     IPC_HANDLE_BYTES,
     Access,
@@ -23,6 +26,123 @@ from tensor_dedup.memory_manager.cuda.driver import (
     Result,
     refused,
 )
+from tensor_dedup.memory_manager.errors import NoMemoryError
+
+_NOTHING: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | libc.MAP_NORESERVE
+_PROTECTION: Final = {
+    Access.NONE: 0,
+    Access.READ: mmap.PROT_READ,
+    Access.READ_WRITE: mmap.PROT_READ | mmap.PROT_WRITE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FakeMapping:
+    """A whole memory file at an address. The descriptor is the mapping's own."""
+
+    nbytes: int
+    fd: int
+    access: Access
+
+
+class DeviceAddressMap:
+    """What is reserved and what is mapped, by address. Answers False to what cannot be done."""
+
+    def __init__(self) -> None:
+        self.reserved: dict[int, int] = {}
+        self.mapped: dict[int, FakeMapping] = {}
+
+    def reserve(self, nbytes: int, alignment: int) -> int:
+        """Take a range of addresses."""
+        start = _map(0, nbytes + alignment, 0, _NOTHING, -1)
+        address = -(-start // alignment) * alignment
+        # What was taken only to align the rest goes back.
+        _cut(start, address - start)
+        _cut(address + nbytes, start + alignment - address)
+        self.reserved[address] = nbytes
+        return address
+
+    def free(self, address: int, nbytes: int) -> bool:
+        """Give a whole range back in which nothing is mapped."""
+        if self.reserved.get(address) != nbytes or self.overlaps(address, nbytes):
+            return False
+        del self.reserved[address]
+        _cut(address, nbytes)
+        return True
+
+    def reserves(self, address: int, nbytes: int) -> bool:
+        """Return whether a range lies in one reservation."""
+        return any(
+            start <= address and address + nbytes <= start + size
+            for start, size in self.reserved.items()
+        )
+
+    def overlaps(self, address: int, nbytes: int) -> bool:
+        """Return whether anything is mapped in a range."""
+        return any(
+            start < address + nbytes and address < start + each.nbytes
+            for start, each in self.mapped.items()
+        )
+
+    def map(self, address: int, mapped: FakeMapping) -> None:
+        """Put a file there."""
+        _map(address, mapped.nbytes, 0, mmap.MAP_SHARED | libc.MAP_FIXED, mapped.fd)
+        self.mapped[address] = mapped
+
+    def _whole(self, address: int, nbytes: int) -> list[int]:
+        """The mappings that a range consists of, without a gap and without a rest."""
+        starts, at = [], address
+        while at < address + nbytes and at in self.mapped:
+            starts.append(at)
+            at += self.mapped[at].nbytes
+        return starts if at == address + nbytes else []
+
+    def unmap(self, address: int, nbytes: int) -> bool:
+        """Take whole mappings away; the range stays reserved."""
+        starts = self._whole(address, nbytes)
+        for start in starts:
+            gone = self.mapped.pop(start)
+            _map(start, gone.nbytes, 0, _NOTHING | libc.MAP_FIXED, -1)
+            os.close(gone.fd)
+        return bool(starts)
+
+    def allow(self, address: int, nbytes: int, access: Access) -> bool:
+        """Protect whole mappings."""
+        starts = self._whole(address, nbytes)
+        for start in starts:
+            self.mapped[start] = replace(self.mapped[start], access=access)
+            libc.mprotect(start, self.mapped[start].nbytes, _PROTECTION[access])
+        return bool(starts)
+
+    def at(self, address: int) -> FakeMapping | None:
+        """The mapping that an address lies in."""
+        for start, each in self.mapped.items():
+            if start <= address < start + each.nbytes:
+                return each
+        return None
+
+    def allows(self, address: int, nbytes: int, access: Access) -> bool:
+        """Return whether all of a range may be used so."""
+        at = address
+        while at < address + nbytes:
+            start = next((s for s, each in self.mapped.items() if s <= at < s + each.nbytes), None)
+            if start is None or self.mapped[start].access < access:
+                return False
+            at = start + self.mapped[start].nbytes
+        return True
+
+
+def _map(address: int, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    try:
+        return libc.mmap(address, nbytes, protection, flags, fd)
+    except OSError as error:
+        raise NoMemoryError(f"mmap of {nbytes} bytes: {error.strerror}") from error
+
+
+def _cut(address: int, nbytes: int) -> None:
+    if nbytes:
+        libc.munmap(address, nbytes)
+
 
 GRANULARITY: Final = 64 << 10  # of a real GPU 2 MiB; small here, so that tests have many
 _NAME: Final = "fake-gpu:"
@@ -379,3 +499,42 @@ def _open_of(pid: int, number: int, inode: int) -> int:
             return fd
         os.close(fd)
     raise refused("cuIpcOpenMemHandle", Result.MAP_FAILED)
+
+
+# What takes something back: when it fails something stays, whatever anybody does.
+CLEANING: Final = frozenset(
+    {"release", "free", "unmap", "leave", "forget", "deallocate", "ipc_close"}
+)
+
+
+class RefusingDriver:
+    """Any driver, but its call number `refuse` (from 1) returns `code` and does nothing.
+
+    `calls` are the names of those made since the count began, the refused one included. Calls
+    that clean up are neither counted nor refused unless `cleaning`.
+    """
+
+    def __init__(self, inner: object, refuse: int = 0, code: Result = Result.OUT_OF_MEMORY) -> None:
+        self._inner = inner
+        self.refuse = refuse
+        self.code = code
+        self.cleaning = False
+        self.calls: list[str] = []
+
+    def again(self, refuse: int = 0) -> None:
+        """Count from the beginning."""
+        self.calls = []
+        self.refuse = refuse
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call: Callable[..., Any] = getattr(self._inner, name)
+        if name in CLEANING and not self.cleaning:
+            return call
+
+        def counted(*arguments: Any) -> Any:
+            self.calls.append(name)
+            if len(self.calls) == self.refuse:
+                raise refused(name, self.code, 0)
+            return call(*arguments)
+
+        return counted

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import remains
+import process_state
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def _obey(order: Path, answer: Path) -> None:
     # Under its name: multiprocessing, dataclasses and pickle look it up there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    remains.collect_surely()
+    process_state.collect_surely()
     answer.write_bytes(pickle.dumps(getattr(module, name)(*args, **kwargs)))
 
 

@@ -1,7 +1,13 @@
-"""A process's load from a manager of a fake GPU, and its steps, after each of which it may die."""
+"""Loads from a fake GPU: in one process with a driver that can refuse, and from a manager.
+
+A `Bench` is a fake GPU of one process, with a manager's memory to map. The load from a manager of a
+fake GPU is a sequence of `STEPS`, after each of which its process may die.
+"""
 
 import ctypes
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -9,18 +15,74 @@ import torch
 
 import gpus
 import managers
-from fake_driver import FakeDriver, fake_uuid
-from refusing_driver import RefusingDriver
+from fake_driver import GRANULARITY, FakeDriver, RefusingDriver, fake_uuid
 from tensor_dedup.digest import digest
-from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceMemory, device_session
-from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, Views, copy_of
-from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
+from tensor_dedup.loader.cuda.residents import (
+    DeviceRequest,
+    DeviceResident,
+    DeviceSlab,
+    Views,
+    copy_of,
+)
+from tensor_dedup.loader.cuda.tensors import CPU, held
 from tensor_dedup.loader.residents.manager import ResidentQuery
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.loader.residents.resident import resident_key, tensor_bytes
+from tensor_dedup.memory_manager.backends.vmm import VmmAllocation as ManagerSlab
+from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.types import ResidentKey
+
+UNIT = GRANULARITY
+
+
+class Bench:
+    """A manager's memory, and a process's GPU with a driver that can refuse."""
+
+    def __init__(self) -> None:
+        self.manager = VmmBackend(FakeDriver(), "0")
+        self.fake = FakeDriver()
+        self.driver = RefusingDriver(self.fake)
+        self.gpu = Gpu(cast("Driver", self.driver), "0")
+        self.opener = opener_for("vmm", cast("Driver", self.driver), self.gpu.device)
+
+    def slab(self, units: int, data: bytes = b"") -> ManagerSlab:
+        made = self.manager.reserve(units * UNIT)
+        self.fill(made, data)
+        return made
+
+    def fill(self, slab: ManagerSlab, data: bytes) -> None:
+        self.gpu.fill(
+            MappedExtent(slab.fileno, slab.nbytes, 0),
+            self.opener,
+            lambda address: gpus.put(self.fake, address, data),
+        )
+
+    def mapping(self, *slabs: ManagerSlab) -> DeviceMapping:
+        extents = [MappedExtent(each.fileno, each.nbytes, n) for n, each in enumerate(slabs, 1)]
+        return self.gpu.map(extents, self.opener, slabs)
+
+    def shared(self, slab: ManagerSlab) -> DeviceSlab:
+        return DeviceSlab(self.gpu, self.opener, slab, slab.nbytes)
+
+
+@contextmanager
+def checked() -> Iterator[Bench]:
+    """A bench, of which nothing may be left afterwards."""
+    made = Bench()
+    yield made
+    gc.collect()
+    made.driver.again()
+    assert made.gpu.reap(wait=True) == 0
+    left = made.fake.left()
+    assert left == {}, left
+    assert len(DEVICE_MAPPINGS) == 0
+    assert held() == 0
+
 
 State = dict[str, object]
 

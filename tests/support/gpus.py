@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import kernel
 import managers
+import process_state
 from fake_driver import FakeDriver, fake_uuid
 from tensor_dedup.memory_manager.backends.ipc import read_ticket
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current, refused
@@ -46,7 +46,7 @@ def in_use() -> int:
 
 def descriptors() -> int:
     """How many this process has open, when the garbage of earlier tests has closed its own."""
-    return len(kernel.descriptors())
+    return len(process_state.descriptors())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import xgboost as xgb
 from sklearn import ensemble
 
-from frozen_pieces import loaded, stored
+from stores import frozen, thawed
 from tensor_dedup.store.checkpoints.adapters import (
     LightGBMAdapter,
     ModelAdapter,
@@ -69,7 +69,7 @@ def updated(model: lgb.Booster, rounds: int) -> None:
 
 def same(adapter: ModelAdapter, plain: ModelAdapter, model: Any) -> None:
     """What is saved is what is saved of it without the declaration, bit for bit."""
-    ours, theirs = stored(adapter, model), stored(plain, model)
+    ours, theirs = frozen(adapter, model), frozen(plain, model)
     assert list(ours) == list(theirs)
     for name, piece in theirs.items():
         assert bytes(ours[name].data) == bytes(piece.data), name
@@ -91,7 +91,7 @@ def test_lightgbm_writes_new_rounds_only(kind: str, reads: Reads) -> None:
     # Each time the last round that is known is read again, once all to be compared. The other
     # adapter reads from 0 on.
     assert reads == [0, 0, 3, 0, 0, 6, 0, 6, 0, 8, 0]
-    found = loaded(adapter, stored(adapter, model))
+    found = thawed(adapter, frozen(adapter, model))
     expected: Any = model.predict(X, num_iteration=-1)
     assert np.asarray(found.predict(X, num_iteration=-1)).tobytes() == expected.tobytes()
 
@@ -101,7 +101,7 @@ def test_lightgbm_that_shrank_or_changed_is_read_whole(
 ) -> None:
     adapter, model = LightGBMAdapter(append_only=True), booster(objective="regression")
     updated(model, 5)
-    stored(adapter, model)
+    frozen(adapter, model)
     model.rollback_one_iter()
     model.rollback_one_iter()
     same(adapter, LightGBMAdapter(), model)
@@ -160,7 +160,7 @@ def test_scikit_learn_is_asked_for_new_trees_only(kind: str, reads: Reads) -> No
     counts = [4, 4, 3, 7, 1, 8]
     more = [0, 0, 1, 0, 1, 0]  # the last one that is known
     assert reads == [width * count + one for count, one in zip(counts, more, strict=True)]
-    found = loaded(adapter, stored(adapter, model))
+    found = thawed(adapter, frozen(adapter, model))
     assert found.predict(X).tobytes() == model.predict(X).tobytes()
 
 
@@ -170,7 +170,7 @@ def test_scikit_learn_that_was_fitted_anew_or_changed_is_read_whole(
     adapter = SklearnAdapter(append_only=True)
     model = ensemble.GradientBoostingRegressor(max_depth=2, random_state=1)
     fitted(model, 6)
-    stored(adapter, model)
+    frozen(adapter, model)
     model.estimators_[5, 0].tree_.value[0, 0, 0] += 1
     same(adapter, SklearnAdapter(), model)
     assert caplog.text.count("was declared append-only") == 1
@@ -210,7 +210,7 @@ def test_xgboost_writes_new_rounds_only(kind: str, reads: Reads) -> None:
         same(adapter, XGBoostAdapter(), model)
     # The other adapter reads all, and once so does this one, to compare.
     assert reads == [4, 4, 4, 7, 7, 1, 7, 141, 147, 2, 148]
-    found = loaded(adapter, stored(adapter, model))
+    found = thawed(adapter, frozen(adapter, model))
     assert found.predict(DATA).tobytes() == model.predict(DATA).tobytes()
 
 
@@ -219,7 +219,7 @@ def test_xgboost_that_shrank_or_changed_is_read_whole(
 ) -> None:
     adapter, model = XGBoostAdapter(append_only=True), tree_booster()
     boosted(model, 6)
-    stored(adapter, model)
+    frozen(adapter, model)
     shorter = model[:4]
     model.load_model(shorter.save_raw("ubj"))
     same(adapter, XGBoostAdapter(), model)

@@ -9,7 +9,7 @@ from sklearn import ensemble
 from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
 
 import fresh
-from frozen_pieces import loaded, stored, there_and_back
+from stores import frozen, thawed, there_and_back
 from tensor_dedup.store.checkpoints.adapters import NumpyAdapter, SklearnAdapter
 from tensor_dedup.store.checkpoints.errors import DamagedStateError
 from tensor_dedup.store.checkpoints.state import NamedValue
@@ -26,11 +26,11 @@ def lazily_imported() -> list[str]:
     import torch
 
     with_torch = set(sys.modules)
-    held = stored(NUMPY, [torch.float32])
+    held = frozen(NUMPY, [torch.float32])
     for name in (b"_inductor", b"_export", b"onnx"):
         data = bytes([0x91, 0x92, 0, 0x92, 48, 0xA0 + len(name)]) + name
         with pytest.raises(DamagedStateError):
-            loaded(NUMPY, {**held, "#values": NamedValue("#values", "U8", (len(data),), data)})
+            thawed(NUMPY, {**held, "#values": NamedValue("#values", "U8", (len(data),), data)})
     return sorted(set(sys.modules) - with_torch)
 
 

@@ -6,7 +6,7 @@ import lightgbm as lgb
 import numpy as np
 import pytest
 
-from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
+from stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import LightGBMAdapter, adapter_for, by_name
 from tensor_dedup.store.checkpoints.adapters.lightgbm import _cut, _joined
 from tensor_dedup.store.checkpoints.errors import (
@@ -53,10 +53,10 @@ def test_trees_that_were_there_are_shared(kind: str) -> None:
     booster = lgb.Booster(parameters, data)
     for _ in range(30):
         booster.update()
-    before = stored(ADAPTER, booster)
+    before = frozen(ADAPTER, booster)
     for _ in range(5):
         booster.update()
-    after = stored(ADAPTER, booster)
+    after = frozen(ADAPTER, booster)
     trees = {name for name in before if name.startswith("tree_")}
     assert len(trees) == booster.num_trees() * 30 // 35
     assert trees <= unchanged(before, after)
@@ -67,13 +67,13 @@ def test_trees_that_were_there_are_shared(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_are_the_same_to_the_last_bit(kind: str) -> None:
     booster = train(kind, 12)
-    held = stored(ADAPTER, booster)
-    back = loaded(ADAPTER, held)
+    held = frozen(ADAPTER, booster)
+    back = thawed(ADAPTER, held)
     assert bits(back) == bits(booster)
     assert text(back) == text(booster)
-    assert stored(ADAPTER, back) == held
+    assert frozen(ADAPTER, back) == held
     other = train("binary", 2)
-    assert loaded(ADAPTER, held, other) is other
+    assert thawed(ADAPTER, held, other) is other
     assert bits(other) == bits(booster)
 
 
@@ -141,13 +141,13 @@ def test_a_layout_nobody_knows_is_kept_whole(sizes: str) -> None:
 
 
 def test_a_tree_that_is_gone_or_broken_is_damage() -> None:
-    held = stored(ADAPTER, train("binary", 3))
+    held = frozen(ADAPTER, train("binary", 3))
     broken = dict(held)
     broken["tree_000001"] = NamedValue("tree_000001", "U8", (3,), b"\xff\xfe\x00")
     del held["tree_000002"]
     for pieces in (held, broken):
         with pytest.raises(DamagedStateError):
-            loaded(ADAPTER, pieces)
+            thawed(ADAPTER, pieces)
 
 
 def test_the_adapter_is_found() -> None:

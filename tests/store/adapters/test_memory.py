@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from frozen_pieces import there_and_back
+from stores import there_and_back
 from tensor_dedup.store.checkpoints.adapters import NumpyAdapter, PyTorchAdapter
 from tensor_dedup.store.checkpoints.errors import MismatchedOriginalError
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from frozen_pieces import loaded, stored, there_and_back
+from stores import frozen, thawed, there_and_back
 from tensor_dedup.store.checkpoints.adapters import (
     NumpyAdapter,
     PieceSeries,
@@ -116,19 +116,19 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(st.recursive(st.one_of(SCALARS, ARRAYS, TENSORS), containers, max_leaves=20))
 def test_every_state_comes_back_as_it_was(state: Any) -> None:
     assert same(there_and_back(NUMPY, state), state)
-    assert stored(NUMPY, state) == stored(NUMPY, state)
+    assert frozen(NUMPY, state) == frozen(NUMPY, state)
 
 
 @given(st.recursive(SCALARS, containers, max_leaves=20))
 def test_plain_values_are_two_pieces(state: Any) -> None:
-    assert set(stored(NUMPY, state)) == {"#structure", "#values"}
+    assert set(frozen(NUMPY, state)) == {"#structure", "#values"}
 
 
 def test_the_shape_stays_the_same_while_numbers_change() -> None:
     def state(step: int) -> dict[str, Any]:
         return {"lr": 0.1 / step, "step": step, "betas": (0.9, step), "w": np.full(3, step)}
 
-    first, second = stored(NUMPY, state(1)), stored(NUMPY, state(2))
+    first, second = frozen(NUMPY, state(1)), frozen(NUMPY, state(2))
     assert first["#structure"] == second["#structure"]
     assert first["#values"] != second["#values"]
 
@@ -136,18 +136,18 @@ def test_the_shape_stays_the_same_while_numbers_change() -> None:
 def test_pieces_are_called_by_the_keys_that_lead_to_them() -> None:
     array = np.ones(2)
     state = {"a": {"b": array.copy(), 3: [array.copy()]}, "a.b": array.copy(), "#x": array.copy()}
-    held = stored(NUMPY, state)
+    held = frozen(NUMPY, state)
     assert list(held) == ["a.b", "a.3.0", "a.b~1", "_#x", "#structure", "#values"]
-    assert same(loaded(NUMPY, held), state)
-    assert list(stored(NUMPY, array)) == ["tensor", "#structure", "#values"]
+    assert same(thawed(NUMPY, held), state)
+    assert list(frozen(NUMPY, array)) == ["tensor", "#structure", "#values"]
 
 
 def test_a_series_has_names_that_nobody_else_has() -> None:
     series = PieceSeries("tree", [b"a", b"b"])
     state = {"tree_000001": np.ones(1), "all": series, "all.tree_000000": np.zeros(1)}
-    held = stored(NUMPY, {**state, "tree~_000000": np.ones(1)})
+    held = frozen(NUMPY, {**state, "tree~_000000": np.ones(1)})
     assert len(held) == 2 + 2 + 3
-    back = loaded(NUMPY, held)
+    back = thawed(NUMPY, held)
     assert [bytes(item) for item in back["all"].items] == [b"a", b"b"]
     assert back["all.tree_000000"] == 0
     twice = there_and_back(NUMPY, [series, series, PieceSeries("x", [])])
@@ -156,7 +156,7 @@ def test_a_series_has_names_that_nobody_else_has() -> None:
 
 def test_what_grows_comes_last_and_the_longest_first() -> None:
     short, long = PieceSeries("short", [b"a"] * 2), PieceSeries("long", [b"b"] * 4)
-    names = list(stored(NUMPY, {"a": short, "b": long, "c": np.ones(1)}))
+    names = list(frozen(NUMPY, {"a": short, "b": long, "c": np.ones(1)}))
     assert [name[:6] for name in names] == [
         "c",
         *["b.long"] * 4,
@@ -177,7 +177,7 @@ def test_the_format_stays() -> None:
         "c": 1j,
     }
     held = {
-        name: (each.dtype, bytes(each.data).hex()) for name, each in stored(NUMPY, state).items()
+        name: (each.dtype, bytes(each.data).hex()) for name, each in frozen(NUMPY, state).items()
     }
     # What was written once must be read by every later version: never change these.
     assert held == {
@@ -198,7 +198,7 @@ def test_the_format_stays() -> None:
 
 
 def test_names_are_text_that_can_be_written() -> None:
-    for name in list(stored(NUMPY, {"\ud800": np.ones(1), "": np.ones(1)})):
+    for name in list(frozen(NUMPY, {"\ud800": np.ones(1), "": np.ones(1)})):
         assert name
         name.encode()
 
@@ -227,7 +227,7 @@ def test_records_lose_what_lay_between_their_fields() -> None:
     dirty = raw.view(dtype)
     clean = np.zeros(2, dtype)
     clean["a"], clean["b"] = dirty["a"], dirty["b"]
-    assert stored(NUMPY, {"x": dirty}) == stored(NUMPY, {"x": clean})
+    assert frozen(NUMPY, {"x": dirty}) == frozen(NUMPY, {"x": clean})
     back = there_and_back(NUMPY, {"x": dirty})["x"]
     assert back.dtype == dtype
     np.testing.assert_array_equal(back, clean)
@@ -261,12 +261,12 @@ def test_parameters_and_gradients_are_remembered() -> None:
 )
 def test_random_generators_go_on_where_they_were(source: Any) -> None:
     source.random()
-    held = stored(NUMPY, {"rng": source})
+    held = frozen(NUMPY, {"rng": source})
     expected = [source.random() for _ in range(5)]
-    fresh = loaded(NUMPY, held)["rng"]
+    fresh = thawed(NUMPY, held)["rng"]
     assert type(fresh) is type(source)
     assert [fresh.random() for _ in range(5)] == expected
-    assert loaded(NUMPY, held, {"rng": source})["rng"] is source
+    assert thawed(NUMPY, held, {"rng": source})["rng"] is source
     assert [source.random() for _ in range(5)] == expected
 
 
@@ -384,14 +384,14 @@ register_provider(Scaler, SCALER)
 
 def test_types_can_be_taught() -> None:
     scaler = Special(np.ones(3), "first")
-    held = stored(NUMPY, {"a": scaler, "b": [scaler, 1]})
+    held = frozen(NUMPY, {"a": scaler, "b": [scaler, 1]})
     assert list(held) == ["a.mean", "#structure", "#values"]
-    back = loaded(NUMPY, held)
+    back = thawed(NUMPY, held)
     assert back["a"] is back["b"][0]
     assert same(vars(back["a"]), vars(scaler))
     original = {"a": Scaler(None, "")}
     kept = original["a"]
-    assert loaded(NUMPY, held, original)["a"] is kept
+    assert thawed(NUMPY, held, original)["a"] is kept
     assert kept.name == "first"
     assert adapter_for(scaler).name == "numpy"
 
@@ -408,19 +408,19 @@ def test_a_second_provider_of_a_name_or_type_is_refused() -> None:
 
 
 def test_a_provider_that_is_not_there_is_named() -> None:
-    held = stored(NUMPY, {"x": {"s": Scaler(np.ones(2), "n")}})
+    held = frozen(NUMPY, {"x": {"s": Scaler(np.ones(2), "n")}})
     data = bytes(held["#structure"].data).replace(b"tests.scaler", b"tests.sc4ler")
     held["#structure"] = NamedValue("#structure", "U8", (len(data),), data)
     with pytest.raises(UnknownProviderError, match=r"""^x\["s"\]: no provider 'tests.sc4ler'"""):
-        loaded(NUMPY, held)
+        thawed(NUMPY, held)
 
 
 @pytest.mark.parametrize("name", ["#structure", "#values", "w"])
 def test_a_piece_that_is_gone_is_damage(name: str) -> None:
-    held = stored(NUMPY, {"w": np.ones(2), "n": 1})
+    held = frozen(NUMPY, {"w": np.ones(2), "n": 1})
     del held[name]
     with pytest.raises(DamagedStateError, match=name):
-        loaded(NUMPY, held)
+        thawed(NUMPY, held)
 
 
 WIRES: list[Any] = [
@@ -448,21 +448,21 @@ WIRES: list[Any] = [
 
 @pytest.mark.parametrize("values", WIRES, ids=map(str, WIRES))
 def test_values_no_encoder_wrote_are_damage(values: Any) -> None:
-    held = stored(NUMPY, [1])
+    held = frozen(NUMPY, [1])
     data = msgspec.msgpack.encode(values)
     held["#values"] = NamedValue("#values", "U8", (len(data),), data)
     with pytest.raises(DamagedStateError):
-        loaded(NUMPY, held)
+        thawed(NUMPY, held)
 
 
 @given(st.binary(max_size=60), st.sampled_from(["#structure", "#values"]), st.integers(0, 60))
 def test_damage_is_an_error_of_ours(noise: bytes, name: str, at: int) -> None:
-    held = stored(NUMPY, {"w": np.ones(2), "o": [np.array(["a"]), Scaler(1, "n")], "t": (1, 2.5)})
+    held = frozen(NUMPY, {"w": np.ones(2), "o": [np.array(["a"]), Scaler(1, "n")], "t": (1, 2.5)})
     data = bytes(held[name].data)
     data = data[:at] + noise + data[at + len(noise) :]
     held[name] = NamedValue(name, "U8", (len(data),), data)
     with suppress(DamagedStateError, UnknownProviderError):
-        loaded(NUMPY, held)
+        thawed(NUMPY, held)
 
 
 def test_adapters_are_chosen_by_what_they_are_given() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fresh
-from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
+from stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import PyTorchAdapter
 from tensor_dedup.store.checkpoints.errors import (
     MismatchedOriginalError,
@@ -71,16 +71,16 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 def test_what_is_frozen_is_shared() -> None:
     net = Net().eval()
     optimizer = torch.optim.SGD(net.head.parameters(), 0.1)
-    before = stored(ADAPTER, net)
+    before = frozen(ADAPTER, net)
     train(net, optimizer, 2)
-    after = stored(ADAPTER, net)
+    after = frozen(ADAPTER, net)
     assert set(before) - unchanged(before, after) == {"head.weight", "head.bias"}
     assert new_bytes(before, after) == (4 * 36 * 3 + 3) * 4
 
 
 def test_pieces_are_called_and_typed_as_in_the_state_dict() -> None:
     net = Net().to(torch.bfloat16)
-    held = stored(ADAPTER, net)
+    held = frozen(ADAPTER, net)
     assert list(held) == [*net.state_dict(), "#structure", "#values"]
     assert held["head.weight"].dtype == "BF16"
     assert held["backbone.1.num_batches_tracked"].shape == ()
@@ -120,11 +120,11 @@ def test_a_state_dict_keeps_the_versions_of_its_modules() -> None:
 
 def test_tied_weights_are_one_content_and_stay_tied() -> None:
     net = Tied()
-    held = stored(ADAPTER, net)
+    held = frozen(ADAPTER, net)
     assert held["embed.weight"].data == held["head.weight"].data
-    back = loaded(ADAPTER, held)
+    back = thawed(ADAPTER, held)
     assert back["embed.weight"] is back["head.weight"]
-    other = loaded(ADAPTER, held, Tied())
+    other = thawed(ADAPTER, held, Tied())
     assert other.head.weight is other.embed.weight
     assert equal(net, other)
 
@@ -158,11 +158,11 @@ def test_training_goes_on_as_if_nothing_had_been(make: Callable[[Any], Any]) -> 
     net = Net()
     optimizer = make(net.parameters())
     step(net, optimizer, 0)
-    held = stored(ADAPTER, {"model": net, "optimizer": optimizer, "epoch": 3})
+    held = frozen(ADAPTER, {"model": net, "optimizer": optimizer, "epoch": 3})
     expected = step(net, optimizer, 3)
     other = Net(1)
     original = {"model": other, "optimizer": make(other.parameters()), "epoch": 0}
-    back = loaded(ADAPTER, held, original)
+    back = thawed(ADAPTER, held, original)
     assert back is original
     assert (back["model"] is other, back["epoch"]) == (True, 3)
     assert step(other, back["optimizer"], 3) == expected
@@ -199,9 +199,9 @@ def test_a_whole_run_resumes() -> None:
 
     run = start(0)
     go(run, 0)
-    held = stored(ADAPTER, run)
+    held = frozen(ADAPTER, run)
     expected = go(run, 3)
-    again = loaded(ADAPTER, held, start(9))
+    again = thawed(ADAPTER, held, start(9))
     assert go(again, 3) == expected
 
 
@@ -215,9 +215,9 @@ def test_schedulers_are_plain_values(name: str) -> None:
     first, second = make(), make()
     first.optimizer.step()
     first.step(*([0.5] if name == "ReduceLROnPlateau" else []))
-    held = stored(ADAPTER, {"scheduler": first})
+    held = frozen(ADAPTER, {"scheduler": first})
     assert set(held) == {"#structure", "#values"}
-    assert loaded(ADAPTER, held, {"scheduler": second})["scheduler"] is second
+    assert thawed(ADAPTER, held, {"scheduler": second})["scheduler"] is second
     assert second.state_dict() == first.state_dict()
 
 
@@ -225,14 +225,14 @@ def test_an_optimizer_keeps_its_pieces_and_counts_in_one() -> None:
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), 0.01)
     train(net, optimizer, 1)
-    before = stored(ADAPTER, {"model": net, "optimizer": optimizer})
+    before = frozen(ADAPTER, {"model": net, "optimizer": optimizer})
     assert "optimizer.state.0.exp_avg" in before
     assert not [name for name in before if name.endswith(".step")]
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
     for state in optimizer.state.values():
         state["step"] += 1
-    after = stored(ADAPTER, {"model": net, "optimizer": optimizer})
+    after = frozen(ADAPTER, {"model": net, "optimizer": optimizer})
     assert set(before) - unchanged(before, after) == {"#values"}
     plain = there_and_back(ADAPTER, {"optimizer": optimizer})["optimizer"]
     assert plain["state"][0]["step"].item() == 2

@@ -36,7 +36,7 @@ from sklearn import (
 from sklearn.base import BaseEstimator, TransformerMixin, clone
 from sklearn.exceptions import ConvergenceWarning, InconsistentVersionWarning
 
-from frozen_pieces import Stored, loaded, new_bytes, stored, there_and_back, unchanged
+from stores import Frozen, frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import (
     SklearnAdapter,
     adapter_for,
@@ -62,7 +62,7 @@ Y = np.digitize(X[:, 0] + X[:, 1] * X[:, 2], [-0.5, 0.5])
 TEXT = np.array(["low", "mid", "high"], object)[Y]
 
 
-def trees(held: Stored) -> set[str]:
+def trees(held: Frozen) -> set[str]:
     return {name for name in held if re.search(r"\.tree_\d{6}$", name)}
 
 
@@ -103,9 +103,9 @@ GROWING: dict[str, Any] = {
 @pytest.mark.parametrize("name", GROWING)
 def test_trees_that_were_there_are_shared(name: str) -> None:
     estimator = clone(GROWING[name]).fit(X, Y)
-    before = stored(ADAPTER, estimator)
+    before = frozen(ADAPTER, estimator)
     warm(estimator, 10)
-    after = stored(ADAPTER, estimator)
+    after = frozen(ADAPTER, estimator)
     count = 3 * 20 if name == "boosting" else 20
     assert len(trees(before)) == count
     assert trees(before) <= unchanged(before, after)
@@ -119,11 +119,11 @@ def test_trees_that_were_there_are_shared(name: str) -> None:
 def test_ensembles_come_back_and_grow_as_they_would_have(name: str) -> None:
     target = TEXT if name == "forest" else Y
     estimator = clone(GROWING[name]).fit(X, target)
-    held = stored(ADAPTER, estimator)
-    back = loaded(ADAPTER, held)
+    held = frozen(ADAPTER, estimator)
+    back = thawed(ADAPTER, held)
     assert type(back) is type(estimator)
     assert outputs(back) == outputs(estimator)
-    assert stored(ADAPTER, back) == held
+    assert frozen(ADAPTER, back) == held
     assert outputs(warm(back, 5, target)) == outputs(warm(estimator, 5, target))
 
 
@@ -132,9 +132,9 @@ def test_the_rest_does_not_grow_with_the_trees() -> None:
         estimator = ensemble.GradientBoostingRegressor(
             n_estimators=count, max_depth=1, warm_start=True, random_state=0
         ).fit(X[:20], Y[:20])
-        before = stored(ADAPTER, estimator)
+        before = frozen(ADAPTER, estimator)
         estimator.set_params(n_estimators=count + 1).fit(X[:20], Y[:20])
-        after = stored(ADAPTER, estimator)
+        after = frozen(ADAPTER, estimator)
         return new_bytes(before, after) - sum(
             after[name].nbytes for name in trees(after) - trees(before)
         )
@@ -145,7 +145,7 @@ def test_the_rest_does_not_grow_with_the_trees() -> None:
 
 def test_many_coefficients_are_one_array() -> None:
     wide = np.hstack([X] * 300)
-    held = stored(ADAPTER, linear_model.Ridge().fit(wide, Y))
+    held = frozen(ADAPTER, linear_model.Ridge().fit(wide, Y))
     assert (held["coef_"].dtype, held["coef_"].shape) == ("F64", (1500,))
 
 
@@ -156,12 +156,12 @@ def test_histogram_boosting_is_one_piece_a_tree() -> None:
     estimator = ensemble.HistGradientBoostingClassifier(
         max_iter=12, warm_start=True, categorical_features=[4], random_state=0, early_stopping=False
     ).fit(data, Y)
-    before = stored(ADAPTER, estimator)
+    before = frozen(ADAPTER, estimator)
     estimator.set_params(max_iter=15).fit(data, Y)
-    after = stored(ADAPTER, estimator)
+    after = frozen(ADAPTER, estimator)
     assert len(trees(before)) == 3 * 12
     assert trees(before) <= unchanged(before, after)
-    back = loaded(ADAPTER, after)
+    back = thawed(ADAPTER, after)
     assert outputs(back, data) == outputs(estimator, data)
     again = [each.set_params(max_iter=17).fit(data, Y) for each in (back, estimator)]
     assert outputs(again[0], data) == outputs(again[1], data)
@@ -234,11 +234,11 @@ def fitted(name: str) -> Any:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimators_come_back_to_the_last_bit(name: str) -> None:
     estimator = fitted(name)
-    held = stored(ADAPTER, estimator)
-    back = loaded(ADAPTER, held)
+    held = frozen(ADAPTER, estimator)
+    back = thawed(ADAPTER, held)
     assert type(back) is type(estimator)
     if name not in ("voting", "stacking"):  # a Bunch leaves something behind, with pickle too
-        assert stored(ADAPTER, back) == held
+        assert frozen(ADAPTER, back) == held
     assert outputs(back) == outputs(estimator)
     assert repr(back) == repr(estimator)
 
@@ -292,24 +292,24 @@ def test_one_dimension() -> None:
 
 def test_large_trees_are_put_together_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     estimator = clone(GROWING["forest"]).fit(X, Y)
-    held = stored(ADAPTER, estimator)
+    held = frozen(ADAPTER, estimator)
     for room in (0, 4000):
         monkeypatch.setattr(sklearn_trees, "_ROOM", room)
-        assert stored(ADAPTER, estimator) == held
+        assert frozen(ADAPTER, estimator) == held
 
 
 def test_trees_with_several_outputs() -> None:
     back = there_and_back(ADAPTER, ONE_BY_ONE)
     assert outputs(back) == outputs(ONE_BY_ONE)
-    assert len(trees(stored(ADAPTER, ONE_BY_ONE))) == 5
+    assert len(trees(frozen(ADAPTER, ONE_BY_ONE))) == 5
 
 
 def test_trees_that_differ_more_than_by_numbers_are_taken_one_by_one() -> None:
     estimator = ensemble.RandomForestClassifier(4, random_state=0).fit(X, Y)
     estimator.estimators_[2].random_state = np.random.RandomState(3)
-    held = stored(ADAPTER, estimator)
+    held = frozen(ADAPTER, estimator)
     assert not trees(held)
-    assert outputs(loaded(ADAPTER, held)) == outputs(estimator)
+    assert outputs(thawed(ADAPTER, held)) == outputs(estimator)
 
 
 def test_partial_training_goes_on_as_if_nothing_had_been() -> None:
@@ -341,12 +341,12 @@ def test_an_estimator_of_ones_own_needs_an_original() -> None:
         return pipeline.make_pipeline(Doubler(factor), linear_model.Ridge())
 
     estimator = chain(3.0).fit(X, Y)
-    held = stored(ADAPTER, {"model": estimator})
+    held = frozen(ADAPTER, {"model": estimator})
     with pytest.raises(ForbiddenClassError, match=r"Doubler is no class of scikit-learn.*original"):
-        loaded(ADAPTER, held)
+        thawed(ADAPTER, held)
     original = {"model": chain(1.0)}
     mine = original["model"].steps[0][1]
-    back = loaded(ADAPTER, held, original)["model"]
+    back = thawed(ADAPTER, held, original)["model"]
     assert (back is original["model"], back.steps[0][1] is mine) == (False, False) or back
     assert outputs(back) == outputs(estimator)
 
@@ -396,7 +396,7 @@ def test_functions_are_refused_by_their_place(estimator: Any, place: str) -> Non
 @pytest.mark.parametrize("damage", ["child", "feature", "short", "gone"])
 def test_a_tree_that_leads_nowhere_is_damage(damage: str) -> None:
     estimator = ensemble.RandomForestClassifier(3, random_state=0, max_depth=2).fit(X, Y)
-    held = stored(ADAPTER, estimator)
+    held = frozen(ADAPTER, estimator)
     name = sorted(trees(held))[1]
     data = bytearray(memoryview(held[name].data))
     if damage == "child":
@@ -409,10 +409,10 @@ def test_a_tree_that_leads_nowhere_is_damage(damage: str) -> None:
     if damage == "gone":
         del held[name]
     with pytest.raises(DamagedStateError):
-        loaded(ADAPTER, held)
+        thawed(ADAPTER, held)
 
 
-DAMAGED = stored(
+DAMAGED = frozen(
     ADAPTER,
     pipeline.make_pipeline(
         preprocessing.StandardScaler(), ensemble.GradientBoostingClassifier(n_estimators=2)
@@ -428,7 +428,7 @@ def test_damage_is_an_error_of_ours(name: str, at: int, noise: bytes) -> None:
     data = data[:at] + noise + data[at + max(1, len(noise)) :]
     # A version that differs is a warning of scikit-learn's.
     with suppress(StateError, InconsistentVersionWarning):
-        loaded(ADAPTER, {**DAMAGED, name: NamedValue(name, "U8", (len(data),), data)})
+        thawed(ADAPTER, {**DAMAGED, name: NamedValue(name, "U8", (len(data),), data)})
 
 
 def test_the_adapter_is_found() -> None:

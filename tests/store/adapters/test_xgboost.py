@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xgboost as xgb
 
-from frozen_pieces import loaded, new_bytes, stored, there_and_back, unchanged
+from stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import XGBoostAdapter, adapter_for, by_name, ubjson
 from tensor_dedup.store.checkpoints.errors import (
     DamagedStateError,
@@ -57,9 +57,9 @@ def bits(booster: xgb.Booster) -> bytes:
 @pytest.mark.parametrize("kind", ["binary", "regression", "classes", "parallel"])
 def test_trees_that_were_there_are_shared(kind: str) -> None:
     booster = train(kind, 60)
-    before = stored(ADAPTER, booster)
+    before = frozen(ADAPTER, booster)
     longer = train(kind, 10, booster)
-    after = stored(ADAPTER, longer)
+    after = frozen(ADAPTER, longer)
     trees = {name for name in before if name.startswith("tree_")}
     assert len(trees) == len(booster.get_dump())
     assert trees <= unchanged(before, after)
@@ -84,22 +84,22 @@ def test_predictions_are_the_same_to_the_last_bit(kind: str) -> None:
 def test_training_goes_on_as_if_nothing_had_been(kind: str) -> None:
     matrix = data(KINDS[kind].get("objective", ""))
     booster = train(kind, 20, None, matrix)
-    held = stored(ADAPTER, booster)
+    held = frozen(ADAPTER, booster)
     for step in range(20, 30):
         booster.update(matrix, step)
-    back = loaded(ADAPTER, held)
+    back = thawed(ADAPTER, held)
     for step in range(20, 30):
         back.update(matrix, step)
     assert bits(back) == bits(booster)
     if kind not in ("drawn", "dropped"):  # `train` counts rounds anew, and draws by their number
-        assert bits(train(kind, 10, loaded(ADAPTER, held))) == bits(booster)
+        assert bits(train(kind, 10, thawed(ADAPTER, held))) == bits(booster)
 
 
 def test_what_changes_every_round_does_not_grow_with_the_rounds() -> None:
     def changed(rounds: int) -> int:
         booster = train("classes", rounds)
         longer = train("classes", 1, booster)
-        return new_bytes(stored(ADAPTER, booster), stored(ADAPTER, longer))
+        return new_bytes(frozen(ADAPTER, booster), frozen(ADAPTER, longer))
 
     # A list of a thousand rounds takes 9 KB; pieces of 1 KiB are what may be new.
     assert changed(400) < changed(20) + 3 * 1024
@@ -130,9 +130,9 @@ def test_categories_are_part_of_their_tree() -> None:
         np.hstack([column, X]), GROUPS > 0, feature_types=["c", *"qqqqqq"], enable_categorical=True
     )
     booster = xgb.train({"max_depth": 4, "nthread": 1, "max_cat_to_onehot": 1}, matrix, 20)
-    held = stored(ADAPTER, booster)
+    held = frozen(ADAPTER, booster)
     assert len([name for name in held if name.startswith("tree_")]) == 20
-    assert loaded(ADAPTER, held).predict(matrix).tobytes() == booster.predict(matrix).tobytes()
+    assert thawed(ADAPTER, held).predict(matrix).tobytes() == booster.predict(matrix).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["XGBClassifier", "XGBRegressor", "XGBRanker", "XGBRFClassifier"])
@@ -167,20 +167,20 @@ def test_a_layout_nobody_knows_is_saved_whole(monkeypatch: pytest.MonkeyPatch) -
 
     booster = train("binary", 150)
     monkeypatch.setattr(ubjson, "find", unknown)
-    held = stored(ADAPTER, booster)
+    held = frozen(ADAPTER, booster)
     assert {name[:6] for name in held if "#" not in name} == {"model_"}
-    assert bits(loaded(ADAPTER, held)) == bits(booster)
+    assert bits(thawed(ADAPTER, held)) == bits(booster)
 
 
 def test_a_tree_that_is_gone_or_broken_is_damage() -> None:
-    held = stored(ADAPTER, train("binary", 3))
+    held = frozen(ADAPTER, train("binary", 3))
     broken = dict(held)
     data = bytes(held["tree_000001"].data)
     broken["tree_000001"] = NamedValue("tree_000001", "U8", (len(data) - 9,), data[9:])
     del held["tree_000002"]
     for pieces in (held, broken):
         with pytest.raises(DamagedStateError):
-            loaded(ADAPTER, pieces)
+            thawed(ADAPTER, pieces)
 
 
 def test_the_adapter_is_found() -> None:

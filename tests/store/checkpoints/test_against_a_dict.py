@@ -17,9 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from memory import memory_folder
-from steps import Model, assert_same, copied, handle, shares
-from stores import noise
+from stores import Model, assert_same, copied, handle, memory_folder, noise, shares
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.errors import ChangedModelError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from steps import Arrays, Model, assert_same, handle, network, shares, train
+from stores import Arrays, Model, assert_same, handle, network, shares, train
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.commit import PieceWriter
 from tensor_dedup.store.checkpoints.run_cache import Places

@@ -10,9 +10,20 @@ import pytest
 import torch
 
 import fresh
-from gates import Gate, gated
-from steps import Arrays, Model, assert_same, copied, forest, handle, network, shares, train
-from stores import open_store
+from stores import (
+    Arrays,
+    Gate,
+    Model,
+    assert_same,
+    copied,
+    forest,
+    gated,
+    handle,
+    network,
+    open_store,
+    shares,
+    train,
+)
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave

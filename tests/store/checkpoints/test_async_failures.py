@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
-from gates import Gate, gated
-from steps import assert_same, copied, handle, network, shares, train
+from stores import Gate, assert_same, copied, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.errors import NoSpaceError

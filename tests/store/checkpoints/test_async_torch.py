@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from steps import shares
+from stores import shares
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.capture import (
     CaptureContext,

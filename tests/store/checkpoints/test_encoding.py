@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steps import Model, assert_same, copied, handle, shares
-from stores import assert_holds, open_store
+from stores import Model, assert_holds, assert_same, copied, handle, open_store, shares
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.run_cache import AnchorMemory
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
-from steps import Model, assert_same, copied, forest, handle, network, shares, train
+from stores import Model, assert_same, copied, forest, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NoSpaceError

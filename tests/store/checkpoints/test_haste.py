@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gates import Gate, gated
-from steps import Model, assert_same, copied, handle
+from stores import Gate, Model, assert_same, copied, gated, handle
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.commit import Saved
 from tensor_dedup.store.checkpoints.errors import BadOptionError

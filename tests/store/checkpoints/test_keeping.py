@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from steps import assert_same, handle, network, train
+from stores import assert_same, handle, network, train
 from tensor_dedup.store.files import Handle, RealFiles
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from steps import handle, network, shares
+from stores import handle, network, shares
 from tensor_dedup.store.checkpoints.errors import BadMetricError
 from tensor_dedup.store.checkpoints.notes import Notes, checked
 

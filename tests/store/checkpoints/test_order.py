@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import fresh
-from gates import Gate, gated
-from steps import assert_same, handle, network, shares, train
+from stores import Gate, assert_same, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError

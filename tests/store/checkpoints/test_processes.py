@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from steps import Model, assert_same, forest, handle, network, shares, train
+from stores import Model, assert_same, forest, handle, network, shares, train
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import UnknownStepError

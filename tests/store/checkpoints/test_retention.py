@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steps import assert_same, copied, handle, network, shares, train
+from stores import assert_same, copied, handle, network, shares, train
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,

@@ -7,8 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steps import Model, assert_same, copied, forest, handle, network, shares, train
-from stores import open_store, size_on_disk
+from stores import (
+    Model,
+    assert_same,
+    copied,
+    forest,
+    handle,
+    network,
+    open_store,
+    shares,
+    size_on_disk,
+    train,
+)
 from tensor_dedup.store.checkpoints import CheckpointStore, TensorCasStore
 from tensor_dedup.store.checkpoints.errors import (
     BadMetricError,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from steps import Model, assert_same, handle, shares
+from stores import Model, assert_same, handle, shares
 
 _FORK = multiprocessing.get_context("fork")
 _FOREVER = 10**6

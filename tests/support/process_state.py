@@ -1,17 +1,28 @@
-"""What the kernel says about this process: its slab mappings, descriptors and memory; forking."""
+"""What this process holds: slabs, descriptors and memory, and what a test leaves of residents.
+
+The kernel is asked about mappings and descriptors, malloc about memory, the registry about
+residents. An engine that vLLM keeps until the next is made may go during a later test. So what
+is left is compared with what was there before, by `Remains.beyond`, and not by counting. Functions
+run in forked children here; `collect_surely` makes gc.collect one that has collected.
+"""
 
 import ctypes
 import gc
 import os
 import pickle
 import re
+import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.types import ResidentKey
 
 _HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ")
 T = TypeVar("T")
@@ -156,3 +167,67 @@ def _answer(function: Callable[[], object], writing: int) -> None:
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(data)
         os._exit(code)
+
+
+@dataclass(frozen=True)
+class Remains:
+    """Residents and layer records by key; mappings and descriptors of slabs by the slab."""
+
+    residents: frozenset[tuple[ResidentKey, int]]
+    records: frozenset[str]
+    mappings: Counter[str]
+    descriptors: Counter[str]
+
+    def beyond(self, before: "Remains") -> list[object]:
+        """What is here and was not there before."""
+        return [
+            *(self.residents - before.residents),
+            *(self.records - before.records),
+            *(self.mappings - before.mappings),
+            *(self.descriptors - before.descriptors),
+        ]
+
+
+def remaining() -> Remains:
+    """What there is when the garbage is gone."""
+    gc.collect()
+    residents = frozenset((each.key, copy) for copy, each in registry.entries())
+    records = frozenset(registry.records())
+    return Remains(residents, records, mapped_slabs(), open_slabs())
+
+
+class _Collections:
+    """Counts the collections that each thread has made."""
+
+    def __init__(self) -> None:
+        self._collect = gc.collect
+        self._made: Counter[int] = Counter()
+        self._under_way: int | None = None
+
+    def heard(self, phase: str, _info: dict[str, Any]) -> None:
+        thread = threading.get_ident()
+        self._under_way = thread if phase == "start" else None
+        self._made[thread] += phase == "stop"
+
+    def collect(self, generation: int = 2) -> int:
+        """As gc.collect, which does nothing while another thread is collecting.
+
+        What frees memory lets other threads run, so a test may ask for a collection just then.
+        """
+        thread = threading.get_ident()
+        if self._under_way == thread:  # asked for by what is being collected
+            return 0
+        before = self._made[thread]
+        found = 0
+        found = self._collect(generation)
+        while self._made[thread] == before:
+            time.sleep(0.001)
+            found += self._collect(generation)
+        return found
+
+
+def collect_surely() -> None:
+    """Replace gc.collect in this process by one that has collected when it returns."""
+    collections = _Collections()
+    gc.callbacks.append(collections.heard)
+    gc.collect = collections.collect
