@@ -8,7 +8,7 @@
             for tensor in checkpoint:
                 data = checkpoint.read(tensor)
 
-What lies on disk, and what is promised about it: FORMAT.md.
+FORMAT.md defines what lies on disk and what is promised about it.
 """
 
 from tensor_dedup.errors import StoreError

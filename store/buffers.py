@@ -1,7 +1,7 @@
-"""Large memory for reading and writing: whole pages, used again where that is possible.
+"""Large reusable buffers for reading and writing, in whole pages.
 
-First touch is the hidden cost of loading: a fresh page costs more than the bytes read into it, and
-memory that is used again costs nothing.
+Touching memory for the first time is the hidden cost of loading: the kernel takes longer to provide
+a fresh page than to copy a page of data into it. Memory that is used again costs nothing.
 """
 
 import errno
@@ -24,10 +24,10 @@ _POPULATE_READ: Final = 22
 
 
 def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
-    """Allocate at least one page of zeros, writable; freed when nothing refers to it any more.
+    """Allocate at least one page of writable, zeroed memory; it is freed with its last reference.
 
-    `huge` asks for huge pages: right for memory that is used again. For memory that is used once
-    they may cost more than they give, where a host must first find them.
+    `huge` asks for huge pages, which suits memory that is used again. For memory that is used once
+    they may cost more than they gain, on a host that must first assemble them.
     """
     size = -(-max(nbytes, 1) // PAGE) * PAGE
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -38,9 +38,9 @@ def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
 
 
 def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
-    """Allocate memory for each size, at multiples of 64 bytes; many small ones share a region.
+    """Allocate a buffer for each size, aligned to 64 bytes; small buffers share a region.
 
-    A process may have some 65,000 mappings, and a checkpoint may have more tensors. A region is
+    A process may have about 65,000 mappings, fewer than some checkpoints have tensors. A region is
     freed when nothing refers to any part of it.
     """
     found: list[memoryview] = []
@@ -59,11 +59,11 @@ def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
 
 
 def map_file(fd: int, start: int, nbytes: int) -> memoryview:
-    """Map a range of a file, private once it is written; `start` is a multiple of PAGE.
+    """Map a range of a file copy-on-write; `start` is a multiple of PAGE.
 
     Raises:
-        OSError: it cannot be mapped, or the file is shorter: touching what is not there would end
-            the process.
+        OSError: the range cannot be mapped, or the file is shorter: touching pages beyond its end
+            would kill the process.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if os.fstat(fd).st_size < start + nbytes:
@@ -72,7 +72,7 @@ def map_file(fd: int, start: int, nbytes: int) -> memoryview:
 
 
 def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
-    """Read a range of what `map_file` gave in one go, not fault by fault.
+    """Read a range of a mapping made by `map_file` at once instead of page fault by page fault.
 
     `start` is a multiple of PAGE.
     """
@@ -83,10 +83,10 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
 
 
 class BufferPool:
-    """Memory that is used again once nobody holds what was given. Safe from any thread.
+    """A pool of buffers that are used again once nobody holds them. Safe from any thread.
 
-    `keep_bytes` is how much is kept while nobody uses it. `allocated` counts the regions that were
-    new.
+    `keep_bytes` limits the unused memory that is kept. `allocated` counts the regions that were
+    newly allocated.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -99,10 +99,10 @@ class BufferPool:
         self._returned: deque[memoryview] = deque()
 
     def take(self, nbytes: int) -> memoryview:
-        """Return at least `nbytes` that nobody else has; they hold what they held before.
+        """Return a buffer of at least `nbytes` that nobody else holds, with its previous content.
 
-        The memory comes back when this very object is gone: a tensor made of it by torch.frombuffer
-        holds it, a slice of it does not.
+        The memory returns to the pool when this very object is garbage-collected. A tensor made
+        from it by torch.frombuffer keeps it alive; a slice of it does not.
         """
         with self._lock:
             self._collect()

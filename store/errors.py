@@ -1,4 +1,4 @@
-"""The ways in which a store can fail, one class each.
+"""The errors of a store, one class for each way in which it can fail.
 
 StoreError
   - of its use:    NotAStoreError, BadNameError, NameTakenError, UnknownNameError,
@@ -12,9 +12,9 @@ StoreError
                    MissingObjectError       a manifest, a page or a tensor's bytes are gone
                      - ChangedExternalError   because a file that was indexed in place changed
                    CorruptTensorError       bytes that do not have their digest, and no others
-                   UnfitForCollectionError  what is alive cannot be told, so nothing is deleted
+                   UnfitForCollectionError  what is in use is uncertain, so nothing is deleted
 
-Each carries the file, the numbers and the next step, in its message and in `facts`.
+Each error carries the file, the numbers and the next step to take, in its message and in `facts`.
 """
 
 import errno
@@ -30,18 +30,18 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class AdvisedError(StoreError):
-    """What the store raises: the file, what is wrong with it, and the next step."""
+    """The base of a store's errors, which name the file, the fault and the next step to take."""
 
     advice: ClassVar[str]
 
     @classmethod
     def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
-        """The error about the file at `path`, its message ending in the next step."""
+        """Return the error about the file at `path`; its message ends in the next step."""
         return cls(f"{path}: {what}; {cls.advice}", path=str(path), **facts)
 
 
 class NotAStoreError(AdvisedError):
-    """The folder is no store."""
+    """The folder is not a store."""
 
     advice = "name a store with --store or TENSOR_DEDUP_STORE, or import into a new folder"
 
@@ -80,55 +80,55 @@ class BadRangeError(AdvisedError):
 
 
 class ExportTargetError(AdvisedError):
-    """The folder to export to holds something already."""
+    """The folder to export to is not empty."""
 
     advice = "give a folder that is empty or does not exist"
 
 
 class ClosedCheckpointError(AdvisedError):
-    """A checkpoint was read after it had been closed: a bug in the caller."""
+    """A checkpoint was read after it had been closed, which is a bug in the caller."""
 
     advice = "open it again with Store.checkpoint"
 
 
 class StoreBusyError(AdvisedError):
-    """Others use the store in a way that excludes this."""
+    """Another process holds a lock on the store that excludes this operation."""
 
     advice = "try again when they have ended"
 
 
 class NoSpaceError(AdvisedError):
-    """The file system is full. Nothing that was committed is touched."""
+    """The file system is full. Nothing that was committed is affected."""
 
     advice = "free space (`tensor-dedup gc`) and do it again"
 
 
 class StoreAccessError(AdvisedError):
-    """This user may not do that there."""
+    """This user has no permission for this operation on that file."""
 
     advice = "check the owner and the permissions"
 
 
 class StoreIOError(AdvisedError):
-    """The disk failed. Nothing that was committed is touched."""
+    """The disk failed. Nothing that was committed is affected."""
 
     advice = "do it again; if it fails again, check the disk and run `tensor-dedup verify --full`"
 
 
 class LostHitError(AdvisedError):
-    """What an import or a save found in the store was gone before it could refer to it."""
+    """A piece that an import or a save found in the store was gone before it was referenced."""
 
     advice = "import or save it again: nothing was committed"
 
 
 class ChangedModelError(AdvisedError):
-    """A tensor was written to while it was saved. Nothing was committed."""
+    """A tensor was written to while it was being saved. Nothing was committed."""
 
     advice = "save between two steps of the optimizer, or save a copy"
 
 
 class NewerFormatError(AdvisedError):
-    """It was written by a later version of this program."""
+    """The file was written by a later version of this program."""
 
     advice = "use a newer tensor-dedup"
 
@@ -140,23 +140,23 @@ class DamagedFileError(AdvisedError):
 
 
 class EscapingPathError(DamagedFileError):
-    """A manifest names a path that would leave the folder it is exported to."""
+    """A manifest contains a path outside the folder it is exported to."""
 
     advice = "delete this checkpoint: nothing this program writes has such a path"
 
 
 class CorruptFrameError(DamagedFileError):
-    """Encoded bytes that no encoder wrote, or not for so many bytes."""
+    """Encoded bytes that no encoder wrote, or that decode to another number of bytes."""
 
 
 class MissingObjectError(AdvisedError):
-    """Something that a checkpoint consists of is not in the store any more."""
+    """A part of a checkpoint is no longer in the store."""
 
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this checkpoint"
 
 
 class ChangedExternalError(MissingObjectError):
-    """A file that was indexed in place is gone, or not what it was: its tensors are absent."""
+    """A file that was indexed in place was removed or changed, so its tensors are absent."""
 
     advice = (
         "import it again with --external --replace, or run `tensor-dedup repair --from PATH` with "
@@ -165,20 +165,20 @@ class ChangedExternalError(MissingObjectError):
 
 
 class CorruptTensorError(AdvisedError):
-    """The bytes do not have their digest, and no other container holds them. None are returned."""
+    """The bytes do not match their digest, and no other container holds them. None are returned."""
 
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this tensor"
 
 
 class UnfitForCollectionError(AdvisedError):
-    """What is alive cannot be told for certain: nothing is deleted."""
+    """What is in use cannot be determined with certainty, so nothing is deleted."""
 
     advice = "run `tensor-dedup repair --from PATH`, or delete the checkpoint that is broken"
 
 
 @contextmanager
 def os_errors(root: Path) -> Iterator[None]:
-    """Turn OSError into a StoreError about its file, or about `root` when it names none."""
+    """Turn an OSError into a StoreError about its file, or about `root` if it names none."""
     try:
         yield
     except OSError as error:

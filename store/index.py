@@ -1,8 +1,8 @@
-"""Which container holds which digest: a cache that can be deleted at any time.
+"""The index from digests to containers: a cache that can be deleted at any time.
 
-The containers' own tables are the truth. Each session brings the index up to date with the
-containers that are there: entries of a container that is gone go, new ones come. When the SQLite
-file cannot be used, the index of that session is in memory.
+The containers' own tables are authoritative. Each session brings the index up to date with the
+containers that exist: it drops the entries of containers that are gone and adds those of new ones.
+When the SQLite file cannot be used, the index of that session is in memory.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PieceLocation:
-    """Where bytes lie; `file_bytes` is the size of the container's whole file."""
+    """The location of a stored piece; `file_bytes` is the size of its container's whole file."""
 
     container: ContainerId
     offset: int
@@ -73,7 +73,7 @@ Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
 
 
 class StoreIndex:
-    """The index during one session, in one thread. `open_index` opens it."""
+    """The index during one session, used from one thread. `open_index` opens it."""
 
     def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
         self.broken = False
@@ -86,19 +86,19 @@ class StoreIndex:
         self._db.close()
 
     def relax(self) -> None:
-        """Stop waiting for the disk: what a crash takes from a cache is read in again."""
+        """Stop waiting for the disk: whatever a crash takes from a cache can be read in again."""
         with contextlib.suppress(sqlite3.DatabaseError):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     def refresh(self) -> None:
-        """Bring it up to date with the containers that are there; in memory if need be."""
+        """Bring the index up to date with the containers that exist, in memory if need be."""
         try:
             self.update()
         except sqlite3.DatabaseError:
             self._fall_back()
 
     def update(self) -> None:
-        """Bring it up to date, or fail as SQLite does."""
+        """Bring the index up to date; errors of SQLite are raised as they are."""
         rows = self._db.execute("SELECT name, kind, state FROM container").fetchall()
         known = {ContainerId(name, kind): state for name, kind, state in rows}
         bad = set(self._objects.bad_containers())
@@ -115,7 +115,7 @@ class StoreIndex:
         self.fresh = True
 
     def add(self, container: ContainerId, table: Table, file_bytes: int) -> None:
-        """Add a container that has just been written, and nothing else."""
+        """Add the entries of one container that has just been written."""
         try:
             with transaction(self._db):
                 # To delete looks at every place of every container.
@@ -126,7 +126,7 @@ class StoreIndex:
             self._fall_back()
 
     def still_so(self, containers: Iterable[ContainerId]) -> bool:
-        """Return whether these containers are there, and what it says of them can still be read."""
+        """Return whether these containers exist and their entries here are still readable."""
         wanted = list(containers)
         bad = set(self._objects.bad_containers())
         try:
@@ -149,9 +149,9 @@ class StoreIndex:
     def find(
         self, digests: Iterable[bytes], *, external: bool = False
     ) -> dict[bytes, list[PieceLocation]]:
-        """Find the places of these digests, of each that can be read from anywhere.
+        """Return the readable locations of each of these digests that has any.
 
-        With `external` also those in files that others own and may change; these come last.
+        With `external`, locations in files that others own and may change are included, last.
         """
         wanted = list(digests)
         try:
@@ -188,7 +188,7 @@ class StoreIndex:
         return found
 
     def places(self, container: ContainerId) -> set[Entry]:
-        """Return what it says is in a container."""
+        """Return the entries of one container."""
         try:
             return self._places(container)
         except sqlite3.DatabaseError:
@@ -207,7 +207,7 @@ class StoreIndex:
         }
 
     def containers(self) -> list[ContainerId]:
-        """Return the containers that it knows."""
+        """Return the containers that the index knows."""
         rows = self._db.execute("SELECT name, kind FROM container ORDER BY name")
         return [ContainerId(name, kind) for name, kind in rows]
 
@@ -331,10 +331,10 @@ class _IndexFile:
 
 @contextlib.contextmanager
 def open_index(objects: Objects, *, update: bool = True) -> Iterator[StoreIndex]:
-    """Open the index, brought up to date. A broken one is made anew, or used in memory.
+    """Open the index and bring it up to date. A broken one is rebuilt, or replaced in memory.
 
-    With `update` off it stays what it was: what it says has to be checked, and what it does not
-    know may be there. That costs the same however much the store holds.
+    With `update` off it is left as it was: the caller must check its entries, and pieces that it
+    does not know may exist. That costs the same however large the store is.
     """
     with contextlib.ExitStack() as undo:
         index = _usable(objects, undo, update=update)
@@ -380,7 +380,7 @@ def _in_memory(objects: Objects) -> sqlite3.Connection:
 
 
 def drop_index(objects: Objects) -> None:
-    """Delete the index; the next session makes it anew."""
+    """Delete the index; the next session rebuilds it."""
     _IndexFile(objects).remove()
 
 

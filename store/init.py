@@ -1,4 +1,4 @@
-"""Where a store is, and how one begins."""
+"""The location of a store, and its initialisation."""
 
 import os
 from pathlib import Path
@@ -19,28 +19,29 @@ _MARKER_BYTES = 1 << 12
 
 
 def default_path() -> Path:
-    """Return the store of a user who names none."""
+    """Return the path of the store to use when the user names none."""
     named = os.environ.get(ENVIRONMENT)
     return Path(named) if named else own_path()
 
 
 def own_path() -> Path:
-    """Return where a user's store is if the environment names none."""
+    """Return the path of a user's store when the environment names none."""
     return platformdirs.user_data_path("tensor-dedup") / "store"
 
 
 def workers() -> int:
-    """Return how many threads this process may use at once."""
+    """Return the number of threads this process may run at once."""
     return len(os.sched_getaffinity(0))
 
 
 def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
-    """Check that there is a store of this version; make one where there is nothing yet.
+    """Check that the folder holds a store of this version; make one if it is empty.
 
     Raises:
-        NotAStoreError: the folder holds other files, or nothing and `create` is off.
-        NewerFormatError: a later version has made it.
-        DamagedFileError: its marker is damaged, and `mend` is off or it cannot be told what it was.
+        NotAStoreError: the folder holds other files, or is empty and `create` is off.
+        NewerFormatError: the store was made by a later version.
+        DamagedFileError: its marker is damaged, and `mend` is off or the original cannot be
+            inferred.
     """
     files, layout = objects.files, objects.layout
     marker = files.status(layout.marker)

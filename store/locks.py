@@ -1,4 +1,4 @@
-"""The locks of a store: any number of sessions or one sweep, and one change of a name at a time.
+"""The locks of a store: many sessions or one sweep, and one change of a name at a time.
 
 All are advisory `flock` locks on files in the store's folder, so the kernel releases them when
 their process dies.
@@ -21,7 +21,7 @@ _NAMING_WAIT_S = 60.0
 
 @contextmanager
 def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S) -> Iterator[None]:
-    """Hold the store open for reading or writing: nothing is swept meanwhile.
+    """Hold the store open for reading or writing; no sweep runs meanwhile.
 
     Raises:
         StoreBusyError: a sweep did not end in `wait_s` seconds.
@@ -33,7 +33,7 @@ def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S
 
 @contextmanager
 def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) -> Iterator[None]:
-    """Hold the store alone, to delete from it: nobody is in a session meanwhile.
+    """Hold the store exclusively, to delete from it; no session is open meanwhile.
 
     Raises:
         StoreBusyError: a session did not end in `wait_s` seconds.
@@ -45,10 +45,10 @@ def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) ->
 
 @contextmanager
 def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
-    """Be the only one that changes references, for a moment.
+    """Hold the lock for changing references, for a moment only.
 
     Raises:
-        StoreBusyError: somebody else has been changing one for a minute.
+        StoreBusyError: another process has held the lock for a minute.
     """
     path, wait_s = layout.names_lock, _NAMING_WAIT_S
     busy = f"whoever changes a name has held it for {wait_s:g} s"

@@ -1,4 +1,4 @@
-"""Reading and publishing the bookkeeping of one store: tables, manifests, pages, references.
+"""The bookkeeping of a store, read and published: tables, manifests, pages, references.
 
 Nothing is written in place. A file appears under its name by a rename, after its bytes are durable,
 and its folder is synced before anything refers to it.
@@ -35,7 +35,7 @@ _REF_TITLE = "tensor-dedup reference"
 
 @dataclass(frozen=True, slots=True, order=True)
 class ContainerId:
-    """One container: its name (64 hex digits) and its kind."""
+    """The identity of a container: its name (64 hex digits) and its kind."""
 
     name: str
     kind: str
@@ -52,7 +52,7 @@ class Objects:
         """Read a whole file.
 
         Raises:
-            MissingObjectError: it is not there.
+            MissingObjectError: the file does not exist.
             DamagedFileError: it is larger than `limit`.
         """
         try:
@@ -69,13 +69,13 @@ class Objects:
             self.files.close(handle)
 
     def tmp_path(self) -> Path:
-        """Return a new path among the files that are being written."""
+        """Return a new path in the folder of files that are being written."""
         return self.layout.tmp / self.files.token()
 
     def publish(self, blob: bytes, target: Path) -> None:
-        """Make `target` a durable file of these bytes.
+        """Make `target` a durable file with these bytes.
 
-        An equal file that is there already stays.
+        An equal file that already exists is kept.
         """
         status = self.files.status(target)
         if status is not None and status.size == len(blob) and self.read(target) == blob:
@@ -91,7 +91,7 @@ class Objects:
         self.place(tmp, target)
 
     def place(self, tmp: Path, target: Path) -> None:
-        """Give a file whose bytes are durable its name, durably."""
+        """Move a file whose bytes are durable to `target`, durably."""
         self.files.mkdir(target.parent)
         self.files.rename(tmp, target)
         self._sync_place(target)
@@ -116,9 +116,9 @@ class Objects:
         return (path.name for path in self._tree("manifests") if _is_object(path))
 
     def aliens(self) -> Iterator[Path]:
-        """Iterate over the files that no version 1 of this program makes.
+        """Iterate over the files that no program of format version 1 makes.
 
-        Where there are any, reading goes on and deleting does not.
+        While there are any, reading continues and deletion is refused.
         """
         for path in self._tree("containers"):
             if container_in(path) is None and not _is_data(path):
@@ -142,14 +142,14 @@ class Objects:
                 yield root / part / file
 
     def table(self, container: ContainerId, *, at: Path | None = None) -> Table:
-        """Read what a container holds.
+        """Read the table of a container.
 
-        `at` is where the file with its table lies now, if that is not its place.
+        `at` is the path of the file with its table, if it was moved from its place.
 
         Raises:
-            MissingObjectError: the file is not there.
+            MissingObjectError: the file does not exist.
             DamagedFileError: it is not a table of this container.
-            NewerFormatError: a later version has written it.
+            NewerFormatError: it was written by a later version.
         """
         path = at or self.layout.table(container.name, container.kind)
         if container.kind not in READABLE_KINDS:
@@ -176,9 +176,9 @@ class Objects:
             self.files.close(handle)
 
     def data_is_whole(self, container: ContainerId, table: Table) -> bool:
-        """Return whether the file with the data is there and has the size it should have.
+        """Return whether the file with the data exists and has the right size.
 
-        For a container that indexes a file in place: whether that file is still what it was.
+        For a container that indexes a file in place, return whether that file is unchanged.
         """
         origin = self.origin(container, table)
         if origin is not None:
@@ -189,14 +189,14 @@ class Objects:
         return status.size == table.data_bytes or container.kind != "raw"
 
     def origin(self, container: ContainerId, table: Table) -> ExternalFile | None:
-        """Return the file that a container indexes in place, or None if its data is its own."""
+        """Return the file that a container indexes in place, or None if it has its own data."""
         if container.kind != EXTERNAL:
             return None
         path = self.layout.table(container.name, container.kind)
         return ExternalFile.from_texts(table.origin, table.data_bytes, path)
 
     def data_path(self, container: ContainerId, table: Table) -> Path:
-        """Return the file with the bytes of a container."""
+        """Return the path of the file with the bytes of a container."""
         origin = self.origin(container, table)
         own = self.layout.container(container.name, container.kind)
         return own if origin is None else origin.path
@@ -205,7 +205,7 @@ class Objects:
         """Open the bytes of a container.
 
         Raises:
-            ChangedExternalError: a file that was indexed in place is another one by now.
+            ChangedExternalError: a file that was indexed in place has changed.
             FileNotFoundError: a file of the store's own is gone.
         """
         origin = self.origin(container, table)
@@ -221,7 +221,7 @@ class Objects:
         return handle
 
     def changed_holding(self, digest: bytes) -> Path | None:
-        """Find a file indexed in place that held these bytes and changed since; None if none."""
+        """Return a file indexed in place that held these bytes and has changed since, or None."""
         for container in self.containers():
             if container.kind == EXTERNAL:
                 with suppress(StoreError):
@@ -232,14 +232,14 @@ class Objects:
         return None
 
     def bad_offsets(self, container: str) -> frozenset[int]:
-        """Return where in this container bytes were found that are not what they should be."""
+        """Return the offsets of the records of a container that were found damaged."""
         path = self.layout.bad(container)
         if self.files.status(path) is None:
             return frozenset()
         return frozenset(frames.decode(self.read(path), _BAD, list[int], path))
 
     def set_bad_offsets(self, container: str, offsets: Sequence[int]) -> None:
-        """Remember these places of a container as bad, and no others."""
+        """Replace the list of the damaged records of a container."""
         path = self.layout.bad(container)
         if offsets:
             self.publish(frames.encode(_BAD, sorted(offsets)), path)
@@ -248,12 +248,12 @@ class Objects:
             self.files.sync_folder(path.parent)
 
     def add_bad_offset(self, container: str, offset: int) -> None:
-        """Remember one more record as bad: nobody is given its bytes again."""
+        """Add a record to the list of damaged ones: its bytes are never returned again."""
         with self.naming():
             self.set_bad_offsets(container, sorted(self.bad_offsets(container) | {offset}))
 
     def bad_containers(self) -> list[str]:
-        """Return the names of the containers that have bad places."""
+        """Return the names of the containers that have damaged records."""
         found = [Path(name) for name in self.files.listdir(self.layout.quarantine)]
         return [p.stem for p in found if p.suffix == BAD_SUFFIX and _is_digest(p.stem)]
 
@@ -263,7 +263,7 @@ class Objects:
         """Read the manifest of this name.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: it cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: the manifest cannot be read.
         """
         path = self.layout.manifest(name)
         return manifests.decode_manifest(self.read(path), name, path)
@@ -272,13 +272,13 @@ class Objects:
         """Read the page of this name.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: it cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: the page cannot be read.
         """
         path = self.layout.manifest(name)
         return manifests.decode_page(self.read(path), name, path)
 
     def pieces(self, name: str, manifest: Manifest) -> list[Piece]:
-        """Read all pieces of a manifest, in order. Raises what `page` does."""
+        """Read all pieces of a manifest, in order. Raises the errors of `page`."""
         found = [piece for page in manifest.pages for piece in self.page(page.hex()).pieces]
         manifests.check_pieces(manifest, found, self.layout.manifest(name))
         return found
@@ -286,12 +286,12 @@ class Objects:
     # References
 
     def names(self) -> list[str]:
-        """Return all checkpoints' names, sorted."""
+        """Return the names of all checkpoints, sorted."""
         found = [name_in(file) for file in self.files.listdir(self.layout.refs)]
         return sorted(name for name in found if name is not None)
 
     def ref(self, name: str) -> str:
-        """Return the manifest that a name stands for.
+        """Return the name of the manifest that a checkpoint's name refers to.
 
         Raises:
             UnknownNameError: no checkpoint has this name.
@@ -313,10 +313,10 @@ class Objects:
         return manifest
 
     def set_ref(self, name: str, manifest: str, *, replace: bool) -> None:
-        """Commit: make a name stand for a manifest, durably.
+        """Commit: make a name refer to a manifest, durably.
 
         Raises:
-            NameTakenError: the name is there, and `replace` is off.
+            NameTakenError: the name exists, and `replace` is off.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
@@ -325,10 +325,10 @@ class Objects:
             self.publish(ref_text(name, manifest), path)
 
     def drop_ref(self, name: str) -> None:
-        """Forget a name, durably.
+        """Remove a name, durably.
 
         Raises:
-            UnknownNameError: no checkpoint has it.
+            UnknownNameError: no checkpoint has this name.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
@@ -349,7 +349,7 @@ class Objects:
         return target
 
     def naming(self) -> AbstractContextManager[None]:
-        """Hold the lock under which references change; keep it for a moment only.
+        """Hold the lock under which references change; hold it for a moment only.
 
         Raises:
             StoreBusyError: another process has held it for a minute.
@@ -358,7 +358,7 @@ class Objects:
 
 
 def ref_text(name: str, manifest: str) -> bytes:
-    """Return the one text that a reference of this name to this manifest can have."""
+    """Return the text of a reference from this name to this manifest."""
     return frames.encode_text([_REF_TITLE, f"name {name}", f"manifest {manifest}"])
 
 
@@ -367,7 +367,7 @@ def _is_digest(text: str) -> bool:
 
 
 def container_in(path: Path) -> ContainerId | None:
-    """Return the container whose table has its place at this path, or None if none has."""
+    """Return the container whose table belongs at this path, or None."""
     if path.name.endswith(TABLE_SUFFIX):
         name, kind = path.name.removesuffix(TABLE_SUFFIX), "raw"
     else:
@@ -388,7 +388,7 @@ def _is_object(path: Path) -> bool:
 
 
 def make_folders(files: Files, path: Path) -> None:
-    """Create a folder and those above it that are missing, durably."""
+    """Create a folder and its missing parents, durably."""
     missing = []
     while files.status(path) is None:
         missing.append(path)

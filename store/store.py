@@ -1,7 +1,7 @@
-"""A store of checkpoints: whole checkpoints in, each distinct tensor once on disk, same bytes out.
+"""A store of checkpoints: each distinct tensor once on disk, and the same bytes out again.
 
-`Store` is the public face. It holds no logic of its own beyond opening a session: each method takes
-the lock, opens the index where it needs one, and hands over to a module of `writing`, `reading` or
+`Store` is the public interface. It has no logic of its own beyond opening a session: each method
+takes the lock, opens the index where it needs one, and calls a module of `writing`, `reading` or
 `upkeep`.
 """
 
@@ -47,14 +47,14 @@ StrPath = str | PathLike[str]
 
 
 class Store:
-    """A content-addressed store of checkpoints in one folder; `Store.open` makes one.
+    """A content-addressed store of checkpoints in one folder; `Store.open` opens or makes one.
 
     A handle keeps nothing open between calls: any number of handles, threads and processes may use
     one folder at once, and a handle survives a fork.
 
     Raises:
-        StoreError: anything about the store, its files and its disk.
-        CheckpointError: a path that is given to it holds no checkpoint.
+        StoreError: the store, its files or its disk failed; the subclass says how.
+        CheckpointError: a path passed to a method holds no checkpoint.
     """
 
     def __init__(self, path: Path, files: Files, worker_count: int) -> None:
@@ -81,13 +81,14 @@ class Store:
     ) -> Self:
         """Open the store in a folder, and make one there if the folder is empty or missing.
 
-        `path` is by default that of the environment variable TENSOR_DEDUP_STORE, or else `store` in
-        the user's data folder. With `mend`, a damaged marker is written anew. `files` is the way to
-        the disk, which tests replace; `worker_count` is how many threads hash.
+        `path` defaults to the environment variable TENSOR_DEDUP_STORE, or else to
+        `tensor-dedup/store` in the user's data folder. With `mend`, a damaged marker is rewritten.
+        `files` is the file system interface, which tests replace; `worker_count` is the number of
+        hashing threads.
 
         Raises:
-            NotAStoreError: the folder holds something else, or nothing and `create` is off.
-            NewerFormatError: a later version has made this store.
+            NotAStoreError: the folder holds something else, or is empty and `create` is off.
+            NewerFormatError: the store was made by a later version.
         """
         root = Path(path) if path is not None else default_path()
         door = files or RealFiles()
@@ -102,7 +103,7 @@ class Store:
 
     @property
     def worker_count(self) -> int:
-        """The number of threads that hash."""
+        """The number of hashing threads."""
         return self._workers
 
     def __enter__(self) -> Self:
@@ -125,21 +126,21 @@ class Store:
     ) -> ImportResult:
         """Import a checkpoint: a file of weights, an index, or a folder with what belongs to it.
 
-        `name` is by default that of the folder or file. When this returns, the checkpoint is
-        committed. When it raises, nothing is, except that a failing disk may leave it undecided
-        whether the name is there. Every byte is read and hashed, whatever is remembered of the
-        files; `hints` receives the digests.
+        `name` defaults to that of the folder or file. The checkpoint is committed when this
+        returns. When it raises, nothing is committed, except that a failing disk may leave it open
+        whether the name exists. Every byte is read and hashed, even of files whose digests are
+        remembered; `hints` receives the digests.
 
-        With `compress`, new tensors are stored encoded where samples say that this saves a tenth:
-        by themselves, or as what differs from a tensor of the checkpoint `base`, by default the
+        With `compress`, new tensors are stored encoded where samples show that this saves a tenth:
+        by themselves, or as the difference from a tensor of the checkpoint `base`, by default the
         most similar one in the store. `base` implies `compress`. With `external` the weights stay
-        where they are and are indexed there: there is no second copy, and no promise beyond
-        noticing that somebody has changed them.
+        where they are and are indexed there: there is no second copy, and no guarantee except that
+        changes to them are noticed.
 
         Raises:
-            NameTakenError: the name is there already, and `replace` is off.
-            ChangedFileError: a file was written to meanwhile.
-            UnknownNameError: there is no checkpoint `base`.
+            NameTakenError: the name exists, and `replace` is off.
+            ChangedFileError: a file was modified meanwhile.
+            UnknownNameError: no checkpoint is called `base`.
         """
         source_path = Path(path)
         wanted = check_name(name) if name is not None else name_of(source_path.absolute())
@@ -176,10 +177,10 @@ class Store:
         return encoder
 
     def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:
-        """Return the name of the manifest that importing a checkpoint would make; write nothing.
+        """Return the name of the manifest that an import of `path` would make; write nothing.
 
-        `known(path, fd)` gives the digests that are known of an open file, by (start, nbytes); the
-        rest is hashed. Raises what `import_` does about the path.
+        `known(path, fd)` returns the known digests of an open file, by (start, nbytes); the rest is
+        hashed. Raises the errors of `import_` about the path.
         """
         with self._session() as (_, hasher):
             return expected_manifest(
@@ -187,7 +188,7 @@ class Store:
             )
 
     def manifest(self, name: str) -> str | None:
-        """Return the manifest's name that a checkpoint's name stands for, or None if for none."""
+        """Return the name of a checkpoint's manifest, or None if there is no such checkpoint."""
         with self.locked(), suppress(UnknownNameError):
             return self._objects.ref(check_name(name))
         return None
@@ -197,7 +198,7 @@ class Store:
 
         Raises:
             UnknownNameError: no checkpoint has this name.
-            MissingObjectError, DamagedFileError: its bookkeeping is broken.
+            MissingObjectError, DamagedFileError: its bookkeeping is damaged.
         """
         with self._session(update=False) as (index, _), self._saying_near(name):
             return StoredCheckpoint(self._objects, index, check_name(name))
@@ -205,16 +206,16 @@ class Store:
     def load(
         self, name: str, names: Collection[str] | None = None, *, verify: bool = True
     ) -> "dict[str, torch.Tensor]":
-        """Load a checkpoint's tensors, or those with these names, to torch tensors on the CPU.
+        """Load a checkpoint's tensors, or those with these names, as torch tensors on the CPU.
 
         Every byte is compared with its digest unless `verify` is off. The tensors are writable and
-        belong to the caller. Needs torch, which is imported by the first call.
-        `tensor_dedup.store.reading.tensors` has more: tensors one by one in bounded memory, mapped
-        ones, memory that is used again.
+        belong to the caller. Needs torch, which the first call imports.
+        `tensor_dedup.store.reading.tensors` also provides iteration in bounded memory, mapped
+        tensors and reused buffers.
 
         Raises:
             UnknownNameError, UnknownTensorError: there is no such checkpoint, or no such tensor.
-            CorruptTensorError, MissingObjectError: a tensor's bytes are right nowhere.
+            CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
         """
         from tensor_dedup.store.reading.tensors import load_tensors  # and with it torch
 
@@ -222,7 +223,7 @@ class Store:
             return load_tensors(checkpoint, names, verify=verify)
 
     def open_pieces(self, digests: Iterable[str]) -> StoredPieces:
-        """Open those pieces with these digests that the store has, of any checkpoint; close it."""
+        """Open the pieces with these digests, of any checkpoint, as far as the store has them."""
         with self._session() as (index, _):
             return StoredPieces(self._objects, index, {bytes.fromhex(text) for text in digests})
 
@@ -231,13 +232,13 @@ class Store:
     ) -> list[Path]:
         """Write a checkpoint's files, byte for byte, to a folder that is empty or missing.
 
-        Returns the paths of the files. Each appears when it is complete and durable.
+        Returns the paths of the files. Each file appears when it is complete and durable.
         """
         with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
             return export(self._files, checkpoint, Path(directory), progress or SilentListener())
 
     def runs(self) -> "list[str]":
-        """Return the names of the training runs that have steps here, sorted.
+        """Return the names of the training runs that have steps in this store, sorted.
 
         `CheckpointStore(store, run)` opens one.
         """
@@ -247,10 +248,10 @@ class Store:
             return run_names(self._objects)
 
     def steps(self, run: str) -> "list[Step]":
-        """Return the steps of a run in order, and none if there is no such run.
+        """Return the steps of a run in order; an unknown run has none.
 
-        What was imported under a step's name is left out, and so, with a logged warning, is what
-        cannot be read.
+        Imports under a step's name are left out, as are, with a logged warning, steps that cannot
+        be read.
         """
         from tensor_dedup.store.checkpoints.runs import describe_all
 
@@ -277,7 +278,7 @@ class Store:
 
         Raises:
             UnknownStepError: a run has no such step.
-            NotATrainingError: what has that name was imported.
+            NotATrainingError: the checkpoint of that name was imported.
         """
         from tensor_dedup.store.checkpoints.runs import difference
 
@@ -290,17 +291,17 @@ class Store:
             return listed(self._objects)
 
     def stats(self) -> Stats:
-        """Measure the store; reads all bookkeeping, and no tensor data."""
+        """Measure the store, from its bookkeeping alone; no tensor data is read."""
         with self.locked():
             return stats(self._objects)
 
     def delete(self, name: str) -> None:
-        """Forget a checkpoint. Its bytes stay until gc finds that nobody else uses them."""
+        """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them."""
         with self.locked(), self._saying_near(name):
             self._objects.drop_ref(check_name(name))
 
     def check_exists(self, name: str) -> None:
-        """Raise UnknownNameError, with the nearest name, unless there is such a checkpoint."""
+        """Raise UnknownNameError, which suggests the nearest name, unless the checkpoint exists."""
         with self.locked(), self._saying_near(name):
             if check_name(name) not in self._objects.names():
                 raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
@@ -322,12 +323,12 @@ class Store:
         dry_run: bool = False,
         wait_s: float = SWEEP_WAIT_S,
     ) -> GcPlan:
-        """Move what no checkpoint uses to the trash; delete what was there for `grace_hours`.
+        """Move unused files to the trash; delete those that have been there for `grace_hours`.
 
-        Open checkpoints are no hindrance.
+        Open checkpoints remain readable, and do not delay it.
 
         Raises:
-            StoreBusyError: others did not leave the store in `wait_s` seconds.
+            StoreBusyError: other sessions did not end within `wait_s` seconds.
             UnfitForCollectionError: something is damaged or lost; nothing was touched.
         """
         if not grace_hours >= 0:
@@ -346,7 +347,7 @@ class Store:
     ) -> VerifyResult:
         """Check the bookkeeping, and a share of the pieces (`sample`, 0.0 to 1.0) or all (`full`).
 
-        What is wrong is named in the result and quarantined. `seed` makes a sample repeatable.
+        Faults are listed in the result and quarantined. `seed` makes a sample repeatable.
         """
         share = 1.0 if full else sample or 0.0
         if not 0 <= share <= 1:
@@ -358,10 +359,10 @@ class Store:
     def repair(
         self, paths: Sequence[StrPath] = (), *, progress: ProgressListener | None = None
     ) -> RepairResult:
-        """Restore what `verify` found damaged, from the trash and from checkpoints that hold it.
+        """Restore what `verify` found damaged, from the trash and from the checkpoints at `paths`.
 
         Raises:
-            CheckpointError, UnsupportedError: a path is no checkpoint; nothing was restored.
+            CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.
         """
         with self._session() as (index, hasher):
             work = Repair(self._objects, index, hasher, progress or SilentListener())
@@ -369,13 +370,13 @@ class Store:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Turn what the operating system raises into StoreError. For tensor_dedup.store only."""
+        """Turn OSError into StoreError. For tensor_dedup.store only."""
         with os_errors(self.path):
             yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a session, in which nothing is swept. For tensor_dedup.store only."""
+        """Hold a session, during which no sweep runs. For tensor_dedup.store only."""
         with os_errors(self.path), session(self._files, self._objects.layout):
             yield
 

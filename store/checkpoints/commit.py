@@ -94,7 +94,7 @@ class PieceWriter:
         places |= self._places()
         hashed |= {piece.hashed.digest: piece for piece in moved}
         return {
-            piece.fast: StoredPiece(digest, piece.view.nbytes, places[digest])
+            piece.change_hash: StoredPiece(digest, piece.view.nbytes, places[digest])
             for digest, piece in hashed.items()
         }
 
@@ -233,7 +233,7 @@ class Saver:
     def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
         self._objects = objects
         self._compress = checked_compress(compress)
-        self._keeper = RunCache(objects, workers)
+        self._cache = RunCache(objects, workers)
         self._lock = threading.Lock()
         self._synced = SyncedFolders()
         self.reset()
@@ -253,7 +253,7 @@ class Saver:
         """Let go of what is kept, and forget the last step: the next save asks the store."""
         with self._lock:
             self._last = self._shown = LastStep()
-            self._keeper.close()
+            self._cache.close()
 
     def large(self) -> dict[bytes, StoredPiece]:
         """Return what lies outside packs of the step that was committed last, by fast hash.
@@ -280,7 +280,7 @@ class Saver:
         snapshot.check()
         with self._lock:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
-            with self._keeper.session() as (index, hasher):
+            with self._cache.session() as (index, hasher):
                 encoding = self._encoding(index, last, snapshot)
                 with BatchTransaction(self._objects, index, hasher, self._synced) as transaction:
                     writer = PieceWriter(self._objects, index, hasher, transaction, encoding)
@@ -294,7 +294,7 @@ class Saver:
     ) -> Encoding | None:
         if self._deltas is None:
             return None
-        self._deltas.haste.begin(snapshot.awaited if self._compress == "auto" else None)
+        self._deltas.backpressure.begin(snapshot.awaited if self._compress == "auto" else None)
 
         def before() -> Mapping[str, bytes]:
             run = snapshot.notes.run

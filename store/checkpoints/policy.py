@@ -173,7 +173,7 @@ class Deltas:
     def __init__(self) -> None:
         self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
-        self.haste = Backpressure()
+        self.backpressure = Backpressure()
         self._decisions: dict[str, _Decision] = {}
 
     def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
@@ -259,14 +259,14 @@ class Encoding:
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.view.nbytes >= ENCODE_FROM]
         self._deltas.anchors.begin()
-        if self._deltas.haste():
+        if self._deltas.backpressure():
             fit = [piece for piece in fit if self._deltas.pays(piece)]
         if fit:
             before = self._before()
-            bases = {piece.fast: before[piece.name] for piece in fit if piece.name in before}
+            bases = {piece.change_hash: before[piece.name] for piece in fit if piece.name in before}
             with closing(StoredPieces(self._objects, self._index, set(bases.values()))) as pieces:
                 done |= self._encode_large(writer, fit, bases, pieces)
-        return [piece for piece in fresh if piece.fast not in done]
+        return [piece for piece in fresh if piece.change_hash not in done]
 
     def _encode_small(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> set[bytes]:
         done = set()
@@ -274,7 +274,7 @@ class Encoding:
             stored = writer.encode_small(piece, plan)
             self._deltas.small.stored(piece, stored)
             if stored is not None:
-                done.add(piece.fast)
+                done.add(piece.change_hash)
         return done
 
     def _encode_large(
@@ -284,23 +284,23 @@ class Encoding:
         bases: Mapping[bytes, bytes],
         pieces: StoredPieces,
     ) -> set[bytes]:
-        haste = self._deltas.haste
+        backpressure = self._deltas.backpressure
         planned = []
         for piece in fit:
-            anchor, nbytes = self._anchor(piece, bases.get(piece.fast, b""), pieces)
+            anchor, nbytes = self._anchor(piece, bases.get(piece.change_hash, b""), pieces)
             plan = self._deltas.plan(piece, anchor, nbytes)
             if plan is not None:
                 planned.append((piece, plan))
 
         def give_up(plan: Plan) -> bool:
-            return haste() and not _quick(plan.choice)
+            return backpressure() and not _quick(plan.choice)
 
         done = set()
         for (piece, plan), stored in zip(planned, writer.encode_all(planned, give_up), strict=True):
-            if stored is not None or not haste():  # or nothing was learnt
+            if stored is not None or not backpressure():  # or nothing was learnt
                 self._deltas.stored(piece, plan, stored)
             if stored is not None:
-                done.add(piece.fast)
+                done.add(piece.change_hash)
         return done
 
     def _anchor(self, piece: Fresh, base: bytes, pieces: StoredPieces) -> tuple[Anchor | None, int]:

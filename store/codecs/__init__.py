@@ -1,4 +1,4 @@
-"""The codecs of a store: bytes in, fewer bytes out, and the same bytes again.
+"""The codecs of a store: lossless encodings that make the bytes of tensors smaller.
 
     interface     the protocol of a codec, and the names of all codecs
     streams       compressed byte streams with bounds, made of words and their planes
@@ -8,6 +8,6 @@
     records       an encoded tensor, chunk by chunk
     choice        the codecs themselves, and which one a tensor gets, measured on samples
 
-Nothing here opens files, knows dtypes or trusts what it decodes: whoever reads a tensor compares
-its bytes with its digest.
+Nothing here opens files, knows dtypes or trusts its input: whoever reads a tensor compares its
+bytes with its digest.
 """

@@ -1,7 +1,7 @@
-"""The codecs themselves, and which one a tensor gets: the one that makes its samples smallest.
+"""The codec objects, and the choice of the one that makes the samples of a tensor smallest.
 
-It must save a tenth; otherwise the tensor is stored as it is. Importing this loads numpy and
-zstandard; `interface` knows the names of all codecs without either.
+A codec must save a tenth; otherwise the tensor is stored as it is. Importing this module loads
+numpy and zstandard; `interface` knows the names of all codecs without either.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some bytes of a tensor, and the same bytes of what it might be stored against."""
+    """Some bytes of a tensor, and the bytes at the same place in its possible base."""
 
     data: memoryview
     base: memoryview | None = None
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """A codec, and the share of their size to which it reduced the samples."""
+    """A codec, and the ratio of encoded to plain bytes that it reached on the samples."""
 
     codec: Codec
     effort: Effort
@@ -52,7 +52,7 @@ class CodecChoice:
 
 
 def places(nbytes: int, width: int) -> list[tuple[int, int]]:
-    """Return where samples begin and end: at the start, in the middle, near the end."""
+    """Return the (start, stop) of each sample: at the start, in the middle, near the end."""
     size = min(SAMPLE_BYTES, nbytes)
     step = (nbytes - size) // (_SAMPLES - 1)
     starts = sorted({step * n // width * width for n in range(_SAMPLES)})
@@ -72,7 +72,7 @@ def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
 
 
 def distance(sample: Sample) -> float:
-    """Return the share of bits in which a sample and its base differ."""
+    """Return the share of bits in which a sample and its base differ, from 0.0 to 1.0."""
     if sample.base is None or not sample.data.nbytes:
         return 1.0
     differing = int.from_bytes(sample.data, "little") ^ int.from_bytes(sample.base, "little")

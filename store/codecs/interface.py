@@ -1,4 +1,4 @@
-"""What a codec is, and the names of all there are. Loads neither numpy nor zstandard."""
+"""The protocol of a codec, and the names of all codecs. Loads neither numpy nor zstandard."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,35 +14,35 @@ Effort: TypeAlias = Literal["entropy", "matches"]
 
 
 class Codec(Protocol):
-    """An encoding of up to CHUNK_BYTES bytes. It holds no state and is safe from any thread.
+    """An encoding of at most CHUNK_BYTES bytes. It is stateless and safe from any thread.
 
-    The GIL is free during the long parts. All that must hold of a codec is in the contract suite of
-    the tests.
+    The GIL is released during the long parts. The contract suite in the tests states everything
+    that a codec must guarantee.
     """
 
     @property
     def name(self) -> str:
-        """The name in records on disk."""
+        """The name that records on disk give this codec."""
 
     @property
     def width(self) -> int:
-        """The bytes of the elements it is made for: 1, 2, 4 or 8. Any bytes can be encoded."""
+        """The element size in bytes it is designed for: 1, 2, 4 or 8. It can encode any bytes."""
 
     @property
     def against_base(self) -> bool:
-        """Whether it stores what differs from other bytes, which it needs again to decode."""
+        """Whether it stores the difference from a base, which decoding needs again."""
 
     def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
-        """Encode `data`. `base` has as many bytes, or is None for a codec without a base."""
+        """Encode `data`. `base` has the same length, or is None for a codec without a base."""
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
-        """Fill `out`, which is as long as the data was. `blob` need not be trusted.
+        """Decode `blob` into `out`, which has the length of the data. `blob` is not trusted.
 
-        However wrong `blob` is, no more memory is taken than a few times that of `out`.
+        However malformed `blob` is, decoding takes at most a few times the memory of `out`.
 
         Raises:
-            CorruptFrameError: `blob` does not encode so many bytes; `out` may then hold
-                anything.
+            CorruptFrameError: `blob` does not decode to exactly that many bytes; the content of
+                `out` is then undefined.
         """
 
 

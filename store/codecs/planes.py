@@ -1,4 +1,4 @@
-"""Byte planes, each compressed: alone, or of what differs from a base."""
+"""Byte planes, each compressed: of the words themselves, or of their difference from a base."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +13,11 @@ Against = Literal["nothing", "xor", "difference"]
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """The codecs `planes`, `xor` and `diff`, each followed by its width.
+    """The codecs `planes`, `xor` and `diff`, whose names end in their width.
 
-    `diff` subtracts as integers: a weight that moved to a neighbouring value is then 1 or -1, where
-    XOR gives 1, 3, 7 or 15 as carries go. A fine-tune in bf16 takes 11.9 % instead of 13.6 %.
+    `diff` subtracts words as integers: a weight that moved to a neighbouring value becomes 1 or -1,
+    where XOR gives 1, 3, 7 or 15, depending on the carries. A fine-tune in bf16 takes 11.9 %
+    instead of 13.6 %.
     """
 
     name: str

@@ -3,7 +3,8 @@
     head  = for each leaf: u32 size of its chunk, first 12 bytes of the chunk's BLAKE3
     chunk = what the codec made of the leaf, and of the same leaf of the base where there is one
 
-So a range costs only its leaves, and a damaged chunk is recognised without its base. No I/O.
+So reading a range decodes only its leaves, and a damaged chunk is recognised without its base. No
+I/O.
 """
 
 import struct
@@ -20,19 +21,19 @@ _CHECK_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The place of a chunk, counted from the start of its record, and the check of its bytes."""
+    """The place of a chunk, counted from the start of its record, and its checksum."""
 
     offset: int
     size: int
     check: bytes
 
     def holds(self, blob: memoryview) -> bool:
-        """Return whether these are its bytes."""
+        """Return whether `blob` has the checksum of this chunk."""
         return len(blob) == self.size and _check(blob) == self.check
 
 
 def head_bytes(nbytes: int) -> int:
-    """Return the size of the head of a record of `nbytes`."""
+    """Return the size of the head of a record that decodes to `nbytes`."""
     return -(-nbytes // CHUNK_BYTES) * _ENTRY.size
 
 
@@ -45,7 +46,7 @@ def chunks(head: bytes, stored: int) -> list[Chunk]:
     """Return the places of the chunks of a record.
 
     Raises:
-        CorruptFrameError: together they do not make `stored` bytes.
+        CorruptFrameError: the chunks do not add up to `stored` bytes.
     """
     found, at = [], len(head)
     for size, check in _ENTRY.iter_unpack(head):

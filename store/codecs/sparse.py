@@ -1,6 +1,6 @@
-"""The few elements that differ from a base, and where they are.
+"""Encoding of the few elements that differ from a base, with their positions.
 
-Positions are stored as the number of equal elements before each.
+A position is stored as the number of equal elements since the previous one.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _WIDTH = 4
 
 
 def streams_of(places: Places) -> list[Bytes]:
-    """Return the planes of the gaps before ascending positions."""
+    """Return the byte planes of the gaps between ascending positions."""
     return split(np.diff(places, prepend=-1).astype(UNSIGNED[_WIDTH]) - np.uint32(1))
 
 
@@ -33,7 +33,7 @@ def read_places(reader: Reader, count: int) -> Places:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """The codecs `sparse`, followed by their width: positions and values of what differs."""
+    """The codecs `sparse` and a width: positions and values of the elements that differ."""
 
     name: str
     width: int

@@ -1,13 +1,14 @@
-"""Compressed byte streams, one behind the other, and the words and planes they are made of.
+"""Consecutive compressed byte streams, and the words and planes that they are made of.
 
     stream = u8 how, u32 stored, u32 plain, `stored` bytes     how: 0 as they are, 1 one zstd frame
 
-Little-endian. A zstd frame states the size of its content; anything but `plain` is refused before
-memory is allocated, so no input can ask for more than the reader expects.
+All numbers are little-endian. A zstd frame states the size of its content; a size other than
+`plain` is refused before memory is allocated, so no input can make the reader allocate more than it
+expects.
 
-Words are unsigned integers of one width; their planes are all lowest bytes, all second bytes and so
-on. Both are processed in blocks that stay in a processor's cache: a pass over fresh memory costs
-several times a pass over warm memory.
+Words are unsigned integers of one width. Their first plane has the lowest byte of every word, the
+second plane the next byte, and so on. Both are processed in blocks that fit into a processor's
+cache: a pass over cold memory costs several times a pass over warm memory.
 """
 
 import struct
@@ -73,7 +74,7 @@ _LOCAL = _Local()
 
 
 def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
-    """Return these streams one behind the other, each compressed where that pays."""
+    """Return these streams concatenated, each compressed where that makes it smaller."""
     parts: list[bytes | memoryview] = []
     for stream in streams:
         plain = np.ascontiguousarray(stream).data
@@ -85,10 +86,10 @@ def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
 
 
 class Reader:
-    """A reader of consecutive streams, which need not be trusted.
+    """A reader of consecutive streams from untrusted bytes.
 
     Raises:
-        CorruptFrameError: from every method, for anything that is not what is expected.
+        CorruptFrameError: from every method, for any unexpected input.
     """
 
     def __init__(self, blob: memoryview, codec: str) -> None:
@@ -97,14 +98,14 @@ class Reader:
         self._codec = codec
 
     def take(self, nbytes: int) -> Bytes:
-        """Return the next stream, of exactly `nbytes`: read-only, valid as long as the blob."""
+        """Return the next stream, of exactly `nbytes`, read-only and valid as long as the blob."""
         how, stored, plain = self._head()
         if plain != nbytes:
             raise self.bad(f"a stream of {plain} bytes, {nbytes} expected")
         return self._content(how, stored, plain)
 
     def take_up_to(self, most: int) -> Bytes:
-        """Return the next stream, of at most `most` bytes."""
+        """Return the next stream, of at most `most` bytes; read-only, valid as long as the blob."""
         how, stored, plain = self._head()
         if plain > most:
             raise self.bad(f"a stream of {plain} bytes, at most {most} expected")
@@ -116,7 +117,7 @@ class Reader:
             raise self.bad(f"{len(self._blob) - self._at} bytes behind its end")
 
     def bad(self, what: str) -> CorruptFrameError:
-        """Return the error about this data."""
+        """Return a CorruptFrameError about this data."""
         return CorruptFrameError.at(f"codec {self._codec}", what, codec=self._codec)
 
     def _head(self) -> tuple[int, int, int]:
@@ -159,7 +160,7 @@ def words(data: memoryview, width: int) -> tuple[Words, Bytes]:
 
 
 def split(values: Words) -> list[Bytes]:
-    """Return the planes of words, the lowest bytes first."""
+    """Return the byte planes of words, the lowest bytes first."""
     return [
         np.right_shift(values, values.dtype.type(8 * n)).astype(np.uint8)
         for n in range(values.dtype.itemsize)
@@ -174,7 +175,7 @@ def blocks(count: int) -> Iterator[slice]:
 def join(
     planes: Sequence[Bytes], out: Words, then: Callable[[Words, slice], None] | None = None
 ) -> None:
-    """Put planes together in `out`, and pass each block to `then` while it is in the cache."""
+    """Interleave planes into `out`, and pass each block to `then` while it is in the cache."""
     for part in blocks(len(out)):
         _join_block([plane[part] for plane in planes], out[part])
         if then is not None:
@@ -203,7 +204,7 @@ def _pair(low: Words, high: Words, out: Words | None = None) -> Words:
 
 
 def fold(differences: Words) -> Words:
-    """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ...: small numbers of both signs become small."""
+    """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ... so that small differences become small numbers."""
     width = differences.dtype.itemsize
     signs = differences.view(SIGNED[width]) >> (8 * width - 1)
     folded: Words = (differences << differences.dtype.type(1)) ^ signs.view(differences.dtype)

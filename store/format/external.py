@@ -1,7 +1,8 @@
-"""Containers that are a table only: a file elsewhere, indexed in place, never changed or deleted.
+"""External containers: a table that indexes a file elsewhere, in place, never changing it.
 
-The table holds what the file was when it was hashed. While that is what the file system says of the
-path, the table's records can be read there, verified like any others; else they are absent.
+The table holds the status of the file when it was hashed. While the file system still reports that
+status for the path, the table's records can be read from it, verified like any others; otherwise
+they count as absent.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _MAX_DIGITS = 20  # of 64 bits
 
 @dataclass(frozen=True, slots=True)
 class ExternalFile:
-    """The file an external container indexes: its absolute path, and what it was when hashed."""
+    """The file that an external container indexes: its absolute path and status when hashed."""
 
     path: Path
     size: int
@@ -29,7 +30,7 @@ class ExternalFile:
 
     @classmethod
     def of(cls, path: Path, status: FileStatus) -> Self:
-        """Describe the file at a path as it is now."""
+        """Describe the file at `path`, which has this status."""
         return cls(
             path,
             status.size,
@@ -40,7 +41,7 @@ class ExternalFile:
         )
 
     def is_still(self, status: FileStatus | None) -> bool:
-        """Return whether this is what the file system says now."""
+        """Return whether the file still has the status it was hashed with."""
         return (
             status is not None
             and status.kind == "file"
@@ -48,13 +49,13 @@ class ExternalFile:
         )
 
     def to_texts(self) -> list[str]:
-        """Return it as a table holds it: numbers in decimal, since an inode may need 64 bits."""
+        """Return its form in a table: numbers in decimal, since an inode may need 64 bits."""
         numbers = (self.size, self.device, self.inode, self.mtime_ns, self.ctime_ns)
         return [str(self.path), *map(str, numbers)]
 
     @classmethod
     def from_texts(cls, texts: list[str] | None, data_bytes: int, table: PurePath) -> Self:
-        """Parse what a table holds.
+        """Parse its form in a table.
 
         Raises:
             DamagedFileError: this program never wrote it.

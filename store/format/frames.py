@@ -1,8 +1,8 @@
-"""How a piece of bookkeeping lies on disk: framed, versioned and checksummed. No I/O.
+"""Frames: the versioned and checksummed form of bookkeeping on disk. No I/O.
 
 A frame is a head of 24 bytes (magic, kind, version, flags, length of the payload; little-endian),
-the payload (MessagePack) and the BLAKE3-256 of all before it. A text of the store (its marker, a
-reference) ends in a line with the same checksum of the lines before it.
+the payload (MessagePack) and the BLAKE3-256 of all before it. A text file of the store (its marker,
+a reference) ends in a line with the same checksum of the lines before it.
 """
 
 import struct
@@ -27,17 +27,18 @@ _T = TypeVar("_T")
 
 
 def encode(kind: bytes, payload: object) -> bytes:
-    """Return the frame of a payload; `kind` is four bytes. Equal payloads have equal frames."""
+    """Return the frame of a payload; `kind` is four bytes. Equal payloads make equal frames."""
     body = msgspec.msgpack.encode(payload)
     head = _HEAD.pack(_MAGIC, kind, VERSION, 0, len(body))
     return head + body + blake3(head + body).digest()
 
 
 def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
-    """Return the payload of a frame, checked against `form`.
+    """Return the payload of a frame, validated against the type `form`.
 
     Raises:
-        DamagedFileError, NewerFormatError: about `path`.
+        DamagedFileError, NewerFormatError: the frame is damaged, or was written by a later version;
+            the error names `path`.
     """
     body = _checked_body(blob, kind, path)
     try:
@@ -74,7 +75,7 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
     """Return the lines before the checksum.
 
     Raises:
-        DamagedFileError: the checksum is not theirs.
+        DamagedFileError: the checksum does not match the lines.
     """
     try:
         lines = blob.decode("ascii").split("\n")
@@ -86,7 +87,7 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
 
 
 def distance(a: bytes, b: bytes) -> int:
-    """Return in how many bytes two texts differ, at least."""
+    """Return a lower bound of the number of bytes in which two texts differ."""
     if len(a) != len(b):
         return max(len(a), len(b))
     return sum(x != y for x, y in zip(a, b, strict=True))

@@ -1,4 +1,4 @@
-"""Where everything lies in the folder of a store. No I/O."""
+"""The layout of a store's folder. No I/O."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,66 +26,66 @@ class StoreLayout:
 
     @property
     def marker(self) -> Path:
-        """Says that this is a store, and of which version."""
+        """The file that says that this is a store, and of which version."""
         return self.root / MARKER
 
     @property
     def lock(self) -> Path:
-        """Held shared by who reads or writes, alone by who sweeps."""
+        """The lock that sessions hold shared and a sweep holds exclusively."""
         return self.root / LOCK
 
     @property
     def names_lock(self) -> Path:
-        """Held alone for the moment in which a reference appears, changes or goes."""
+        """The lock held exclusively while a reference appears, changes or is removed."""
         return self.root / NAMES_LOCK
 
     @property
     def index_lock(self) -> Path:
-        """Held shared while the index is open, alone by who replaces it."""
+        """The lock held shared while the index is open, and exclusively to replace it."""
         return self.root / INDEX_LOCK
 
     @property
     def index(self) -> Path:
-        """The SQLite file."""
+        """The SQLite file of the index."""
         return self.root / INDEX
 
     @property
     def refs(self) -> Path:
-        """One text file for each name."""
+        """The folder of references: one text file for each name."""
         return self.root / "refs"
 
     @property
     def quarantine(self) -> Path:
-        """What was found damaged: whole files, and lists of bad places in containers."""
+        """The folder of damaged files, and of lists of the bad places in containers."""
         return self.root / "quarantine"
 
     @property
     def trash(self) -> Path:
-        """What no reference leads to, waiting for its grace to end."""
+        """The folder of what no reference leads to, until its grace period ends."""
         return self.root / "trash"
 
     @property
     def tmp(self) -> Path:
-        """Files that are being written."""
+        """The folder of files that are being written."""
         return self.root / "tmp"
 
     def container(self, name: str, kind: str) -> Path:
-        """The data of a container."""
+        """Return the path of a container's data."""
         return self.root / "containers" / name[:2] / f"{name}.{kind}"
 
     def table(self, name: str, kind: str) -> Path:
-        """The file that holds a container's table: its own, or the one beside it."""
+        """Return the path of the file with a container's table: its own, or one beside it."""
         suffix = TABLE_SUFFIX if kind == "raw" else f".{kind}"
         return self.root / "containers" / name[:2] / f"{name}{suffix}"
 
     def manifest(self, name: str) -> Path:
-        """A manifest, or a page of one."""
+        """Return the path of a manifest, or of a page of one."""
         return self.root / "manifests" / name[:2] / name
 
     def bad(self, name: str) -> Path:
-        """The list of bad places in a container."""
+        """Return the path of the list of bad places in a container."""
         return self.quarantine / f"{name}{BAD_SUFFIX}"
 
     def database_files(self) -> list[Path]:
-        """Everything the index consists of."""
+        """Return the paths of all files that the index consists of."""
         return [self.root / name for name in INDEX_FILES]

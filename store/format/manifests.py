@@ -1,14 +1,14 @@
-"""What a checkpoint is made of: files, each a sequence of pieces named by digest. No I/O.
+"""Manifests: the files of a checkpoint, each a sequence of pieces named by digest. No I/O.
 
 A piece is a tensor, or bytes that are kept verbatim: a safetensors header, a whole small file.
-Putting a file's pieces one behind the other gives the file. Pieces are paged, 256 to a page, in the
-order in which they came. Manifests and pages are named by the digest of their frame, so a
-checkpoint that grows at its end shares all its full pages with what it was before.
+Concatenating the pieces of a file gives the file. Pieces are paged, 256 to a page, in the order in
+which they were added. Manifests and pages are named by the digest of their frame, so a checkpoint
+that grows at its end shares all its full pages with what it was before.
 
 The tensors of a training step come in no file. The files that an export makes of them follow from
-their names, types and shapes, which the manifest has, so their headers are made when they are
-needed, always the same. A header holds an offset for every tensor before it: keeping one for every
-step would cost what all tensors' names cost, each time a tensor is added.
+their names, types and shapes, which the manifest has, so their headers are generated when they are
+needed, and always the same. A header holds the name and offset of every tensor: storing one with
+each step would cost that much again whenever a tensor is added.
 """
 
 import json
@@ -43,7 +43,7 @@ _ALIGNMENT = 8
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A tensor, or, without a name, bytes kept verbatim."""
+    """A tensor or, without a name, bytes that are kept verbatim."""
 
     digest: bytes
     nbytes: int
@@ -53,7 +53,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file: the next `pieces` pieces. `prefix` stands before the names of its tensors."""
+    """A file, which consists of the next `pieces` pieces; `prefix` precedes its tensors' names."""
 
     path: str
     nbytes: int
@@ -62,7 +62,7 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The files, the digests of the pages, how many pieces and bytes they have, and notes."""
+    """A checkpoint: its files, the digests of its pages, counts of pieces and bytes, and notes."""
 
     files: list[FileEntry]
     pages: list[bytes]
@@ -72,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class ManifestPage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The next pieces: 256, but for the last page."""
+    """One page of pieces: 256, except for the last page."""
 
     pieces: list[Piece]
 
@@ -85,9 +85,9 @@ def build(
     pieces: Sequence[Piece],
     second_names: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """Build a manifest; return its name, and all frames by name: its pages first, itself last.
+    """Build a manifest; return its name, and all frames by name, its pages before the manifest.
 
-    `second_names` are further names of tensors, and which tensors' they are.
+    `second_names` maps further names of tensors to the names under which they are stored.
     """
     objects: dict[str, bytes] = {}
     pages = []
@@ -115,10 +115,11 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
 
 
 def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
-    """Return the manifest called `name`, checked; no path in it leads outside an export.
+    """Decode and check the manifest called `name`; no path in it leads outside an export.
 
     Raises:
-        DamagedFileError, NewerFormatError: about `path`.
+        DamagedFileError, NewerFormatError: the manifest is damaged, or was written by a later
+            version; the error names `path`.
     """
     manifest = frames.decode(_named(blob, name, path), MANIFEST, Manifest, path)
     expected = -(-manifest.pieces // PAGE_ENTRIES)
@@ -134,16 +135,17 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
 
 
 def aliases(manifest: Manifest) -> dict[str, str]:
-    """Return the second names of tensors, and which tensors' they are."""
+    """Return the second names of tensors, with the names of the tensors they stand for."""
     notes = manifest.notes.items()
     return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
 def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
-    """Return the page called `name`, checked.
+    """Decode and check the page called `name`.
 
     Raises:
-        DamagedFileError, NewerFormatError: about `path`.
+        DamagedFileError, NewerFormatError: the page is damaged, or was written by a later version;
+            the error names `path`.
     """
     page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
     for piece in page.pieces:
@@ -161,10 +163,10 @@ def _named(blob: bytes, name: str, path: PurePath) -> bytes:
 
 
 def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) -> None:
-    """Compare what a manifest says of its pieces with the pieces.
+    """Check that the counts in a manifest match its pieces.
 
     Raises:
-        DamagedFileError: they contradict each other.
+        DamagedFileError: they do not match.
     """
     if len(pieces) != manifest.pieces or sum(p.nbytes for p in pieces) != manifest.nbytes:
         raise DamagedFileError.at(path, f"{manifest.pieces} pieces expected, {len(pieces)} found")
@@ -190,7 +192,7 @@ def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class SynthesizedFile:
-    """A file that an export makes: its path, its header, and the tensors behind that."""
+    """A file that an export generates: its path, its header, and the tensors after the header."""
 
     path: str
     header: bytes
@@ -203,15 +205,15 @@ class SynthesizedFile:
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
+        """The size of the file in bytes."""
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
 
 def synthesized_files(loose: Sequence[Piece], part: str) -> Iterator[SynthesizedFile]:
-    """Make the files of tensors that belong to none: weights, and state of the training.
+    """Generate the files of tensors that belong to none: weights, and training state.
 
-    With a `part`, the weights are the tensors whose names begin with it and a dot, and they lose
-    that beginning. What safetensors has no dtype for is stored as bytes.
+    With a `part`, the weights are the tensors whose names begin with it and a dot, and that prefix
+    is removed. A tensor whose dtype safetensors lacks counts as state, and is written as bytes.
     """
     start = f"{part}." if part else ""
     weights = [

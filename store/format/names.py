@@ -1,4 +1,4 @@
-"""Names of checkpoints and of their files: none of them may lead anywhere else. No I/O."""
+"""Names of checkpoints and of their files, checked so that none leads elsewhere. No I/O."""
 
 import re
 from pathlib import Path, PurePath, PurePosixPath
@@ -14,10 +14,10 @@ _HUB = re.compile(r"models--(?P<name>.+)")
 
 
 def check_name(name: str) -> str:
-    """Return `name` if a checkpoint can have it.
+    """Return `name` if it is valid for a checkpoint.
 
     Raises:
-        BadNameError: it cannot.
+        BadNameError: the name is invalid.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BadNameError.at(repr(name[:MAX_NAME]), "no name for a checkpoint", name=name)
@@ -25,9 +25,9 @@ def check_name(name: str) -> str:
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a checkpoint that was given none: its folder's or file's.
+    """Return the default name of a checkpoint: that of its folder or file.
 
-    A snapshot in a Hugging Face cache has the name of its repository.
+    A snapshot in a Hugging Face cache is named after its repository.
     """
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
@@ -41,7 +41,7 @@ def _fit(text: str) -> str:
 
 
 def file_of(name: str) -> str:
-    """Return the file name of a reference. No name has a %, so no two names meet."""
+    """Return the file name of a reference. Names contain no %, so no two share a file name."""
     return check_name(name).replace("/", "%2F")
 
 
@@ -52,7 +52,7 @@ def name_in(file: str) -> str | None:
 
 
 def check_path(text: str, manifest: PurePath) -> PurePosixPath:
-    """Return the path of a file in an export if it stays inside.
+    """Return the path of a file in an export, if it stays inside.
 
     Raises:
         EscapingPathError: it could lead outside.

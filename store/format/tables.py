@@ -1,7 +1,7 @@
-"""What a container says about itself: which bytes lie where, and their digests. No I/O.
+"""Tables of containers: which bytes lie where, and their digests. No I/O.
 
-The table of a slab, pack or delta is the frame at its end, that of a raw file a file beside it. A
-container is named by the digest of its table's frame, which holds the digest of everything else.
+The table of a slab, pack or delta is the frame at its end; that of a raw file is a file beside it.
+A container is named by the digest of its table's frame, which holds the digests of everything else.
 """
 
 import struct
@@ -30,9 +30,10 @@ TAIL_BYTES = _TAIL.size
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Some bytes in a container: `stored` of them at `offset`, which `codec` makes `nbytes` again.
+    """A stored piece: `stored` bytes at `offset`, which `codec` decodes to `nbytes`.
 
-    `base` is the digest of the bytes a delta is against; `leaves` the leaf digests of the `nbytes`.
+    `base` is the digest of the piece that a delta is against; `leaves` are the concatenated leaf
+    digests of the `nbytes`.
     """
 
     digest: bytes
@@ -45,14 +46,15 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def leaf_list(self) -> list[bytes]:
-        """The leaf digests, one by one."""
+        """The leaf digests as a list."""
         return [self.leaves[at : at + 32] for at in range(0, len(self.leaves), 32)]
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A container: its kind, the size of its data, its records by offset.
+    """The table of a container: its kind, the size of its data, its records by offset.
 
-    `origin` says which file an `external` one indexes (store/format/external.py), else it is None.
+    `origin` describes the file that an `external` container indexes, as in `external.ExternalFile`;
+    otherwise it is None.
     """
 
     kind: str
@@ -62,7 +64,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Encoded(NamedTuple):
-    """A table as it is written, and the name it gives its container."""
+    """The frame of a table, and the name that it gives its container."""
 
     name: str
     blob: bytes
@@ -75,12 +77,12 @@ def encode(table: Table) -> Encoded:
 
 
 def tail(table_at: int) -> bytes:
-    """Return the last bytes of a slab, pack or delta, which say where its table begins."""
+    """Return the last bytes of a slab, pack or delta, which tell where its table begins."""
     return _TAIL.pack(table_at, _TAIL_MAGIC)
 
 
 def table_start(ending: bytes, size: int, path: PurePath) -> int:
-    """Return where the table of a slab, pack or delta of `size` bytes begins, from its last bytes.
+    """Return the offset of the table in a slab, pack or delta of `size` bytes, from its last bytes.
 
     Raises:
         DamagedFileError: they do not lead to a table.
@@ -96,10 +98,10 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
 
 
 def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
-    """Return the table of the container `name`, checked in every respect.
+    """Decode the table of the container `name` and check it in every respect.
 
     Raises:
-        DamagedFileError: it is not that.
+        DamagedFileError: it is not a valid table of this container.
         NewerFormatError: it names a codec of a later version.
     """
     table = frames.decode(blob, KIND, Table, path)
@@ -158,7 +160,7 @@ def _check_places(table: Table, path: PurePath) -> None:
 
 
 def gaps(table: Table) -> list[tuple[int, int]]:
-    """Return where the padding of a container begins, and how long each stretch of it is."""
+    """Return the (offset, length) of each stretch of padding in a container."""
     found, at = [], 0
     for record in table.records:
         if record.offset > at:

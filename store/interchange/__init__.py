@@ -1,4 +1,4 @@
-"""State dicts in the folders that ServerlessLLM and tensorcast read and write. Needs torch.
+"""State dicts in the folder format that ServerlessLLM and tensorcast use. Needs torch.
 
     from tensor_dedup.store.interchange import load_dict, save_dict
 
@@ -6,8 +6,8 @@
     state_dict = load_dict("folder")
 
 A folder holds `tensor.data_0`, `tensor.data_1`, ..., the index (`tensor_index.json` and `.cbor`),
-`artifact_descriptor.json` and `verification.json`. Each storage is there once, however many tensors
-are views of it. `tensor_dedup.formats.serverless` says what is checked when one is read.
+`artifact_descriptor.json` and `verification.json`. Each storage is written once, however many
+tensors are views of it. `tensor_dedup.formats.serverless` documents what is checked on reading.
 
 Importing this package loads torch; `tensor_dedup` and `tensor_dedup.store` do not.
 """

@@ -1,6 +1,6 @@
-"""Reading a folder of data files with an index back into tensors. Needs torch.
+"""Loading tensors from a folder of data files with an index. Needs torch.
 
-The folder is one on disk (ArtifactFolder), or one that was imported into a store (StoredArtifact).
+The folder is either on disk (ArtifactFolder) or was imported into a store (StoredArtifact).
 """
 
 import hashlib
@@ -64,9 +64,9 @@ _DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
 
 
 class ArtifactFolder:
-    """An open folder: its index and descriptor, checked, and its data as one run of bytes.
+    """An open folder: its checked index and descriptor, and its data as one contiguous range.
 
-    Any thread may read. Close it, or use it as a context manager.
+    Any thread may read. Close the folder, or use it as a context manager.
     """
 
     verified = False
@@ -76,7 +76,7 @@ class ArtifactFolder:
 
         Raises:
             CheckpointNotFoundError: there is no index.
-            FormatError: index, descriptor and data do not fit together.
+            FormatError: index, descriptor and data contradict each other.
         """
         self.path = path
         self._files = files
@@ -142,7 +142,7 @@ class ArtifactFolder:
         return handle
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """Return the path of a small file, and its bytes; None where it does not exist."""
+        """Return the path of a small file, and its bytes, or None if it does not exist."""
         path = self.path / name
         try:
             handle = self._files.open(path, "read")
@@ -162,10 +162,10 @@ class ArtifactFolder:
             self._files.close(handle)
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill `view` from `start` of the data.
+        """Fill `view` with the data from offset `start`.
 
         Raises:
-            ChangedFileError: there are fewer bytes by now.
+            ChangedFileError: the files have become shorter.
         """
         done = 0
         ends = [at for at, _ in self._starts[1:]] + [self.data_bytes]
@@ -189,25 +189,25 @@ class ArtifactFolder:
         self.close()
 
     def close(self) -> None:
-        """Close all files. A second time it does nothing."""
+        """Close all files. Closing twice has no effect."""
         self._undo.close()
 
 
 class StoredArtifact:
-    """Such a folder in a store, read from an open checkpoint, which verifies every byte itself.
+    """Such a folder in a store, read from an open checkpoint that verifies every byte.
 
-    Any thread may read. The checkpoint stays open.
+    Any thread may read. The checkpoint must stay open, and is not closed by this object.
     """
 
     verified = True
     descriptor: ArtifactDescriptor | None = None
 
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
-        """Read the index.
+        """Read the index from the checkpoint.
 
         Raises:
             CheckpointNotFoundError: the checkpoint was not such a folder.
-            FormatError: index and data do not fit together.
+            FormatError: index and data contradict each other.
         """
         self.path = Path(checkpoint.name)
         self._checkpoint = checkpoint
@@ -234,7 +234,7 @@ class StoredArtifact:
         """Do nothing: there is nothing to close."""
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """Return the path of a small file, and its bytes; None where it does not exist."""
+        """Return the path of a small file, and its bytes, or None if it does not exist."""
         pieces = self._files.get(name)
         if pieces is None:
             return self.path / name, None
@@ -244,10 +244,10 @@ class StoredArtifact:
         return bytes(self._checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes))
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill `view` from `start` of the data.
+        """Fill `view` with the data from offset `start`.
 
         Raises:
-            CorruptTensorError, MissingObjectError: the bytes are right nowhere in the store.
+            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
         """
         done, number = 0, max(0, bisect_right(self._starts, start) - 1)
         while done < view.nbytes:
@@ -271,19 +271,19 @@ def load_dict(
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a folder, by name, on the CPU; views of one storage share it again.
 
-    `path` is a folder of `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint of one
-    from a store, every byte of which is compared with its digest. `names` selects tensors, and only
-    their storages are read.
+    `path` is a folder written by `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint of
+    such a folder in a store, whose bytes are always compared with their digests. `names` selects
+    tensors, and only their storages are read.
 
-    What is read is compared with what the folder says of it: all of it with the descriptor's
-    SHA-256 where there is one, otherwise with `verification.json`; a `view` (the id under which
-    `names` was saved) with its own file, never with that of the whole. Without a `view` a selection
-    is compared with nothing, and so is a folder of ServerlessLLM. `verify=False` compares nothing.
-    Any thread.
+    The data is compared with the checksums in the folder. A whole load uses the descriptor's
+    SHA-256 if there is one, otherwise `verification.json`. A `view` (the id under which the
+    selection `names` was saved) uses its own verification file, never that of the whole. A
+    selection without a `view` is not compared, nor is a folder of ServerlessLLM. `verify=False`
+    compares nothing. Any thread may call it.
 
     Raises:
         ConfigError: a name or a view does not exist.
-        CheckpointNotFoundError, FormatError: this is not such a folder, or a damaged one.
+        CheckpointNotFoundError, FormatError: the folder is not of this format, or is damaged.
         ChangedFileError: a file was changed while it was read.
         IntegrityError: the bytes are not those that were saved.
         StoreError: the store or the disk failed.

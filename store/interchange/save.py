@@ -1,8 +1,8 @@
 """Writing a state dict as a new folder of numbered data files with an index. Needs torch.
 
-The folder appears at once, complete and durable, or not at all. Bytes go through a few buffers that
-are used again: one thread fills them, another writes them, a third hashes them. Memory is that of
-the buffers: `num_buffers` times `buffer_size_mb`, or less when there is less to write.
+The folder appears atomically, complete and durable, or not at all. Bytes go through a few reused
+buffers: one thread fills them, another writes them, a third hashes them. They take `num_buffers`
+times `buffer_size_mb` of memory, or less when there is less to write.
 """
 
 import json
@@ -50,13 +50,13 @@ Sink = Callable[[memoryview], None]
 
 @dataclass(frozen=True, slots=True)
 class StreamingConfig:
-    """How a save streams its bytes. The defaults are tensorcast's.
+    """The buffering of a save. The defaults are tensorcast's.
 
-    `num_buffers` buffers of `buffer_size_mb` MiB each; `enable_async_write` writes and hashes in
-    threads.
+    There are `num_buffers` buffers of `buffer_size_mb` MiB each. With `enable_async_write`, bytes
+    are written and hashed in threads of their own.
 
     Raises:
-        ConfigError: a number is not a whole one from 1 on.
+        ConfigError: a number is not a positive integer.
     """
 
     num_buffers: int = 4
@@ -71,7 +71,7 @@ class StreamingConfig:
 
     @classmethod
     def of(cls, given: "Mapping[str, Any] | StreamingConfig | None") -> "StreamingConfig":
-        """Return the configuration that a caller gave as a mapping."""
+        """Return the configuration that a caller passed as a mapping."""
         if isinstance(given, StreamingConfig):
             return given
         unknown = set(given or {}) - set(cls.__dataclass_fields__)
@@ -89,14 +89,14 @@ class StreamingConfig:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of one buffer, in whole pages."""
+        """The size of one buffer in bytes, a multiple of the page size."""
         return self.buffer_size_mb << 20
 
 
 class DataFiles:
-    """The files `tensor.data_0`, `tensor.data_1`, ... as one run of bytes.
+    """The files `tensor.data_0`, `tensor.data_1`, ... written as one contiguous range of bytes.
 
-    Each has at most `limit` bytes.
+    Each file has at most `limit` bytes.
     """
 
     def __init__(self, files: Files, folder: Path, limit: int) -> None:
@@ -109,7 +109,7 @@ class DataFiles:
         self._handles: list[Handle] = []
 
     def write(self, view: memoryview, start: int) -> None:
-        """Write bytes at `start` of the run, in order."""
+        """Write bytes at offset `start` of the range, creating files as needed."""
         done = 0
         while done < view.nbytes:
             number, at = divmod(start + done, self._limit)
@@ -136,11 +136,11 @@ class DataFiles:
 
 
 class Stream:
-    """A run of bytes that is written and hashed in the background. One thread fills it.
+    """A byte stream that is written and hashed in the background, filled by one thread.
 
-    `room` returns the free rest of a buffer, `commit` tells how much of it was filled. `finish`
-    waits for the last byte; `close` ends the threads, whatever happened. Both raise what writing
-    raised.
+    `room` returns the free rest of a buffer, and `commit` says how much of it was filled. `finish`
+    waits for the last byte; `close` ends the threads, whatever happened. `room`, `commit` and
+    `finish` raise what writing raised.
     """
 
     def __init__(
@@ -179,13 +179,13 @@ class Stream:
         return buffer
 
     def commit(self, nbytes: int) -> None:
-        """Tell that so many bytes of the room were filled."""
+        """Say that the next `nbytes` of the room were filled."""
         self._filled += nbytes
         if self._filled == self._size:
             self._send()
 
     def pad(self, nbytes: int) -> None:
-        """Append zeros."""
+        """Append zero bytes."""
         while nbytes:
             with self.room()[:nbytes] as part:
                 part[:] = bytes(part.nbytes)
@@ -238,18 +238,18 @@ def save_dict(
 
     `path` is a folder that is empty or does not exist; it appears when everything is durable, or
     not at all. `streaming_config` has num_buffers (4), buffer_size_mb (256) and enable_async_write
-    (True); memory is that of the buffers. `views` names selections of tensors that get a
+    (True), and so bounds the memory used. `views` names selections of tensors that get a
     verification file of their own. `fields` is 6, or 5 for ServerlessLLM, which knows no storage
     offsets. `max_file_bytes` limits each data file. `files` is the file system.
 
-    The descriptor holds tensorcast's fields, and `storage_entries` and `tensor_aliases`, of which
-    `rebuild_index` makes `tensor_index.json` again. Nobody may write to the tensors meanwhile. Call
-    it from one thread for each folder.
+    The descriptor holds tensorcast's fields, and `storage_entries` and `tensor_aliases`, from which
+    `rebuild_index` restores `tensor_index.json`. Nobody may write to the tensors meanwhile. Use one
+    thread for each folder.
 
     Raises:
-        ConfigError: an argument makes no sense.
-        UnsupportedError: a tensor has no plain memory, or 5 fields cannot describe it.
-        ExportTargetError: the folder holds something.
+        ConfigError: an argument is invalid.
+        UnsupportedError: a tensor has no dense storage, or 5 fields cannot describe it.
+        ExportTargetError: the folder is not empty.
         StoreError: the disk failed.
     """
     config = StreamingConfig.of(streaming_config)
@@ -359,7 +359,7 @@ def _verify_view(held: HeldStorages, view: str, names: Collection[str]) -> bytes
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
     """Provide a temporary folder beside `target` to fill, which then becomes `target`.
 
-    What is put into it must be durable when the block ends. A crash leaves at most a hidden folder
+    Its files must be durable when the block ends. A crash leaves at most a hidden folder
     `.NAME.*.partial`.
 
     Raises:

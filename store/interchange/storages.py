@@ -1,4 +1,4 @@
-"""The storages behind the tensors of a state dict, found and put together again. Needs torch."""
+"""The storages behind the tensors of a state dict, and their views. Needs torch."""
 
 import ctypes
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class HeldStorages:
-    """A state dict's graph, and its storages as flat bytes, wherever they are."""
+    """The storage graph of a state dict, and its storages as flat bytes on their own devices."""
 
     graph: StorageGraph
     storages: Mapping[str, torch.Tensor]
 
 
 def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
-    """Return the storages of the tensors, each once, and the views of them that the tensors are.
+    """Return the distinct storages of the tensors, and the tensors as views of them.
 
     Raises:
-        UnsupportedError: a tensor has no plain memory of its own (sparse, quantised, meta).
+        UnsupportedError: a tensor has no dense storage of its own (sparse, quantised, meta).
     """
     return hold(state_dict).graph
 
@@ -37,8 +37,8 @@ def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
 def hold(state_dict: Mapping[str, torch.Tensor]) -> HeldStorages:
     """Return the graph with the storages. Lazily conjugated or negated tensors are materialised.
 
-    Storages are told apart by where their memory begins: two that begin at one address are one, of
-    the larger size. That is safe here, and only here, since all of them are held meanwhile.
+    Storages are identified by their address: two that begin at the same address are one, of the
+    larger size. That is safe only because all of them are held alive meanwhile.
     """
     plain = {name: _plain(name, state_dict[name]) for name in sorted(state_dict)}
     largest: dict[tuple[str, int], torch.Tensor] = {}
@@ -92,7 +92,7 @@ def _alias(name: str, tensor: torch.Tensor, storage_id: str) -> TensorAlias:
 
 
 def copy_into(room: memoryview, storage: torch.Tensor, start: int) -> int:
-    """Copy bytes of a storage until `room` is full or they end; return how many."""
+    """Copy bytes of a storage from `start` until `room` is full or they end; return the count."""
     part = storage[start : start + room.nbytes]
     with room[: part.nbytes] as target:
         if part.device.type == "cpu":

@@ -1,9 +1,10 @@
-"""Reading many pieces of a store into large memory at once, compared leaf by leaf on the way.
+"""Reading many pieces at once into large memory, verified leaf by leaf on the way.
 
-Pieces that lie near each other in a container are one span: one region of memory, with the file's
+Pieces that are close together in a container form one span: one region of memory with the file's
 own layout, read in large blocks by several threads. A leaf is hashed by the thread that read the
-last of it, while it is in that core's cache. What the page cache has comes from there; the rest is
-read past it, where the file system can: filling the page cache would cost more than the disk.
+last of it, while it is in that core's cache. What the page cache holds is read from there; the rest
+bypasses it where the file system supports that, because filling the page cache would cost more than
+the disk.
 """
 
 import threading
@@ -58,7 +59,7 @@ class _Block:
 
 @dataclass(eq=False)
 class ReadSpan:
-    """Records of one container, near each other. `start` and `stop` are multiples of a page."""
+    """Neighbouring records of one container. `start` and `stop` are multiples of a page."""
 
     container: ContainerId
     handle: Handle
@@ -66,28 +67,28 @@ class ReadSpan:
 
     @property
     def start(self) -> int:
-        """Where in the container its memory begins."""
+        """The offset in the container at which the span's memory begins."""
         return self.records[0].offset // PAGE * PAGE
 
     @property
     def stop(self) -> int:
-        """Where in the container its memory ends, perhaps behind the end of the file."""
+        """The offset at which the span's memory ends, perhaps beyond the end of the file."""
         return -(-_end(self.records[-1]) // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A span in memory: record by record at `offset - span.start`. All of it has its digests."""
+    """A verified span in memory: each record is at `offset - span.start`."""
 
     span: ReadSpan
     memory: memoryview
 
 
 def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[ReadSpan]:
-    """Return the spans that hold these pieces, in the order of containers and offsets; no I/O.
+    """Return the spans that hold these pieces, ordered by container and offset; no I/O.
 
-    Pieces that are nowhere stored as they are (deltas, lost ones) are in none. A span is at most
-    `span_bytes` long, or one piece.
+    Pieces that are nowhere stored unencoded (deltas, lost ones) are in no span. A span is at most
+    `span_bytes` long, unless it is a single larger piece.
     """
     places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
     places.sort(key=lambda place: (place[0], place[2].offset))
@@ -112,11 +113,12 @@ def _end(record: Record) -> int:
 
 
 class BulkReader:
-    """Fills spans, with several requests in flight. One thread uses it; close it or use `with`.
+    """Fills spans, with several requests in flight. Not thread-safe; close it or use `with`.
 
-    Without `verify` nothing that can be read is compared: for a caller that knows the bytes are
-    right. With `mapped` the containers are mapped, not copied: memory is then shared with the page
-    cache, and what the kernel reads again later is not compared again.
+    Without `verify`, unencoded pieces are not compared with their digests, for a caller that knows
+    that the bytes are intact. With `mapped`, containers are mapped and not copied: the memory is
+    shared with the page cache, and pages that the kernel drops and reads again later are not
+    compared again.
     """
 
     def __init__(
@@ -138,14 +140,14 @@ class BulkReader:
         self.close()
 
     def close(self) -> None:
-        """End the threads, then close what was opened."""
+        """End the threads, then close the files that were opened."""
         self._undo.close()
 
     def fill(self, spans: Sequence[ReadSpan], ahead: int | None = None) -> Iterator[Filled]:
-        """Yield the spans, in order, as they are read; `ahead` of them are read in advance, or all.
+        """Yield the spans, in order; `ahead` of them (None: all) are read in advance.
 
         Raises:
-            CorruptTensorError, MissingObjectError: a piece is right nowhere.
+            CorruptTensorError, MissingObjectError: no intact copy of a piece is in the store.
             StoreIOError: the disk failed.
         """
         waiting = list(reversed(spans))
@@ -158,10 +160,11 @@ class BulkReader:
     def read(
         self, pieces: Sequence[tuple[bytes, int]], ahead_bytes: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield pieces that are nowhere stored as they are: decoded, always compared, in order.
+        """Yield pieces that are nowhere stored unencoded: decoded, always verified, in order.
 
-        `pieces` gives digest and size of each; the memory may be larger than the piece. As many
-        bytes as `ahead_bytes` (or one piece) are read in advance, or all. Raises what `fill` does.
+        `pieces` gives the digest and size of each; the memory may be larger than the piece. Pieces
+        are read in advance until they amount to `ahead_bytes`, or all if it is None. Raises the
+        errors of `fill`.
         """
         waiting = deque(pieces)
         started: deque[tuple[bytes, int, memoryview, list[Future[None]]]] = deque()

@@ -1,4 +1,4 @@
-"""The bytes of a record as they were before they were stored, compared with its leaf digests."""
+"""Decoding stored records, and verifying them against their leaf digests."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -16,10 +16,10 @@ Base: TypeAlias = Callable[[int, int], bytearray]
 def fill_leaves(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
-    """Fill `view` with whole leaves of a record from `start`; return whether they are right.
+    """Fill `view` with whole leaves of a record from `start`; return whether they are intact.
 
-    `base` is asked for a delta only, and what it raises is raised. Encoded leaves are decoded on
-    the process's threads for digests, each just before it is hashed.
+    `base` is called for a delta only, and its errors propagate. Encoded leaves are decoded on the
+    process's hashing threads, each just before it is hashed.
     """
     if record.codec != PLAIN:
         return _decode(files, handle, record, start, view, base)
@@ -31,7 +31,7 @@ def fill_leaves(
 def read_range(
     files: Files, handle: Handle, record: Record, start: int, stop: int, base: Base
 ) -> bytearray | None:
-    """Return the bytes from `start` to `stop` of a record, or None if their leaves are wrong."""
+    """Return the bytes from `start` to `stop` of a record, or None if their leaves are damaged."""
     first = start // LEAF_BYTES * LEAF_BYTES
     last = min(-(-stop // LEAF_BYTES) * LEAF_BYTES, record.nbytes)
     data = bytearray(last - first)
@@ -41,10 +41,10 @@ def read_range(
 
 
 def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
-    """Return where the chunks of an encoded record are.
+    """Return the places of the chunks of an encoded record.
 
     Raises:
-        CorruptFrameError: no encoder wrote this.
+        CorruptFrameError: no encoder wrote this head.
     """
     head = bytearray(head_bytes(record.nbytes))
     files.pread(handle, memoryview(head), record.offset)
@@ -54,7 +54,7 @@ def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
 def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> memoryview:
     """Read the encoded bytes of one leaf.
 
-    They are no more than the record has, which is less than `nbytes`.
+    A chunk is no longer than its record, which takes less than `nbytes`.
     """
     blob = memoryview(bytearray(chunk.size))
     files.pread(handle, blob, record.offset + chunk.offset)

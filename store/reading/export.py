@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files as they were, byte for byte."""
+"""Writing the files of a checkpoint byte for byte as they were imported."""
 
 from pathlib import Path
 
@@ -18,10 +18,10 @@ def export(
     """Write all files of an open checkpoint to a folder that is empty or missing.
 
     Returns their paths. Each file appears under its name when it is complete and durable. Raises
-    what reading does.
+    the errors of reading.
 
     Raises:
-        ExportTargetError: the folder is not empty, or is no folder.
+        ExportTargetError: the target is not empty, or not a folder.
     """
     status = files.status(directory)
     if status is not None and (status.kind != "folder" or files.listdir(directory)):

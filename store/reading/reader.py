@@ -1,4 +1,4 @@
-"""Reading a checkpoint back: every byte that is returned has been compared with its digest."""
+"""Reading a checkpoint from the store; every byte that is returned has been verified."""
 
 import threading
 from collections import Counter
@@ -45,7 +45,8 @@ _T = TypeVar("_T")
 class StoredTensor:
     """One tensor of a stored checkpoint; `digest` is the one `analyze` and `report` show.
 
-    `alias_of`: its file gives the bytes of that tensor this second name, so they are there once.
+    With `alias_of`, the name is a second one that its file gives to that tensor, whose bytes are
+    stored once.
     """
 
     name: str
@@ -81,16 +82,16 @@ class _BaseLostError(Exception):
 class StoredPieces:
     """Pieces of a store, open for reading: all containers that hold them are held open.
 
-    So gc cannot take them away. Any thread may read. Close it, or use it as a context manager, when
-    no read is running any more. Not to be used in a forked child.
+    The open files stay readable whatever gc deletes. Any thread may read. Close the object, or use
+    it as a context manager, when no read is running any more. Do not use it in a forked child.
     """
 
     def __init__(
         self, objects: Objects, index: StoreIndex, wanted: set[bytes], name: str = ""
     ) -> None:
-        """Open what there is of the pieces with these digests, in a session.
+        """Open the containers of the pieces with these digests, in a session.
 
-        `name` is that of the checkpoint they belong to, for messages.
+        `name` is the name of their checkpoint in error messages.
         """
         self.name = name or str(objects.layout.root)
         self._objects = objects
@@ -142,7 +143,7 @@ class StoredPieces:
         self.close()
 
     def close(self) -> None:
-        """Close the containers. A second time does nothing."""
+        """Close the containers. Closing twice has no effect."""
         self._open = False
         self._let_go()
 
@@ -151,7 +152,7 @@ class StoredPieces:
             self.door.close(self._handles.popitem()[1])
 
     def __contains__(self, digest: object) -> bool:
-        """Whether a container is open that should hold the piece with this digest (32 bytes)."""
+        """Return whether a container is open that should hold the piece with this digest."""
         if not isinstance(digest, bytes):
             return False
         return any(
@@ -165,15 +166,15 @@ class StoredPieces:
         return f"{type(self).__name__}({name!r}, pieces={pieces}, containers={containers}{state})"
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return how a piece is stored, in the order in which the places are tried."""
+        """Return the records of a piece, in the order in which they are tried."""
         with self._lock:
             return [spot.record for spot in self._spots.get(digest, ())]
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return what a delta against this piece would be stored against, or None.
+        """Return the digest of the anchor for a delta against this piece, or None.
 
-        That is the piece itself or, where it is a delta, what it is stored against. None: it is not
-        here.
+        The anchor is the piece itself or, if the piece is a delta, its base. It is None if the
+        piece is not here.
         """
         with self._lock:
             spots = list(self._spots.get(digest, ()))
@@ -189,13 +190,14 @@ class StoredPieces:
 
     @property
     def door(self) -> Files:
-        """The way to the disk that the containers were opened through."""
+        """The file system interface that the containers were opened through."""
         return self._objects.files
 
     def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Handle, Record]]:
-        """Return where a piece is stored as it is, for a caller that reads and compares it itself.
+        """Return the unencoded copies of a piece, for a caller that reads and verifies them itself.
 
-        Only places in the store itself: a file that others may change is read by this class alone.
+        Only copies in the store itself are returned: files that others may change are read by this
+        class alone.
         """
         with self._lock:
             return [
@@ -205,7 +207,7 @@ class StoredPieces:
             ]
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        """Return a range of the `nbytes` that have a digest, verified."""
+        """Return a verified range of the piece of `nbytes` with this digest."""
         if start == stop:
             return bytearray()
 
@@ -231,14 +233,14 @@ class StoredPieces:
         return read
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with bytes from `start` of the `nbytes` that have a digest, verified.
+        """Fill `view` with verified bytes, from `start` of the piece of `nbytes` with this digest.
 
-        Where whole leaves are asked for, no other memory is used, and the leaf digests that the
-        bytes were compared with are returned; otherwise nothing is. When it raises, `view` may hold
-        anything.
+        If the range consists of whole leaves, no other memory is used, and the leaf digests that
+        the bytes were compared with are returned; otherwise the result is empty. After an error the
+        content of `view` is undefined.
 
         Raises:
-            CorruptTensorError, MissingObjectError: the bytes are right nowhere.
+            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
         """
         stop = start + view.nbytes
         whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
@@ -327,8 +329,8 @@ class StoredCheckpoint(StoredPieces):
     """A checkpoint, open for reading: its tensors by name, and its files.
 
     `in`, `[]`, `len`, `keys()`, `values()` and `items()` are those of a mapping from names to
-    tensors; iterating gives the tensors themselves, in the order of the files. All said of
-    StoredPieces holds, and `in` also takes a digest (32 bytes).
+    tensors; iterating gives the tensors themselves, in the order of the files. What StoredPieces
+    says of threads and lifetime holds here too, and `in` also takes a digest (32 bytes).
     """
 
     def __init__(self, objects: Objects, index: StoreIndex, name: str) -> None:
@@ -336,7 +338,7 @@ class StoredCheckpoint(StoredPieces):
 
         Raises:
             UnknownNameError: no checkpoint has this name.
-            MissingObjectError, DamagedFileError: its bookkeeping is broken.
+            MissingObjectError, DamagedFileError: its bookkeeping is damaged.
         """
         self.manifest = objects.ref(name)
         content = objects.manifest(self.manifest)
@@ -377,7 +379,7 @@ class StoredCheckpoint(StoredPieces):
         return len(self._tensors)
 
     def __contains__(self, wanted: object) -> bool:
-        """Whether there is a tensor of this name or, given bytes, a piece with this digest."""
+        """Return whether there is a tensor of this name or, given bytes, a piece of this digest."""
         return wanted in self._tensors if isinstance(wanted, str) else super().__contains__(wanted)
 
     def __repr__(self) -> str:
@@ -401,7 +403,7 @@ class StoredCheckpoint(StoredPieces):
         """Return the tensor of this name.
 
         Raises:
-            UnknownTensorError: there is none.
+            UnknownTensorError: the checkpoint has no tensor of this name.
         """
         try:
             return self._tensors[name]
@@ -410,15 +412,15 @@ class StoredCheckpoint(StoredPieces):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files: headers, tensors and small files."""
+        """The size in bytes of all files: headers, tensors and small files."""
         return sum(file.nbytes for file in self.files)
 
     def read(self, tensor: StoredTensor | str) -> bytearray:
-        """Return all bytes of a tensor, verified. Needs as much memory as the tensor has bytes.
+        """Return all bytes of a tensor, verified. It takes as much memory as the tensor's size.
 
         Raises:
-            CorruptTensorError, MissingObjectError: the bytes are right nowhere.
-            UnknownTensorError: there is no tensor of this name.
+            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            UnknownTensorError: the checkpoint has no tensor of this name.
             ClosedCheckpointError: the checkpoint was closed.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
@@ -427,7 +429,7 @@ class StoredCheckpoint(StoredPieces):
     def read_range(self, tensor: StoredTensor | str, start: int, stop: int) -> bytearray:
         """Return the bytes from `start` to `stop` of a tensor, verified leaf by leaf (2 MiB).
 
-        Whole leaves are read for it. Raises what `read` does.
+        The leaves that contain the range are read whole. Raises the errors of `read` too.
 
         Raises:
             BadRangeError: the tensor has no such bytes.
@@ -444,10 +446,10 @@ class StoredCheckpoint(StoredPieces):
         return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
 
     def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
-        """Return how a tensor is stored: codec, bytes on disk, and digest of its base.
+        """Return how a tensor is stored: its codec, bytes on disk, and the digest of its base.
 
-        A tensor that is stored as it is has no base; one that is in no container has no codec, and
-        takes no bytes.
+        An unencoded tensor has no base; one that is in no container has no codec and takes no
+        bytes.
         """
         records = self.records(bytes.fromhex(tensor.digest))
         if not records:
@@ -468,9 +470,9 @@ def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:
 
 
 def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:
-    """Choose the containers to open for these pieces: as few as hold them all, and some more.
+    """Choose the containers to open for these pieces: a small set with all of them, and some more.
 
-    Those that are added hold little else, so that many pieces can be read from two places.
+    The additional ones hold little else, and provide many pieces with a second place to read from.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

@@ -1,4 +1,4 @@
-"""Stored checkpoints as torch tensors on the CPU, as fast as disk and memory allow. Needs torch.
+"""Loading stored checkpoints as torch tensors on the CPU, at the speed of disk and memory.
 
     from tensor_dedup.store.reading.tensors import iter_tensors, load_tensors
 
@@ -41,18 +41,18 @@ def load_tensors(
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of an open checkpoint, or those with these names, by name.
 
-    Every byte is compared with its digest; `verify=False` compares nothing, for a caller that has
-    just done so. Tensors share large regions of memory: a region is freed when the last of its
-    tensors is gone. They are writable and belong to the caller alone. With `mapped` they are
-    private mappings of the containers, shared with the page cache until they are written, and what
-    the kernel drops and reads again is not compared again. `pool` is memory that is used again.
+    Every byte is compared with its digest; `verify=False` skips that, for a caller that has just
+    done so. Tensors share large regions of memory: a region is freed when the last of its tensors
+    is gone. They are writable and belong to the caller alone. With `mapped` they are private
+    mappings of the containers, shared with the page cache until they are written, and what the
+    kernel drops and reads again is not compared again. `pool` provides memory that is used again.
 
-    Tensors of a dtype that torch lacks (GGUF, 4 and 6 bits) come as flat bytes. Any thread may call
-    it; the checkpoint may be closed afterwards.
+    Tensors of a dtype that torch lacks (GGUF, 4 and 6 bits) are returned as flat bytes. Any thread
+    may call it; the checkpoint may be closed afterwards.
 
     Raises:
-        UnknownTensorError: there is no tensor of one of these names.
-        CorruptTensorError, MissingObjectError: a tensor's bytes are right nowhere.
+        UnknownTensorError: the checkpoint has no tensor of one of these names.
+        CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
         StoreIOError: the disk failed.
     """
     wanted = _wanted(checkpoint, names)
@@ -71,11 +71,11 @@ def iter_tensors(
     buffer_bytes: int = 64 << 20,
     ahead: int = 2,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same tensors one by one, in the order in which they lie on disk, in bounded memory.
+    """Yield the tensors one by one, in the order in which they lie on disk, in bounded memory.
 
     `ahead` buffers of `buffer_bytes` (or of one tensor that is larger) are read in advance. A
-    tensor is valid as long as it is held; its buffer is used again when nobody holds a tensor of
-    it, so copy what is to stay. Keep the checkpoint open meanwhile.
+    tensor is valid as long as it is referenced; its buffer is used again once none of its tensors
+    is, so copy those to be kept for long. Keep the checkpoint open meanwhile.
     """
     wanted = _wanted(checkpoint, names)
     pool = BufferPool(buffer_bytes * (ahead + 2))

@@ -1,7 +1,7 @@
 """Garbage collection: a plan that only computes, then its execution, alone in the store.
 
-What no reference leads to goes to the trash, and is deleted when it has been there for the grace.
-Nothing is deleted, and nothing moved, when what is alive cannot be told for certain.
+What no reference leads to is moved to the trash, and deleted when its grace period has ended. If it
+is not certain what is in use, nothing is moved or deleted.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class GarbageItem:
-    """A file that is to go, and its size in bytes."""
+    """A file to remove, and its size in bytes."""
 
     path: Path
     nbytes: int
@@ -30,10 +30,10 @@ class GarbageItem:
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """What gc does (or did): files to the trash, files deleted for good, unfinished files removed.
+    """The plan or the result of gc: files to trash, files to delete, unfinished files to remove.
 
-    A container whose files go to the trash goes whole; `dead_bytes` nobody uses, but containers
-    that stay have them. `done` is False after a dry run.
+    A container goes to the trash as a whole. `dead_bytes` are unused bytes in containers that stay.
+    `done` is False after a dry run.
     """
 
     trash: tuple[GarbageItem, ...]
@@ -45,14 +45,14 @@ class GcPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """The bytes that the disk gets back now.
+        """The bytes that the disk gets back at once.
 
-        Those of the trash come when its grace has ended.
+        Those of files moved to the trash follow when the grace period has ended.
         """
         return sum(item.nbytes for item in (*self.delete, *self.unfinished))
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the plan as a JSON object."""
 
         def shown(items: Iterable[GarbageItem]) -> list[dict[str, object]]:
             return [{"path": str(item.path), "bytes": item.nbytes} for item in items]
@@ -74,19 +74,19 @@ Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
 
 @dataclass(frozen=True, slots=True)
 class NeededPieces:
-    """The containers that must stay, and the pieces in them that deltas are against."""
+    """The containers that must stay, and the pieces in them that are bases of deltas."""
 
     containers: set[ContainerId]
     anchors: set[bytes]
 
 
 def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
-    """Compute what must stay so that every live piece can still be read.
+    """Compute the containers that must stay so that every live piece remains readable.
 
-    `containers` are the records that can be read. A piece that is stored twice keeps one container:
-    the one that holds more of what is alive. Where that is a delta, what it is stored against stays
-    too; that is no delta itself, so nothing further follows. Files of others never stand in for
-    what the store has itself: their containers stay for what only they hold.
+    `containers` has the readable records. Of a piece that is stored twice, one container is kept:
+    the one with more live bytes. If its record is a delta, the base stays too; a base is never a
+    delta, so this ends there. A file that others own never replaces the store's own copy: an
+    external container stays only for pieces that nothing else holds.
     """
     own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
     chosen = _cover(live, own)
@@ -106,7 +106,7 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
 
 
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
-    """Return how many bytes no reference leads to, in containers that must stay."""
+    """Return the number of unreferenced bytes in containers that must stay."""
     used = found.live.keys() | keep.anchors
     return sum(
         record.stored
@@ -138,10 +138,10 @@ def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dic
 
 
 def refuse_unless_certain(found: Inventory) -> None:
-    """Refuse to delete anything if something cannot be read, or something alive is lost.
+    """Refuse to delete anything while something is unreadable or a live piece is lost.
 
     Raises:
-        UnfitForCollectionError: the first such file.
+        UnfitForCollectionError: something is; the error names the first such file.
     """
     if found.problems:
         problem = found.problems[0]
@@ -159,10 +159,10 @@ def refuse_unless_certain(found: Inventory) -> None:
 
 
 def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
-    """Compute what gc would do now. Alone in the store.
+    """Compute what gc would do now. The caller holds the store exclusively.
 
     Raises:
-        UnfitForCollectionError: what is alive cannot be told for certain.
+        UnfitForCollectionError: it is not certain what is in use.
     """
     found = take_inventory(objects)
     refuse_unless_certain(found)
@@ -191,7 +191,7 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
 
 
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
-    """Carry out a plan. Alone in the store, and nobody was let in since the plan was made."""
+    """Carry out a plan. The caller has held the store exclusively since it was made."""
     layout, files = objects.layout, objects.files
     moved = [GarbageItem(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
     # Without a grace, what has just been moved has been there long enough.

@@ -1,6 +1,6 @@
-"""What a store consists of and what its references lead to: the ground for gc, verify and repair.
+"""The inventory of a store: what exists and what is referenced, for gc, verify and repair.
 
-A survey goes on where something is damaged, and says so.
+Taking it does not stop at damage, but records it.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tensor_dedup.store.objects import ContainerId, Objects
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that could not be read: what it was, the file, why, and for which checkpoint."""
+    """Something unreadable: its kind, the file, the reason, and the checkpoint it belongs to."""
 
     kind: str
     path: Path
@@ -31,12 +31,13 @@ class Problem:
 
 @dataclass
 class Inventory:
-    """What is there and what is alive.
+    """What a store contains and which of it is in use.
 
-    `live` has the size of every piece that a reference leads to, `users` the checkpoints and names
-    that use it; `objects` the manifests and pages that references lead to, `absent` those of them
-    that cannot be read; `tables` every readable container and `bad` its bad offsets; `changed` the
-    files indexed in place that are not what they were: all of their records are bad.
+    `live` has the size of every piece that a reference leads to, `users` the checkpoints and tensor
+    names that use it; `objects` has the manifests and pages that references lead to, `absent` those
+    of them that cannot be read; `tables` has every readable container and `bad` the offsets of its
+    bad records; `changed` has the files indexed in place that were modified, all of whose records
+    are bad.
     """
 
     live: dict[bytes, int] = field(default_factory=dict)
@@ -57,14 +58,14 @@ class Inventory:
         return (r for r in self.tables[container].records if r.offset not in bad)
 
     def anchors(self) -> set[bytes]:
-        """Return the pieces that can be read without another: what a delta may be against."""
+        """Return the pieces that can be read without a base, which deltas may use as theirs."""
         own = (container for container in self.tables if container.kind != EXTERNAL)
         return {r.digest for container in own for r in self.good(container) if r.base is None}
 
     def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
-        """Return the records that can be read, by container and digest.
+        """Return the readable records, by container and digest.
 
-        Deltas are among them only with their base.
+        A delta is readable only if its base is.
         """
         anchors = self.anchors()
         return {
@@ -75,14 +76,14 @@ class Inventory:
         }
 
     def lost(self) -> dict[bytes, int]:
-        """Return the live pieces that cannot be read from any container, and their sizes."""
+        """Return the live pieces that no container can provide, with their sizes."""
         there = {digest for held in self.readable().values() for digest in held}
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
 
     def exposed(self) -> dict[bytes, int]:
-        """Return the live pieces whose own copies are bad.
+        """Return the live pieces of which the store's own copies are bad, with their sizes.
 
-        Only files of others, indexed in place, have them.
+        Only files indexed in place, which others own, still hold them.
         """
         readable = self.readable()
         own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
@@ -97,19 +98,19 @@ class Inventory:
         return {digest: damaged[digest] for digest in only_there}
 
     def bases(self, digest: bytes) -> list[bytes]:
-        """Return what the deltas with this digest are stored against."""
+        """Return the digests of the bases of the deltas with this digest."""
         records = (r for container in self.tables for r in self.good(container))
         return [r.base for r in records if r.digest == digest and r.base is not None]
 
     def deltas_of(self, digest: bytes) -> list[bytes]:
-        """Return the pieces that are stored against this one."""
+        """Return the digests of the deltas against this piece."""
         records = (r for container in self.tables for r in self.good(container))
         return [r.digest for r in records if r.base == digest]
 
     def lost_anchors(self) -> dict[bytes, int]:
-        """Return the bases of deltas that would bring lost pieces back.
+        """Return the missing bases that would make lost pieces readable again, with their sizes.
 
-        Nothing refers to them otherwise.
+        No manifest refers to them.
         """
         lost = self.lost()
         return {

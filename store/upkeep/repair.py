@@ -1,7 +1,7 @@
-"""Repair: put back what is lost, from the store's own leftovers and from paths that hold it.
+"""Repair: restoring what is lost, from the store's own leftovers and from other copies.
 
-Nothing is taken on trust: bytes come back only under the digest they have, manifests and pages only
-under the name they are called by.
+Nothing is trusted: pieces are restored only if their bytes have the digest, manifests and pages
+only if their frame has the name.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ _REF_BYTES = 1 << 12
 
 @dataclass
 class RepairResult:
-    """What came back, and what is still missing (give further paths for it)."""
+    """What was restored, and what is still missing and needs further paths."""
 
     pieces: int = 0
     bytes: int = 0
@@ -40,11 +40,11 @@ class RepairResult:
 
     @property
     def whole(self) -> bool:
-        """Whether every checkpoint can be read, as far as the bookkeeping tells."""
+        """Whether every checkpoint can be read, judging by the bookkeeping."""
         return not self.missing
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the result as a JSON object."""
         names = self.__dataclass_fields__
         return {"whole": self.whole, **{name: getattr(self, name) for name in names}}
 
@@ -60,10 +60,10 @@ class Repair:
         self._result = RepairResult()
 
     def run(self, paths: Sequence[Path]) -> RepairResult:
-        """Restore what can be restored; `paths` are checkpoints, as an import takes them.
+        """Restore what can be restored; `paths` are checkpoints, as an import accepts them.
 
         Raises:
-            CheckpointError, UnsupportedError: a path is none; nothing is restored then.
+            CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.
         """
         given = [read_source(self._objects.files, path) for path in paths]
         self._drop_broken_lists()

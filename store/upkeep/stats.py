@@ -1,4 +1,4 @@
-"""What a store holds and how large it is: its checkpoints, bytes and codecs. Writes nothing."""
+"""Sizes of a store: its checkpoints, bytes and codecs. Writes nothing."""
 
 import contextlib
 from collections.abc import Collection
@@ -16,7 +16,7 @@ _FLAT = ("refs", "quarantine", "trash", "tmp")
 
 @dataclass
 class Coded:
-    """What is stored by one codec: how many pieces, their bytes, and the bytes they take."""
+    """The pieces stored by one codec: their count, their bytes, and the bytes they take on disk."""
 
     pieces: int = 0
     nbytes: int = 0
@@ -24,7 +24,7 @@ class Coded:
 
 
 def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
-    """Sort all pieces in `used` by codec, each once, where it takes least. Computes only."""
+    """Group the pieces in `used` by codec, each counted once, where it takes least. No I/O."""
     found: dict[str, Coded] = {}
     seen = set[bytes]()
     records = [r for pieces in held.values() for r in pieces.values() if r.digest in used]
@@ -49,7 +49,7 @@ class Listed:
     imported_at: int
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the entry as a JSON object."""
         return asdict(self)
 
 
@@ -58,10 +58,10 @@ class Stats:
     """Sizes of a store.
 
     `logical_bytes` is what exporting every checkpoint would write, `unique_bytes` the distinct
-    pieces among it; `dedup_ratio` is unique / logical: lower is more reuse. `tensors` counts
-    references, `disk_bytes` all files of the store, `reclaimable_bytes` whole containers that no
-    reference leads to, `dead_bytes` pieces without a reference in containers that stay. `codecs`
-    says what is stored by which codec (`raw`: as it is), anchors of deltas included.
+    pieces among it; `dedup_ratio` is unique / logical, where lower means more reuse. `tensors`
+    counts references, `disk_bytes` all files of the store, `reclaimable_bytes` whole containers
+    that no reference leads to, `dead_bytes` pieces without a reference in containers that stay.
+    `codecs` has the pieces stored by each codec (`raw`: unencoded), anchors of deltas included.
     """
 
     checkpoints: int
@@ -79,12 +79,12 @@ class Stats:
     codecs: dict[str, Coded]
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the sizes as a JSON object."""
         return asdict(self)
 
 
 def listed(objects: Objects) -> list[Listed]:
-    """Return every checkpoint, by name, in a session. Raises what its reference and manifest do."""
+    """Return every checkpoint, by name, in a session. Raises the errors of its bookkeeping."""
     found = []
     for name in objects.names():
         with contextlib.suppress(UnknownNameError):  # deleted since the names were read

@@ -1,9 +1,9 @@
-"""Verifying a store: read all bookkeeping and as many bytes as asked; quarantine what is wrong.
+"""Verifying a store: reading its bookkeeping and a share of its bytes, and quarantining faults.
 
 A damaged table takes its container to the quarantine; a damaged manifest or page goes there too.
 Bad bytes stay where they are, in a container that may be fine otherwise, but they are listed as bad
 and never read again. A damaged reference stays where it is, because it is the only trace of its
-name: as long as it is there, gc deletes nothing.
+name: as long as it exists, gc deletes nothing.
 """
 
 import random
@@ -33,9 +33,9 @@ from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, Range
 
 
 class Scrubber:
-    """Finds the wrong records of delta containers, in a session.
+    """A checker of the records of delta containers, used in a session.
 
-    It compares their stored bytes first, then what these decode to.
+    It checks the stored bytes first, then the bytes that they decode to.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Scrubber:
         self._hasher, self._progress = hasher, progress
 
     def wrong(self, handle: Handle, records: Sequence[Record]) -> list[Record]:
-        """Return the records that are not what was written, or do not give their digest.
+        """Return the records whose stored or decoded bytes are wrong.
 
-        A delta whose base cannot be read is right as far as can be told: its chunks are.
+        A delta whose base cannot be read counts as right if its chunks are.
         """
         bases = {record.base for record in records if record.base is not None}
         with StoredPieces(self._objects, self._index, bases) as pieces:
@@ -92,10 +92,10 @@ _SET_ASIDE = frozenset({"manifest", "page", "table", "container"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong: the kind of file, the file, what it is, and who is affected.
+    """One fault: its kind, the file, what is wrong, and which checkpoints are affected.
 
     Kinds: reference, manifest, page, table, container, list, alien, tensor, padding, index, lost,
-    exposed (only a file of somebody else's has it).
+    exposed (only a file that others own still holds the piece).
     """
 
     kind: str
@@ -116,11 +116,11 @@ class VerifyResult:
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no fault."""
         return not self.faults
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the result as a JSON object."""
         return {
             "fine": self.fine,
             "level": self.level,
@@ -136,14 +136,14 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much is read: this share of the pieces (0 none, 1 all and the padding too)."""
+    """How much is read: a share of the pieces, from 0 (none) to 1 (all, and the padding too)."""
 
     share: float
     seed: int | None = None
 
     @property
     def name(self) -> str:
-        """`structure`, `sample` or `full`."""
+        """The name of the level: `structure`, `sample` or `full`."""
         if self.share >= 1:
             return "full"
         return "sample" if self.share > 0 else "structure"
@@ -152,7 +152,7 @@ class Level:
 def verify(
     objects: Objects, index: StoreIndex, hasher: Hasher, level: Level, progress: ProgressListener
 ) -> VerifyResult:
-    """Check a store, in a session. Quarantines what is wrong; repairs nothing."""
+    """Check a store, in a session. Quarantines what is wrong, and repairs nothing."""
     found = take_inventory(objects)
     result = VerifyResult(level.name, checkpoints=len(found.checkpoints))
     for problem in found.problems:

@@ -1,9 +1,9 @@
-"""Containers while they are written, from files and from memory, and pieces on their way into them.
+"""Writing containers, from files and from memory.
 
-There are three ways in. A `ContainerWriter` puts new pieces one behind the other; a `Copied` file
-is taken whole; a file can stay where it is, and only its table is stored. A container never holds
-bytes that do not have their digest: what is written is what was hashed, or a copy that is compared
-with it, whatever happens to a file or to a model meanwhile.
+There are three ways to make one. A `ContainerWriter` appends new pieces one after the other; a
+`Copied` file becomes a container as a whole; a file can stay where it is, and only its table is
+stored. A container never holds bytes that do not match their digest: what is written is exactly
+what was hashed, or a copy that is compared with it, even if a file or a model changes meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,13 +41,13 @@ _BEGUN = 4 << 20
 
 
 def kind_for(nbytes: int) -> str:
-    """Return which kind of container a piece goes to that is stored as it is."""
+    """Return the kind of container for an unencoded piece of this size."""
     return "pack" if nbytes < PACK_BELOW else "slab"
 
 
 @dataclass(frozen=True, slots=True)
 class NewPiece:
-    """A piece of a file to write: where it lies, and the digest it had when it was hashed."""
+    """A piece of a file to write: its place there, and the digest it had when it was hashed."""
 
     start: int
     nbytes: int
@@ -57,23 +57,23 @@ class NewPiece:
 Want: TypeAlias = tuple[str, str | None, memoryview]
 """A piece in memory: a name for messages, the dtype of a tensor, its bytes, flat."""
 Wanted: TypeAlias = Mapping[bytes, Want]
-"""Pieces in memory by fast hash."""
+"""Pieces in memory, by change hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """A piece in memory to write: its bytes, flat, with fast hash, digest and leaf digests."""
+    """A piece in memory to write: its flat bytes, with change hash, digest and leaf digests."""
 
     name: str
     dtype: str | None
     view: memoryview
-    fast: bytes
+    change_hash: bytes
     hashed: Hashed
 
 
 @dataclass(frozen=True, slots=True)
 class SealedContainer:
-    """A container that is whole, in a file that is neither durable nor has its name yet."""
+    """A complete container in a file that is not yet durable and has no final name."""
 
     container: ContainerId
     table: Table
@@ -82,9 +82,9 @@ class SealedContainer:
 
 
 class ContainerWriter:
-    """One slab or pack while it is written. One thread; finish(), seal() or abandon() ends it.
+    """A slab or pack that is being written. One thread; end it by finish, seal or abandon.
 
-    Nothing is created on disk before the first piece.
+    No file is created before the first piece.
     """
 
     def __init__(self, objects: Objects, hasher: Hasher, kind: str) -> None:
@@ -103,7 +103,7 @@ class ContainerWriter:
         """Copy pieces of one open file, on all threads.
 
         Raises:
-            ChangedFileError: a piece has another digest by now.
+            ChangedFileError: a piece no longer has its digest.
         """
         if not pieces:
             return
@@ -116,10 +116,10 @@ class ContainerWriter:
             self._records.append(record_of(where.target, piece.nbytes, hashed))
 
     def put(self, piece: Fresh) -> None:
-        """Store a piece that lies in memory which somebody else owns, and may be writing to.
+        """Store a piece from memory that somebody else owns and may be writing to.
 
         Raises:
-            ChangedModelError: it is not what it was when it was hashed.
+            ChangedModelError: it has changed since it was hashed.
         """
         start = self._reserve(piece.view.nbytes)
         check = change_hasher()
@@ -127,7 +127,7 @@ class ContainerWriter:
             part = bytes(piece.view[at : at + LEAF_BYTES])
             check.update(part)
             self._write(part, start + at)
-        if check.digest() != piece.fast:
+        if check.digest() != piece.change_hash:
             raise changed_in_memory(piece.name)
         self._records.append(record_of(start, piece.view.nbytes, piece.hashed))
 
@@ -183,9 +183,9 @@ class ContainerWriter:
         return container
 
     def seal(self) -> SealedContainer | None:
-        """Write the table, and hand over the open file; None if nothing was added.
+        """Write the table, and hand over the open file; None if the container is empty.
 
-        Nothing is durable yet: whoever takes it sees to that, and closes the file.
+        Nothing is durable yet: the caller must sync, name and close the file.
         """
         self._flush()
         if self._handle is None or not self._records:
@@ -201,17 +201,17 @@ class ContainerWriter:
         )
 
     def abandon(self) -> None:
-        """Remove what was written and not sealed."""
+        """Remove what was written, unless it was sealed."""
         if self._handle is not None:
             discard(self._objects, self._handle)
             self._handle = None
 
 
 def hash_pieces(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
-    """Hash pieces in memory with BLAKE3, on all threads where they are large.
+    """Hash pieces in memory with BLAKE3, large ones on all threads.
 
     Raises:
-        ChangedModelError: a piece does not have its fast hash any more.
+        ChangedModelError: a piece no longer has its change hash.
     """
     parts = [
         (view[at : at + LEAF_BYTES], key)
@@ -238,12 +238,12 @@ def hash_pieces(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
 
 
 def changed_in_memory(name: str) -> ChangedModelError:
-    """Return the error for a tensor that is not what it was when this save began."""
+    """Return the error for a tensor that has changed since its save began."""
     return ChangedModelError.at(f"tensor {name!r}", "it was written to while it was saved")
 
 
 class Copied:
-    """A private copy of a whole file, before it is known whether it stays as a `raw` container."""
+    """A private copy of a whole file, which may become a `raw` container."""
 
     def __init__(self, objects: Objects, source: Handle, nbytes: int) -> None:
         self._objects = objects
@@ -269,7 +269,7 @@ class Copied:
                 raise changed(source, f"it has no longer {self._nbytes} bytes")
 
     def keep(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> ContainerId:
-        """Make the copy a container, durably: its data first, then the table that makes it one."""
+        """Turn the copy into a container, durably: its data first, then the table."""
         files, layout = self._objects.files, self._objects.layout
         records = _records(segments, hashed)
         name, blob = tables.encode(Table("raw", self._nbytes, records, None))
@@ -287,9 +287,9 @@ class Copied:
 def index_in_place(
     objects: Objects, file: ImportFile, status: FileStatus, hashed: Sequence[Hashed]
 ) -> ContainerId:
-    """Make a file whose segments have these digests a container, durably; it is only read.
+    """Make a file whose segments have these digests an external container, durably.
 
-    `status` is what the file was before and after it was hashed.
+    The file is only read. `status` is its status, equal before and after it was hashed.
     """
     origin = ExternalFile.of(file.path.absolute(), status)
     records = _records(file.segments, hashed)
@@ -307,7 +307,7 @@ def hash_copy(
 
 
 def discard(objects: Objects, handle: Handle) -> None:
-    """Close and remove a file that was being written; what cannot be removed, gc removes."""
+    """Close and remove a file that was being written; gc removes it if that fails."""
     objects.files.close(handle)
     with suppress(OSError):
         objects.files.unlink(handle.path)
@@ -323,7 +323,7 @@ def _check_space(objects: Objects, nbytes: int) -> None:
 
 
 def record_of(offset: int, nbytes: int, hashed: Hashed) -> Record:
-    """Return the record of bytes that are stored as they are."""
+    """Return the record of an unencoded piece."""
     return Record(hashed.digest, offset, nbytes, nbytes, PLAIN, None, hashed.leaves)
 
 

@@ -1,9 +1,9 @@
-"""Storing tensors encoded: which of them, by which codec, against what, and how they are written.
+"""Storing tensors encoded: the choice of tensors, codecs and bases, and the writing.
 
-`--compress auto` decides everything by measurement on samples. What a tensor may be stored against
-comes from one checkpoint, the base: the one that the caller names, or else the stored one whose
-tensors differ in the fewest bits from the largest new ones. Encoded tensors go to a container of
-the kind `delta`, leaf by leaf, on all threads.
+`--compress auto` decides everything by measurement on samples. Bases of tensors come from one
+checkpoint: the one that the caller names, or else the stored one whose tensors differ in the fewest
+bits from the largest new ones. Encoded tensors go to a container of the kind `delta`, leaf by leaf,
+on all threads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,33 +42,34 @@ _WIDTHS = {8: 1, 16: 2, 32: 4, 64: 8}
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A stored piece that is no delta, and what it is read through."""
+    """A stored piece that is not a delta, and the reader of its bytes."""
 
     digest: bytes
     nbytes: int
     pieces: StoredPieces
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Return a range of it, verified.
+        """Return a verified range of the piece.
 
         Raises:
-            CorruptTensorError, MissingObjectError: it is right nowhere.
+            CorruptTensorError, MissingObjectError: no intact copy of it is in the store.
         """
         return self.pieces.read_piece(self.digest, start, stop, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a new piece is to be stored: by which codec, and against what."""
+    """How to store a new piece: by which codec, and against which base."""
 
     choice: CodecChoice
     anchor: Anchor | None
 
 
 class EncodedWriter(ContainerWriter):
-    """One delta container while it is written, from files and from memory. As ContainerWriter.
+    """A delta container that is being written, from files and from memory.
 
-    `tensors` and `saved_bytes` say what was encoded from files, and what that saved.
+    Its end and its threads are those of a ContainerWriter. `tensors` and `saved_bytes` count the
+    tensors encoded from files, and the bytes that this saved.
     """
 
     def __init__(self, objects: Objects, hasher: Hasher) -> None:
@@ -77,12 +78,13 @@ class EncodedWriter(ContainerWriter):
         self.tensors = 0
 
     def encode(self, source: Handle, piece: NewPiece, leaves: bytes, plan: Plan) -> bool:
-        """Store a piece of an open file encoded; if that is in vain, store nothing, return False.
+        """Encode and store a piece of an open file; return False if that saves nothing.
 
-        `leaves` are its leaf digests. One leaf per thread is in memory.
+        Nothing is stored then. `leaves` are its concatenated leaf digests. One leaf per thread is
+        in memory at a time.
 
         Raises:
-            ChangedFileError: the piece has other leaf digests by now.
+            ChangedFileError: the piece no longer has its leaf digests.
         """
         if plan.anchor is not None and plan.anchor.digest == piece.digest:
             return False  # somebody else has stored it meanwhile: nothing is against itself
@@ -115,10 +117,10 @@ class EncodedWriter(ContainerWriter):
     def encode_all(
         self, planned: Sequence[tuple[Fresh, Plan]], give_up: Callable[[Plan], bool]
     ) -> Iterator[int | None]:
-        """Store pieces in memory encoded, on all threads; yield what each took, or None.
+        """Encode and store pieces in memory on all threads; yield the size of each, or None.
 
-        None means that it was in vain, or that there was no time: `give_up` is asked before each
-        leaf. All encoded leaves of a piece are in memory at once.
+        None means that encoding saved nothing, or that `give_up`, which is called before each leaf,
+        returned True. All encoded leaves of a piece are in memory at once.
 
         Raises:
             ChangedModelError: a piece was written to.
@@ -136,7 +138,7 @@ class EncodedWriter(ContainerWriter):
             yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
 
     def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
-        """Store a piece in memory of one leaf, in this thread. Returns and raises as encode_all."""
+        """Store a piece in memory of one leaf, in this thread; as `encode_all` otherwise."""
         return self._put_encoded(piece, plan, [_encoded_in_memory(piece, plan, 0)])
 
     def _put_encoded(self, piece: Fresh, plan: Plan, chunks: Sequence[bytes | None]) -> int | None:
@@ -185,7 +187,7 @@ def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
 
 
 def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
-    """Encode a leaf; None if it does not decode to the same, which nobody should find out later."""
+    """Encode a leaf; return None if it does not decode to the same bytes."""
     codec, base = plan.choice.codec, None
     if plan.anchor is not None and codec.against_base:
         base = memoryview(plan.anchor.read(first, first + len(data)))
@@ -197,7 +199,7 @@ def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
 
 
 class Encoder:
-    """What one import needs to encode, in a session; close it."""
+    """The encoder of one import, used in a session; close it."""
 
     def __init__(self, objects: Objects, index: StoreIndex, hasher: Hasher) -> None:
         self._objects = objects
@@ -207,20 +209,20 @@ class Encoder:
         self.writer = EncodedWriter(objects, hasher)
 
     def close(self) -> None:
-        """Close the base."""
+        """Close the base checkpoint."""
         self._undo.close()
 
     @property
     def base_name(self) -> str | None:
-        """The checkpoint that tensors are stored against, if there is one."""
+        """The name of the checkpoint that tensors are stored against, if there is one."""
         return None if self._base is None else self._base.checkpoint.name
 
     def open_base(self, name: str) -> None:
-        """Use the tensors of this checkpoint. Raises what opening it does."""
+        """Use the tensors of this checkpoint as bases. Raises the errors of opening it."""
         self._base = _Base(self._undo.enter_context(self._opened(name)))
 
     def find_base(self, source: ImportSource) -> None:
-        """Use the stored checkpoint that is most like what is to be imported, if one is."""
+        """Use the stored checkpoint most similar to the one to import as the base, if any is."""
         largest = sorted(_tensors(source), key=lambda found: -found[1].nbytes)[:_LARGEST]
         if not largest:
             return
@@ -261,7 +263,7 @@ class Encoder:
         return sum(shares) / len(shares)
 
     def plan(self, handle: Handle, part: Segment, prefix: str) -> Plan | None:
-        """Return how to encode a tensor of an open file, or None if it is to be stored as it is."""
+        """Return how to encode a tensor of an open file, or None to store it unencoded."""
         if part.dtype is None or part.nbytes < ENCODE_FROM:
             return None
         anchor, samples = None, self._samples(handle, part, None)
@@ -273,7 +275,7 @@ class Encoder:
         return None if choice is None else Plan(choice, anchor)
 
     def write(self, handle: Handle, new: NewPiece, hashed: Hashed, plan: Plan) -> bool:
-        """Store a piece in this way; return False if that was in vain."""
+        """Encode and store a piece by this plan; return False if that saves nothing."""
         return self.writer.encode(handle, new, hashed.leaves, plan)
 
     def _sampled(
@@ -318,7 +320,7 @@ class _Base:
 
 
 def element_width(dtype: str | None) -> int:
-    """Return how many bytes the numbers of a tensor have; 1 if not whole bytes, or unknown."""
+    """Return the size of a dtype's elements in bytes; 1 if it is unknown or not whole bytes."""
     if dtype == "C64":
         return 4
     name = (dtype or "").rpartition(":")[2]

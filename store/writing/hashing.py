@@ -1,11 +1,11 @@
-"""Hashing on all threads: ranges of files, read once and copied on the way if asked, and memory.
+"""Hashing ranges of files and memory on all threads, optionally copying files meanwhile.
 
-Memory is bounded by one buffer per thread. With one worker everything happens in the calling
-thread, so that a test can count operations.
+A range is read once. Memory is bounded by one buffer per thread. With one worker everything happens
+in the calling thread, so that a test can count operations.
 
-Beside the digest there is a change hash that only says whether bytes are what they were. It has 128
-bits and is seeded at random in each process, so that nobody can prepare two tensors that look
-alike; it names nothing and is never written to disk.
+Beside the digest there is a change hash, which only tells whether bytes have changed. It has 128
+bits and is seeded at random in each process, so that nobody can prepare two tensors that collide;
+it names nothing and is never written to disk.
 """
 
 import secrets
@@ -38,17 +38,17 @@ _Out = TypeVar("_Out")
 
 
 class ProgressListener(Protocol):
-    """Learns how far a long operation is. `advance` is called from several threads."""
+    """A listener to the progress of a long operation. `advance` is called from several threads."""
 
     def start(self, total_bytes: int) -> None:
-        """Take note that `total_bytes` will be handled."""
+        """Receive the number of bytes that will be processed."""
 
     def advance(self, nbytes: int) -> None:
-        """Take note that so many more bytes are done."""
+        """Receive the number of further bytes that are done."""
 
 
 class SilentListener:
-    """A ProgressListener that tells nobody."""
+    """A ProgressListener that does nothing."""
 
     def start(self, total_bytes: int) -> None:
         """Do nothing."""
@@ -59,7 +59,7 @@ class SilentListener:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """`nbytes` at `start` of a file, and where in the target they are copied to, if they are."""
+    """A range of a file: `nbytes` at `start`, copied to offset `target` if there is a target."""
 
     start: int
     nbytes: int
@@ -68,14 +68,14 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """The digest (32 bytes) of a range and its leaf digests, one behind the other."""
+    """The digest (32 bytes) of a range, and its concatenated leaf digests."""
 
     digest: bytes
     leaves: bytes
 
 
 class Hasher:
-    """Hashes ranges of open files. One caller at a time; close() ends its threads."""
+    """Hashes ranges of open files. One caller at a time; `close` ends its threads."""
 
     def __init__(self, files: Files, workers: int) -> None:
         self._files = files
@@ -84,7 +84,7 @@ class Hasher:
         self._local = threading.local()
 
     def close(self) -> None:
-        """End the threads; what they are doing is finished first."""
+        """End the threads, after the work they are doing."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -96,7 +96,7 @@ class Hasher:
         target: Handle | None = None,
         progress: ProgressListener | None = None,
     ) -> list[Hashed]:
-        """Return the digest of each range, in order; copy each to `target` if there is one.
+        """Return the digests of each range, in order; copy each to `target` if there is one.
 
         Raises:
             ChangedFileError: the file is shorter than its ranges.
@@ -124,9 +124,9 @@ class Hasher:
         return buffer
 
     def each(self, work: Callable[[_In], _Out], pieces: Iterable[_In]) -> Iterator[_Out]:
-        """Yield what `work` makes of each piece, in order.
+        """Yield the result of `work` for each piece, in order.
 
-        Several pieces are worked on at once, a few ahead of the caller.
+        Several pieces are processed at once, a few ahead of the caller.
         """
         if self._pool is None:
             yield from map(work, pieces)
@@ -176,19 +176,19 @@ def _joined(nbytes: int, found: Iterator[list[bytes]]) -> Hashed:
 
 
 def changed(source: Handle, how: str) -> ChangedFileError:
-    """Return the error for a file that is not what it was when this began."""
+    """Return the error for a file that has changed since the operation began."""
     return ChangedFileError(
         f"{source.path}: {how}; import it again when nobody writes it", path=str(source.path)
     )
 
 
 def change_hash(data: "Buffer") -> bytes:
-    """16 bytes that bytes of another content do not have. Any thread."""
+    """Return the change hash (16 bytes) of some bytes. Safe from any thread."""
     return xxh3_128_digest(data, SEED)
 
 
 def change_hashes(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
-    """The hash of each, in order; large ones on all threads."""
+    """Return the change hash of each, in order; large ones are hashed on all threads."""
     large = []
     if len(data) <= _MANY:
         large = [number for number, each in enumerate(data) if memoryview(each).nbytes >= _LARGE]
@@ -201,5 +201,5 @@ def change_hashes(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
 
 
 def change_hasher() -> xxh3_128:
-    """The same of bytes that come in parts."""
+    """Return a hasher that computes the change hash of bytes in parts."""
     return xxh3_128(seed=SEED)

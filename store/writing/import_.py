@@ -1,8 +1,8 @@
-"""Importing a checkpoint: what is new goes to containers, the rest is only referred to.
+"""Importing a checkpoint: new tensors go to containers, known ones are only referred to.
 
 The order is containers, index, pages and manifest, reference, and each is durable before the next
 begins. All of it happens under the session's lock, and everything that the reference will lead to
-is looked up once more before it is written.
+is looked up once more before the reference is written.
 """
 
 import time
@@ -59,15 +59,15 @@ KnownDigests: TypeAlias = Callable[[Path, int], Mapping[tuple[int, int], str]]
 
 
 class ImportListener(Protocol):
-    """Receives the digests of each imported file while the file is still open."""
+    """A receiver of the digests of each imported file, while the file is still open."""
 
     def imported(
         self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Take note of the digests of one file, by (start, nbytes). Must not raise.
+        """Receive the digests of one file, by (start, nbytes). Must not raise.
 
-        The file behind `fd` had the status `before` when hashing began at `began_ns`, and has it
-        still.
+        The open file `fd` had the status `before` when hashing began at `began_ns` (ns since 1970),
+        and still has it.
         """
 
 
@@ -82,12 +82,12 @@ class NullListener:
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """What an import did. Bytes are those of headers, tensors and small files.
+    """The result of an import. Sizes in bytes count headers, tensors and small files.
 
-    `known_bytes` were in the store already (or came twice); `stored_bytes` is what the import added
-    to the disk, bookkeeping included. `saved_bytes` is what encoding took off `encoded_tensors` of
-    the new ones; `base` the checkpoint they were compared with. `external_bytes` are those of files
-    that were indexed where they are.
+    `known_bytes` were in the store already (or occurred twice); `stored_bytes` is what the import
+    added to the disk, bookkeeping included. `saved_bytes` is what encoding saved on the
+    `encoded_tensors` new tensors; `base` is the checkpoint they were compared with.
+    `external_bytes` are those of files that were indexed in place.
     """
 
     name: str
@@ -106,7 +106,7 @@ class ImportResult:
     base: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the result as a JSON object."""
         names = self.__dataclass_fields__
         return {name: getattr(self, name) for name in names}
 
@@ -150,7 +150,7 @@ class Import:
         """Store what is new in a file.
 
         Raises:
-            ChangedFileError: it was written to meanwhile.
+            ChangedFileError: the file was modified meanwhile.
         """
         files = self._objects.files
         handle = files.open(file.path, "read")
@@ -281,10 +281,10 @@ class Import:
             writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])
 
     def check_hits(self) -> None:
-        """Look everything up again that the manifest refers to.
+        """Look up again everything in the store that the manifest refers to.
 
         Raises:
-            LostHitError: something is not there any more.
+            LostHitError: something is no longer there.
         """
         wanted = {piece.digest for piece in self.pieces if piece.nbytes}
         lost = wanted - self._index.find(wanted, external=self._in_place).keys()
@@ -310,10 +310,11 @@ def import_source(
     encoder: "Encoder | None" = None,
     in_place: bool = False,
 ) -> ImportResult:
-    """Store a checkpoint and commit it under a name, in a session. All or nothing by that name.
+    """Store a checkpoint and commit it under a name, in a session. Atomic with respect to the name.
 
     With `in_place` its weights stay where they are and are indexed there; small files are stored.
-    With an `encoder`, whose base is chosen, what it makes smaller is stored encoded; it is closed.
+    With an `encoder`, whose base is already chosen, tensors are stored encoded where that saves
+    space; the encoder is closed.
     """
     progress.start(source.nbytes)
     with ExitStack() as undo:
@@ -362,8 +363,8 @@ def expected_manifest(
 ) -> str:
     """Return the name of the manifest that importing `source` would make.
 
-    Only what is unknown is hashed. `known(path, fd)` answers for each open file. It is believed, so
-    no more may depend on the result than whether something is imported again.
+    Only what is unknown is hashed. `known(path, fd)` returns the known digests of each open file.
+    They are trusted, so the result may decide no more than whether something is imported again.
     """
     entries: list[FileEntry] = []
     pieces: list[Piece] = []

@@ -1,4 +1,4 @@
-"""What an import takes of a path or of the Hugging Face cache: weights and what belongs to them."""
+"""The files of an import: weights and what belongs to them, from a path or the Hub's cache."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ _HIDDEN = "."
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some bytes of a file, one behind the other: a tensor when it has a name."""
+    """A contiguous part of a file; it is a tensor if it has a name."""
 
     start: int
     nbytes: int
@@ -46,9 +46,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ImportFile:
-    """A file to take in: where it is, what it is called in an export, of what it consists.
+    """A file to import: its path, its name in an export, and its segments.
 
-    `aliases`: second names that the file has for tensors, and which tensors' they are.
+    `aliases` maps the file's second names of tensors to the names they stand for.
     """
 
     path: Path
@@ -60,28 +60,28 @@ class ImportFile:
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
+        """The size of the file in bytes."""
         return sum(segment.nbytes for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
 class ImportSource:
-    """All files of a checkpoint, weights first, and the names of those left out."""
+    """All files of a checkpoint, weights first, and the names of those that are left out."""
 
     files: tuple[ImportFile, ...]
     skipped: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
-        """The size of all files."""
+        """The size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
 def read_source(files: Files, path: Path) -> ImportSource:
-    """Find what there is to import at a path: reads headers and names, no tensor.
+    """Find the files to import at a path: reads headers and names, no tensor data.
 
-    A folder's other files belong to it too (config, tokenizer, indexes); hidden ones do not, nor
-    weights that `open_checkpoint` does not choose. Raises what `open_checkpoint` does.
+    The other files of a folder are included (config, tokenizer, indexes), except hidden ones and
+    weights that `open_checkpoint` does not choose. Raises the errors of `open_checkpoint`.
     """
     checkpoint = open_checkpoint(path)
     status = files.status(checkpoint.path)
@@ -110,10 +110,10 @@ def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:
-    """Read what is in a folder beside weights, by relative path: configuration, tokenizer, indexes.
+    """Read the files of a folder beside its weights (config, tokenizer), by relative path.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder.
+        CheckpointNotFoundError: the folder does not exist.
     """
     status = files.status(root)
     if status is None or status.kind != "folder":
@@ -158,9 +158,9 @@ def _weights(file: CheckpointFile, root: Path) -> ImportFile:
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
-    """Return the tensors as they lie in the file, and what is before, between and behind them.
+    """Return the tensors as they lie in the file, and the bytes before, between and after them.
 
-    The latter have no names. Together they are all of the file.
+    The latter have no names. The segments cover the whole file.
     """
     found: list[Segment] = []
     at = 0
@@ -175,7 +175,7 @@ def segments_of(header: Header) -> tuple[Segment, ...]:
 
 
 def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
-    """Return the second names of all these files' tensors, each with its folder."""
+    """Return the second names of tensors in all these files, prefixed by their folders."""
     return {
         file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
     }
@@ -195,14 +195,14 @@ def _verbatim(files: Files, path: Path, name: str) -> ImportFile:
 
 @dataclass(frozen=True, slots=True)
 class HubSnapshot:
-    """One revision of one repository, and the name `ORG/NAME@REVISION` it has in a store."""
+    """One revision of a repository, and the name `ORG/NAME@REVISION` it has in a store."""
 
     path: Path
     name: str
 
 
 def cache_path() -> Path:
-    """Return the cache: HF_HUB_CACHE, or HF_HOME/hub, or else in the user's cache folder."""
+    """Return the Hub's cache: HF_HUB_CACHE, or HF_HOME/hub, or one in the user's cache folder."""
     if named := os.environ.get("HF_HUB_CACHE"):
         return Path(named)
     if home := os.environ.get("HF_HOME"):
@@ -212,7 +212,7 @@ def cache_path() -> Path:
 
 
 def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
-    """Yield every snapshot of every model in a cache, by name; no data sets and spaces."""
+    """Yield every snapshot of every model in a cache, by name; data sets and spaces are skipped."""
     door = files or RealFiles()
     for folder in door.listdir(root):
         if not folder.startswith(_MODELS):

@@ -1,19 +1,19 @@
-"""Committing to a store: what is new becomes durable, and then a name refers to it.
+"""Transactions: making what is new durable, and only then letting a name refer to it.
 
-Whatever is added to a store is added by a transaction in a session. Nothing refers to a file before
-that file and its name are durable, and the reference comes last: a crash leaves the whole change or
-none of it, and at most files that gc removes. There are two orders.
+Everything that is added to a store is added by a transaction in a session. Nothing refers to a file
+before the file and its name are durable, and the reference comes last: a crash leaves the whole
+change or none of it, and at most some files that gc removes. There are two orders.
 
 `OrderedTransaction`, for imports and for merging what several ranks have saved: containers, each
 durable when it is complete; the index; a second look at everything that was found in the store and
 is only referred to; pages and manifest; the reference. An import never asks whether a step is
-pinned. A merge does, before it begins, under the lock of its session.
+pinned. A merge checks that before it begins, under the lock of its session.
 
 `BatchTransaction`, for the steps that a run saves: containers, pages, manifest and a reference that
-has no name yet are synced together, because a journal commits what all who wait for it have
-written: many syncs at once cost about as much as one. Then come the index and the second look.
-The last check and the rename that gives the reference its name happen under the lock of names,
-where nobody can pin the step any more before it is replaced.
+has no name yet are synced together, because a file system's journal commits for all waiting callers
+at once: many concurrent syncs cost about as much as one. Then come the index and the second look.
+The last check and the rename that gives the reference its name happen under the lock of names, so
+nobody can pin the step before it is replaced.
 """
 
 import time
@@ -41,9 +41,10 @@ def _nothing() -> None:
 
 
 class Transaction(ABC):
-    """One change of a store, in a session. Leaving it removes what was not published.
+    """One change of a store, in a session. On exit, whatever was not published is removed.
 
-    One thread. `object_bytes` counts the bytes of the pages and manifests that it has added.
+    Use it from one thread. `object_bytes` counts the bytes of the pages and manifests that it has
+    added.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -59,14 +60,14 @@ class Transaction(ABC):
         self._undo.close()
 
     def own(self, writer: _Writer) -> _Writer:
-        """Take over a writer: what it writes is part of this change, or removed."""
+        """Take over a writer: what it writes is part of this change, or is removed."""
         self._writers.append(writer)
         self._undo.callback(writer.abandon)
         return writer
 
     @abstractmethod
     def add_object(self, name: str, blob: bytes) -> None:
-        """Add a page or a manifest. A page comes before the manifest that names it."""
+        """Add a page or a manifest; add the pages before the manifest that names them."""
 
     @abstractmethod
     def commit(
@@ -77,20 +78,20 @@ class Transaction(ABC):
         replace: bool = True,
         check_hits: Callable[[], None] = _nothing,
     ) -> None:
-        """Make everything durable in the stated order, and let `name` refer to `manifest` at last.
+        """Make everything durable in the stated order; last, let `name` refer to `manifest`.
 
         `check_hits` looks up again what was found in the store and is only referred to; it raises
-        LostHitError if something is not there any more.
+        LostHitError if something is gone.
 
         Raises:
-            NameTakenError: the name is there, and `replace` is off.
+            NameTakenError: the name exists, and `replace` is off.
         """
 
 
 class OrderedTransaction(Transaction):
     """A change whose files become durable one after the other, each before the next begins.
 
-    Without an index it adds no containers.
+    A transaction without an index cannot add containers.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex | None = None) -> None:
@@ -100,7 +101,7 @@ class OrderedTransaction(Transaction):
         self.containers: list[ContainerId] = []
 
     def add_container(self, container: ContainerId) -> None:
-        """Add a container that is durable under its name already."""
+        """Add a container that is already durable under its name."""
         self.containers.append(container)
 
     def add_object(self, name: str, blob: bytes) -> None:
@@ -147,7 +148,7 @@ class BatchTransaction(Transaction):
         self.sealed: list[SealedContainer] = []
 
     def seal(self) -> int:
-        """Seal what the writers hold; return how many bytes are to be published for it."""
+        """Seal the owned writers' containers; return the bytes they will take on disk."""
         added = 0
         for writer in self._writers:
             each = writer.seal()
@@ -164,7 +165,7 @@ class BatchTransaction(Transaction):
         self.object_bytes += len(blob)
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make the names of files durable that others gave them, perhaps a moment ago."""
+        """Make names of files durable that others created, perhaps a moment ago."""
         self._batch.settle(paths)
 
     def commit(
@@ -178,7 +179,7 @@ class BatchTransaction(Transaction):
     ) -> None:
         """Commit as Transaction.commit; `check_name` runs under the lock of names, just before.
 
-        What it raises keeps the name as it was.
+        If it raises, the name stays as it was.
         """
         objects, text = self._objects, ref_text(name, manifest)
         reference = self._batch.write(text, None)
@@ -200,7 +201,7 @@ class BatchTransaction(Transaction):
 
 
 class SyncedFolders:
-    """The folders whose own names are known to be durable: what one handle has seen so far."""
+    """The folders that one handle knows to be durable themselves, because it synced them."""
 
     def __init__(self) -> None:
         self.folders: set[Path] = set()
@@ -209,11 +210,11 @@ class SyncedFolders:
 class PublishBatch:
     """Files that become durable together.
 
-    Use it as a context manager: what was not published is removed.
+    Use it as a context manager: files that were not published are removed.
     """
 
-    def __init__(self, objects: Objects, hasher: Hasher, settled: SyncedFolders) -> None:
-        self._objects, self._hasher, self._settled = objects, hasher, settled
+    def __init__(self, objects: Objects, hasher: Hasher, synced: SyncedFolders) -> None:
+        self._objects, self._hasher, self._synced = objects, hasher, synced
         self._waiting: list[tuple[Handle, Path | None]] = []
         self._there: list[Path] = []
         self._undo = ExitStack()
@@ -225,14 +226,14 @@ class PublishBatch:
         self._undo.close()
 
     def take(self, handle: Handle, target: Path | None) -> None:
-        """Take over an open file, written and not synced, to be named; None keeps its own name."""
+        """Take over an open, unsynced file to publish at `target`, or under its own name."""
         self._waiting.append((handle, target))
         self._undo.callback(discard, self._objects, handle)
 
     def write(self, blob: bytes, target: Path | None) -> Path:
-        """Write a file of these bytes; return where it is until it has its name.
+        """Write a file of these bytes; return its path until it is published.
 
-        An equal file that is there already stays.
+        An equal file that already exists is kept.
         """
         files = self._objects.files
         if target is not None and self._has(target, blob):
@@ -250,7 +251,7 @@ class PublishBatch:
         return self._objects.read(target) == blob
 
     def publish(self) -> None:
-        """Make all of them durable under their names."""
+        """Make all files durable under their names."""
         files = self._objects.files
         self._sync(files.fsync, [handle for handle, _ in self._waiting])
         folders = dict.fromkeys(folder for path in self._there for folder in self._above(path))
@@ -259,17 +260,17 @@ class PublishBatch:
             if target is not None:
                 folders |= dict.fromkeys(self._place(handle.path, target))
         self._sync(files.sync_folder, list(folders))
-        self._settled.folders |= folders.keys()
+        self._synced.folders |= folders.keys()
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make the names of files durable that others gave them, perhaps a moment ago."""
+        """Make names of files durable that others created, perhaps a moment ago."""
         folders = dict.fromkeys(folder for path in paths for folder in self._above(path))
         self._sync(self._objects.files.sync_folder, list(folders))
-        self._settled.folders |= folders.keys()
+        self._synced.folders |= folders.keys()
 
     def _above(self, path: Path) -> list[Path]:
         """The folders to sync for a name; whoever made the lower one may not have got so far."""
-        if path.parent in self._settled.folders:
+        if path.parent in self._synced.folders:
             return [path.parent]
         return [path.parent, path.parent.parent]
 
@@ -286,6 +287,6 @@ class PublishBatch:
     def _place(self, path: Path, target: Path) -> list[Path]:
         """Give a file its name; the folders to sync."""
         if self._objects.files.mkdir(target.parent):
-            self._settled.folders.discard(target.parent)
+            self._synced.folders.discard(target.parent)
         self._objects.files.rename(path, target)
         return self._above(target)
