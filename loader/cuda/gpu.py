@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from tensor_dedup.loader.cuda.opening import MappedExtent, Opener, VmmOpener, total
+from tensor_dedup.loader.cuda.openers import MappedExtent, Opener, VmmOpener, total
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MappingSpan
 from tensor_dedup.memory_manager.cuda.driver import (
     Access,

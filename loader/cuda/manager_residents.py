@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
+from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab
 from tensor_dedup.loader.residents.manager import ManagerResidents, ManagerSession, client_of
 from tensor_dedup.loader.residents.slab import SlabUsageError

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
-from tensor_dedup.loader.cuda.opening import MappedExtent, Opener
+from tensor_dedup.loader.cuda.openers import MappedExtent, Opener
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
 from tensor_dedup.loader.residents.resident import dense
 from tensor_dedup.loader.residents.slab import HasFd, SlabUsageError

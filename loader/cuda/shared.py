@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
-from tensor_dedup.loader.cuda.opening import MappedExtent
+from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab, Views
 from tensor_dedup.loader.cuda.tensors import tensor_at
 from tensor_dedup.loader.residents.manager import ResidentQuery

@@ -40,7 +40,7 @@ from bench.process_memory import drop_pages
 from bench.stats import estimate, machine, verdict, write_section
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.opening import MappedExtent
+from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.loader.residents.manager import ResidentQuery

@@ -30,15 +30,15 @@ def make_load(inputs: Path) -> None:
     import torch
     import transformers
 
-    if (inputs / "fine-tune").exists():
+    if (inputs / "vllm" / "fine-tune").exists():
         return
     torch.manual_seed(0)
-    model: Any = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SHAPES))
-    model = model.to(torch.bfloat16)
-    model.save_pretrained(inputs / "base")
+    kind: Any = transformers.Qwen2ForCausalLM
+    model = kind(transformers.Qwen2Config(**_SHAPES)).to(torch.bfloat16)
+    model.save_pretrained(inputs / "vllm" / "base")
     for parameter in model.model.layers[3].parameters():
         parameter.data.mul_(1.01)
-    model.save_pretrained(inputs / "fine-tune")
+    model.save_pretrained(inputs / "vllm" / "fine-tune")
 
 
 def make_pipelines(inputs: Path) -> None:
@@ -88,10 +88,12 @@ def _engine(path: Path, config: Any) -> tuple[Any, float]:
 
 def load(inputs: Path, scratch: Path) -> dict[str, float]:
     """A base, a fine-tune, both unknown; then the base again, of which all is resident."""
-    warm, _ = _engine(inputs / "base", {"hash_algorithm": "blake2b"})  # imports, first of all
-    base, unknown = _engine(inputs / "base", True)
-    tuned, fine_tune = _engine(inputs / "fine-tune", True)
-    again, resident = _engine(inputs / "base", True)
+    warm, _ = _engine(
+        inputs / "vllm" / "base", {"hash_algorithm": "blake2b"}
+    )  # imports, first of all
+    base, unknown = _engine(inputs / "vllm" / "base", True)
+    tuned, fine_tune = _engine(inputs / "vllm" / "fine-tune", True)
+    again, resident = _engine(inputs / "vllm" / "base", True)
     assert len({id(each) for each in (warm, base, tuned, again)}) == 4
     return {"unknown": unknown, "fine-tune": fine_tune, "resident": resident}
 
@@ -107,11 +109,11 @@ def attach(inputs: Path, scratch: Path) -> dict[str, float]:
         other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
-        _engine(inputs / "fine-tune", {"hash_algorithm": "blake2b"})
+        _engine(inputs / "vllm" / "fine-tune", {"hash_algorithm": "blake2b"})
         assert holder.stdout is not None
         while "ready" not in (line := holder.stdout.readline()):
             assert line, "the other engine ended"
-        llm, seconds = _engine(inputs / "base", {"memory_manager": str(socket)})
+        llm, seconds = _engine(inputs / "vllm" / "base", {"memory_manager": str(socket)})
         from tensor_dedup import report
 
         found = report().to_dict()["models"][-1]
@@ -127,7 +129,7 @@ def attach(inputs: Path, scratch: Path) -> dict[str, float]:
 
 def hold(inputs: Path, scratch: Path) -> dict[str, float]:
     """The other engine: loads and waits to be killed."""
-    llm, _ = _engine(inputs / "base", {"memory_manager": str(scratch / "s" / "m.sock")})
+    llm, _ = _engine(inputs / "vllm" / "base", {"memory_manager": str(scratch / "s" / "m.sock")})
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.read()

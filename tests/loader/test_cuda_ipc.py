@@ -27,7 +27,7 @@ from gpu_loads import (
     weights,
 )
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.opening import MappedExtent
+from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.resident import shares_memory

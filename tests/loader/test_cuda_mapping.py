@@ -11,7 +11,7 @@ import pytest
 import gpus
 from gpu_loads import UNIT, Bench, checked
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
+from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.memory_manager.cuda.driver import Access, Result, current
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError

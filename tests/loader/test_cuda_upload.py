@@ -9,7 +9,7 @@ from fake_driver import FakeDriver
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.opening import MappedExtent
+from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.tensors import CPU, held
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend

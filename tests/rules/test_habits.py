@@ -97,3 +97,18 @@ def class_homes() -> dict[str, list[str]]:
 def test_a_class_name_has_one_home() -> None:
     several = {name: found for name, found in class_homes().items() if len(found) > 1}
     assert several.keys() == SEVERAL_HOMES.keys(), several
+
+
+# Names of modules that end like a gerund, with the reason.
+GERUNDS = {
+    "decoding": "a term of the field",
+    "hashing": "a term of the field",
+    "lightning": "a library",
+    "naming": "which files of a folder are weights, and what tensors are called",
+    "offloading": "a term of the field",
+}
+
+
+def test_modules_are_named_by_nouns() -> None:
+    files = {path.stem for path in package_source.modules().values()}
+    assert {name for name in files if name.endswith("ing")} <= GERUNDS.keys()

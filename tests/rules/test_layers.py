@@ -1,5 +1,6 @@
 """Who may import whom."""
 
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -83,3 +84,49 @@ def test_each_folder_of_the_root_is_linked_into_the_package(part: str) -> None:
 def test_every_folder_with_code_is_a_package(name: str) -> None:
     parent = name.rpartition(".")[0]
     assert not parent or parent in package_source.modules()
+
+
+# The rooms of the loader, bottom first; a room imports itself and what stands before it.
+ROOMS = (
+    "report",
+    "torch_dtypes",
+    "process_state",
+    "load_lock",
+    "ledger",
+    "residents",
+    "cuda",
+    "checkpoint_io",
+    "unsharing",
+    "deferred",
+    "post_load",
+)
+
+
+def upward(texts: Mapping[str, str]) -> list[str]:
+    """Each import from a room of the loader into one above it, for type checkers only too."""
+    return [
+        f"{module} imports {name}"
+        for module, text in texts.items()
+        for name in package_source.imports(text)
+        if (here := _room(module)) is not None and (there := _room(name)) is not None
+        if ROOMS.index(there) > ROOMS.index(here)
+    ]
+
+
+def _room(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["tensor_dedup", "loader"] and len(parts) > 2 else None
+
+
+def test_every_part_of_the_loader_is_a_room() -> None:
+    assert {_room(name) for name in package_source.modules()} - {None} == set(ROOMS)
+
+
+def test_no_room_of_the_loader_imports_one_above_it() -> None:
+    assert upward(package_source.sources()) == []
+
+
+def test_an_import_of_a_room_above_is_found() -> None:
+    text = "def f():\n    from tensor_dedup.loader.cuda.gpu import Gpu"
+    assert len(upward({"tensor_dedup.loader.residents.slab": text})) == 1
+    assert upward({"tensor_dedup.loader.post_load.dedup": text}) == []

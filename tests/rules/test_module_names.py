@@ -2,8 +2,10 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import pytest
 
@@ -37,8 +39,61 @@ def test_a_module_that_is_named_in_text_is_there(name: str) -> None:
     assert name.partition(":")[0] in package_source.modules()
 
 
-def test_the_modules_that_readme_imports_are_there() -> None:
+def readme_imports() -> list[str]:
+    """The import statements of the package in the Python examples of README.md."""
     text = (package_source.ROOT / "README.md").read_text()
-    found = set(re.findall(r"(?:from|import) (tensor_dedup[\w.]*)", text))
-    assert found
-    assert found <= package_source.modules().keys()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    statements = [node for block in blocks for node in ast.walk(ast.parse(block))]
+    return sorted(
+        ast.unparse(node)
+        for node in statements
+        if isinstance(node, ast.Import | ast.ImportFrom) and "tensor_dedup" in ast.unparse(node)
+        if not ast.unparse(node).startswith("from vllm")
+    )
+
+
+def test_what_readme_imports_can_be_imported() -> None:
+    assert len(readme_imports()) > 5
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "\n".join(readme_imports())],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def used(texts: Mapping[str, str], roots: Iterable[str]) -> set[str]:
+    """The modules that are reached from these, by imports and by names in strings."""
+    graph = package_source.import_graph(texts)
+    for module, name in named():
+        # A package that is named may be run, too: `python -m`.
+        graph[module] |= {name.partition(":")[0], f"{name}.__main__"}
+    found, waiting = set[str](), [*roots]
+    while waiting:
+        module = waiting.pop()
+        if module in graph and module not in found:
+            found.add(module)
+            # Whoever imports a module runs the packages that it is in.
+            waiting += [*graph[module], module.rpartition(".")[0]]
+    return found
+
+
+def roots() -> set[str]:
+    """What users run, and what README.md has them import."""
+    text = (package_source.ROOT / "README.md").read_text()
+    public = set(re.findall(r"(?:from|import) (tensor_dedup[\w.]*)", text))
+    public |= {n for n in package_source.modules() if n.startswith("tensor_dedup.integrations.")}
+    commands = {name.partition(":")[0] for name in entry_points()}
+    adapters = "tensor_dedup.store.checkpoints.adapters"
+    return {"tensor_dedup", "tensor_dedup.__main__", adapters, *public, *commands}
+
+
+def test_nothing_that_only_tests_use_is_in_the_package() -> None:
+    everything = package_source.modules().keys() - {""}
+    assert everything - used(package_source.sources(), roots()) == set()
+
+
+def test_a_module_that_nobody_uses_is_found() -> None:
+    texts = {**package_source.sources(), "tensor_dedup.store.fake": "import tensor_dedup.errors"}
+    assert "tensor_dedup.store.fake" not in used(texts, roots())
