@@ -19,7 +19,7 @@ from fake_driver import GRANULARITY, FakeDriver, RefusingDriver, fake_uuid
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceMemory, device_session
-from tensor_dedup.loader.cuda.opening import MappedExtent, opener_for
+from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import (
     DeviceRequest,
     DeviceResident,
