@@ -1,10 +1,11 @@
 """Keep shared tensors shared when a module is moved or cast: `.to(...)`, `.half()`, `.cuda()`.
 
-On a GPU the first model that comes makes a resident of each tensor, and later ones map it read-only
-(`tensor_dedup.patches.huggingface.gpu_conversions`). On a device whose memory cannot be mapped so,
-later models get the copy that the first one made (`tensor_dedup.loader.unsharing.device_copies`). A
-cast in host memory gives every model an equal private copy: the first one is hashed and shared, and
-what it was a cast of is remembered, so that the next model needs neither a cast nor a hash.
+On a GPU the first model makes a resident of each tensor, and later ones map it read-only
+(`tensor_dedup.patches.huggingface.gpu_conversions`). On a device whose memory cannot be mapped that
+way, later models get the copy that the first one made
+(`tensor_dedup.loader.unsharing.device_copies`). A cast in host memory gives every model an equal
+private copy: the first one is hashed and shared, and what it was cast from is remembered, so that
+the next model needs neither a cast nor a hash.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ Guard = Callable[[], AbstractContextManager[bool]]
 
 
 class _Conversions(threading.local):
-    """Whether a conversion is under way in this thread; conversions of parts belong to it."""
+    """Whether a conversion is in progress in this thread; conversions of its parts belong to it."""
 
     busy = False
 
 
 class _Settings:
-    """How conversions share: by the configuration of the latest load."""
+    """The configuration under which conversions share, which is that of the latest load."""
 
     config: TensorDedupConfig | None = None
 
@@ -103,10 +104,10 @@ _versions: Final[MutableMapping[torch.Tensor, tuple[int, int]]] = WeakTensorKeyD
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
-    """Wrap conversions of modules, until nothing is shared any more.
+    """Wrap conversions of modules until nothing is shared any more.
 
     `alone()` is a context in which no other thread converts. It yields False during a load of this
-    thread, which shares by itself.
+    thread, which does the sharing itself.
     """
     _settings.config = config
     if read_only() or len(DEVICE_MAPPINGS):
@@ -172,10 +173,10 @@ def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 
 
 class Conversion:
-    """One conversion of one model, called in place of the function that converts. One thread.
+    """One conversion of one model, called in place of the converting function. For one thread.
 
-    Residents, and copies of them on devices, become what another model has made of them already.
-    All other tensors go through the function.
+    Residents, and copies of them on devices, are replaced by what another model has made of them
+    already. All other tensors go through the function.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], fn: Function) -> None:
@@ -199,7 +200,7 @@ class Conversion:
         self._format = closure.get("convert_to_format")
 
     def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Bring to GPUs what goes to one, before anything is converted."""
+        """Transfer what is bound for a GPU, before anything is converted."""
         pending: dict[SharedGpu, list[PendingTransfer]] = {}
         for each in parameters:
             wanted = self._wanted(each)
@@ -228,7 +229,7 @@ class Conversion:
             report.note(str(gpu.device), why)
 
     def _wanted(self, tensor: torch.Tensor) -> tuple[ReplicaKey, torch.device] | None:
-        """Return what a tensor becomes, and where; None if it goes through the function."""
+        """Return what a tensor becomes, and where, or None if it goes through the function."""
         known = self._known.get(id(tensor))
         reformatted = self._format is not None and tensor.dim() in (4, 5)
         if known is None or reformatted:
@@ -238,7 +239,7 @@ class Conversion:
         return None if key is None else (ReplicaKey(key, known.copy), device)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the function would give, or an equal tensor that is there already."""
+        """Return what the function would return, or an equal tensor that exists already."""
         ready = self._ready.pop(id(tensor), None)
         if ready is not None:
             return ready
@@ -259,13 +260,15 @@ class Conversion:
         return self._there(tensor, wanted, device)
 
     def _keep(self, known: ReplicaKey) -> None:
-        """Keep what an offloaded model comes back to in host memory."""
+        """Keep the residents in host memory that an offloaded model comes back to."""
         if self._comes_back_to is not None:
             resident = registry.lookup(*known)
             self._comes_back_to.update(() if resident is None else (resident,))
 
     def _target(self, tensor: torch.Tensor) -> _Form:
-        """Return where the function puts such a tensor, asked with one that has no elements."""
+        """Return the device and dtype that the function gives such a tensor, found with an empty
+        one.
+        """
         form = tensor.device, tensor.dtype  # a model may be on several devices
         found = self._targets.get(form)
         if found is None:
@@ -302,7 +305,7 @@ class Conversion:
         return made
 
     def finish(self) -> None:
-        """Wait for the devices, and note what an offloaded model comes back to.
+        """Wait for the devices, and record what an offloaded model comes back to.
 
         The next model may use what was copied on another stream, and what came to host memory is
         hashed next.
@@ -314,17 +317,17 @@ class Conversion:
             _kept[self._model] = self._comes_back_to
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note which residents the casts became when they were shared again."""
+        """Record which residents the casts became when they were shared again."""
         cast = (each for each in parameters if id(each) in self._casts)
         for number, (_, resident) in residents_of(cast).items():
             _casts[self._casts[number]] = resident
 
 
 def _followed(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
-    """Return what each of them is, by id, where that alone tells what it becomes.
+    """Return, by id, the keys of parameters whose key alone determines what they become.
 
-    Where hits are compared it does not tell: what was made of another resident with the same digest
-    may have other bytes. Then casts are hashed, and copies on devices stay private.
+    It does not where hits are compared: what was made of another resident with the same digest may
+    have other bytes. Casts are hashed then, and copies on devices stay private.
     """
     if _settings.config is not None and _settings.config.verifies_bytes:
         return {}

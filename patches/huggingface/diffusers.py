@@ -39,7 +39,7 @@ WARM_UPS: Final = tuple(
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield what is replaced, and by what; `note` hears of every tensor set, by model and name."""
+    """Yield each seam with its wrapper, which calls `note(model, name)` for every tensor set."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_tensor(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class EnabledSwitch:
-    """The configuration that `enable` has set.
+    """The configuration that `enable` has set, for the whole process.
 
-    It holds for the whole process: worker threads inherit no context.
+    Worker threads inherit no context, so it is not held in one.
     """
 
     def __init__(self) -> None:
@@ -25,16 +25,16 @@ class EnabledSwitch:
         self._lock = threading.Lock()
 
     def set(self, config: TensorDedupConfig | None) -> TensorDedupConfig | None:
-        """Set the configuration and return the one that was set before."""
+        """Set the configuration and return the previous one."""
         with self._lock:
             before, self.config = self.config, config
         return before
 
 
 class OptOut(threading.local):
-    """Whether a load with `tensor_dedup=False` is under way in this thread.
+    """Whether a load with `tensor_dedup=False` is in progress in this thread.
 
-    Its models are not shared either.
+    Models that are loaded as part of it are not shared either.
     """
 
     depth = 0
@@ -47,4 +47,4 @@ class OptOut(threading.local):
 
 
 SWITCH: Final = EnabledSwitch()
-REFUSAL: Final = OptOut()
+OPT_OUT: Final = OptOut()

@@ -1,7 +1,7 @@
-"""Convert shared tensors to read-only memory on a GPU, which models there have in common.
+"""Convert shared tensors to read-only memory on a GPU that models have in common.
 
-All that a model brings to a GPU is looked up, or made, before the first parameter is converted:
-memory of a GPU comes in handles of 2 MiB and more, so small tensors lie in one together.
+Everything that a model brings to a GPU is looked up, or built, before the first parameter is
+converted: GPU memory comes in handles of 2 MiB and more, so small tensors share one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PendingTransfer(NamedTuple):
-    """A parameter on its way to a GPU: what it is in host memory, and what it will be there."""
+    """A parameter to transfer to a GPU: its key in host memory, and its key there."""
 
     parameter: nn.Parameter
     target: ReplicaKey
@@ -40,14 +40,14 @@ class PendingTransfer(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Whether it changes on its way."""
+        """Whether the parameter is cast on the way."""
         return self.target.key != self.source.key
 
 
 class GpuConversion:
-    """One conversion of one model to one GPU. One thread.
+    """One conversion of one model to one GPU. For one thread.
 
-    `taken` is what other names of the model are there; no two of them become one.
+    `taken` are the replicas that other names of the model have there; no two names share one.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GpuConversion:
         return brought
 
     def _with_replicas(self, pending: Iterable[PendingTransfer]) -> Iterator[PendingTransfer]:
-        """Yield each with a replica that no other name of the model has, best its own number."""
+        """Yield each with a replica that no other name of the model has, best the same number."""
         for each in pending:
             key, replica = each.target
             if not self._replicas.claim(key, replica):
@@ -115,7 +115,7 @@ class GpuConversion:
 
 
 class _Uploads:
-    """Page-locked buffers for one conversion, made when the first is needed."""
+    """The page-locked buffers of one conversion, allocated when the first is needed."""
 
     def __init__(self, gpu: SharedGpu, stack: ExitStack) -> None:
         self._gpu = gpu
@@ -123,7 +123,7 @@ class _Uploads:
         self._uploader: Uploader | None = None
 
     def writer(self, fd: int, start: int, nbytes: int) -> Write:
-        """Return what copies sealed memory of the host there; its digest is known already."""
+        """Return a function that copies sealed host memory of known digest to an address."""
 
         def write(address: int) -> None:
             if self._uploader is None:

@@ -1,7 +1,7 @@
 """Share what one load of a pipeline or model by Diffusers or Transformers brings.
 
     with deduplicated(config, name) as load:       # hooks note the tensors that are finished
-        pipeline = call()                          # they are hashed and shared while it goes on
+        pipeline = call()                          # they are hashed and shared meanwhile
         report = load.finish(modules_of(pipeline)) # what is left is shared now
 
 `tensor_dedup.loader.post_load.dedup` does the sharing, model by model.
@@ -35,7 +35,7 @@ from tensor_dedup.loader.process_state import release_memory, rng_restored_on_fa
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.patches.huggingface.conversions import watch
-from tensor_dedup.patches.huggingface.enabled import REFUSAL
+from tensor_dedup.patches.huggingface.enabled import OPT_OUT
 from tensor_dedup.seams import Replacements
 from tensor_dedup.text_table import BETWEEN_PROCESSES
 
@@ -61,7 +61,7 @@ _SUMS: Final = (
 
 
 class _State:
-    """The load that is under way in the one thread that holds the load lock."""
+    """The load in progress in the one thread that holds the load lock."""
 
     def __init__(self) -> None:
         self.reset()
@@ -75,11 +75,11 @@ class _State:
 class ModelLoad:
     """Everything that one call of `from_pretrained` loads: the models of a pipeline, or one model.
 
-    A context manager: it has files open.
+    A context manager, because it keeps files open.
     """
 
     def __init__(self, config: TensorDedupConfig, name: str, *, trust: bool = True) -> None:
-        """`trust` says whether hints are believed, if the configuration allows that."""
+        """Begin a load; without `trust`, hints are not believed whatever the configuration is."""
         self._name = name
         self._config = config
         trust = trust and config.verify == "hint"
@@ -105,17 +105,17 @@ class ModelLoad:
         self._files.close()
 
     def note(self, model: nn.Module, name: str) -> None:
-        """Hear that a loader has set a tensor of a model for good.
+        """Tell that a loader has set a tensor of a model for good.
 
-        Other threads are ignored: they may load something else. What a loader's own threads set is
-        shared when its model is complete.
+        Other threads are ignored, because they may load something else. What a loader's own threads
+        set is shared when its model is complete.
         """
-        if self.is_here() and not REFUSAL.depth:
+        if self.is_here() and not OPT_OUT.depth:
             self._dedup(model).note(name)
 
     @property
     def config(self) -> TensorDedupConfig:
-        """The configuration that this load was asked for."""
+        """The configuration of this load."""
         return self._config
 
     def is_here(self) -> bool:
@@ -123,7 +123,7 @@ class ModelLoad:
         return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
 
     def leave_alone(self, models: Iterable[nn.Module]) -> None:
-        """Do not share these models, although they are part of what is loaded."""
+        """Exclude these models from sharing, although they are part of what is loaded."""
         self._left_alone.update((id(model), model) for model in models)
 
     def _dedup(self, model: nn.Module) -> ModuleDedup:
@@ -133,7 +133,7 @@ class ModelLoad:
         return found
 
     def settle(self, model: nn.Module) -> None:
-        """Share what is left of a model, which is complete."""
+        """Share the rest of a model, which is complete."""
         dedup = self._dedup(model)
         if id(model) in self._settled:
             return
@@ -149,7 +149,10 @@ class ModelLoad:
     ) -> ModelReport:
         """Settle everything that was loaded and return the report.
 
-        `models` are those that came of the load, by name; `skipped` other parts, with the reason.
+        `models` are the loaded models by name; `skipped` are other parts, with the reason.
+
+        Raises:
+            ChangedFileError: A file changed while it was loaded.
         """
         refused = [(n, _REFUSED) for n, m in models.items() if id(m) in self._left_alone]
         models = {n: m for n, m in models.items() if id(m) not in self._left_alone}
@@ -203,8 +206,8 @@ _state: Final = _State()
 def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int]) -> Any:
     """Call a loader of either framework, share what it loads, and report it.
 
-    Waits for other loads. `given` are the ids of modules that the caller brought, which are left
-    alone. An error of `call` is raised with everything as it was before.
+    Waits for other loads. `given` are the ids of modules that the caller passed in, which are not
+    shared. If `call` fails, its error is raised and the state of the process is as before.
     """
     with LOAD_LOCK:
         if _state.load is not None:  # a model of a pipeline
@@ -237,7 +240,7 @@ def _run(
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
-    """Bring a pipeline or module to a device, and share what it has in host memory."""
+    """Move a pipeline or module to a device, and share what it has in host memory."""
     here = torch.device(device).type == "cpu"
     models = _require_modules(target, "move")
     if not here:
@@ -250,13 +253,13 @@ def move(target: object, device: Any, config: TensorDedupConfig) -> None:
 
 
 def under_way() -> TensorDedupConfig | None:
-    """Return the configuration of the load that this thread is in the middle of, if any."""
+    """Return the configuration of the load in progress in this thread, or None."""
     load = _state.load
     return load.config if load is not None and load.is_here() else None
 
 
 def leave_alone(loaded: object) -> None:
-    """Do not share what was loaded with `tensor_dedup=False` as part of a load that shares."""
+    """Exclude what was loaded with `tensor_dedup=False` from the load of which it is a part."""
     load = _state.load
     if load is not None and load.is_here():
         load.leave_alone(modules_of(loaded).values())
@@ -265,7 +268,8 @@ def leave_alone(loaded: object) -> None:
 def share(target: object, config: TensorDedupConfig) -> ModelReport:
     """Share what a pipeline or module holds now.
 
-    Raises `UnsupportedError` for anything else.
+    Raises:
+        UnsupportedError: `target` is neither a pipeline nor a module.
     """
     models = _require_modules(target, "sweep")
     with LOAD_LOCK:
@@ -292,7 +296,7 @@ def _require_modules(target: object, verb: str) -> dict[str, nn.Module]:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """Keep other threads from converting; yield False if a load is under way in this one."""
+    """Keep other threads from converting; yield False if a load is in progress in this one."""
     with MOVE_LOCK:
         yield under_way() is None
 
@@ -301,7 +305,7 @@ def alone() -> Iterator[bool]:
 def deduplicated(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[ModelLoad]:
     """Share what this thread loads within the context, and afterwards what it converts.
 
-    The caller holds the load lock. `trust` says whether hints are believed.
+    The caller holds the load lock. Without `trust`, hints are not believed.
     """
     load = ModelLoad(config, name, trust=trust)
     with load, Replacements(_replacements(load)):
@@ -332,9 +336,9 @@ def _replacements(load: ModelLoad) -> Iterator[Any]:
 
 
 def modules_of(loaded: object) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline by name, or a module as "".
+    """Return the modules of a pipeline by name, or a module under the name "".
 
-    Of a tuple, its first part counts.
+    Of a tuple, only the first item counts.
     """
     if isinstance(loaded, tuple) and loaded:
         loaded = loaded[0]  # with output_loading_info the model comes with other things
@@ -348,7 +352,7 @@ def modules_of(loaded: object) -> dict[str, nn.Module]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Return whether accelerate has taken the weights away, to bring them for each use."""
+    """Return whether accelerate has taken the weights away and brings them back for each use."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     every = (each for hook in hooks for each in getattr(hook, "hooks", (hook,)))
     return any(getattr(each, "offload", False) for each in every)

@@ -48,7 +48,7 @@ _away: Final[MutableMapping[torch.Tensor, torch.Tensor]] = WeakTensorKeyDictiona
 
 @functools.cache
 def install() -> None:
-    """Wrap what moves groups, now or when Diffusers imports it. Calling it again does nothing."""
+    """Wrap the functions that move groups, now or when Diffusers imports them. Idempotent."""
     wrapt.when_imported("diffusers.hooks.group_offloading")(_patch)
 
 
@@ -60,7 +60,7 @@ def _patch(module: ModuleType) -> None:
 
 
 def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the way to the device, so that the mapping of a parameter is kept."""
+    """Wrap the transfer to the device so that the mapping of a parameter is kept."""
 
     @functools.wraps(original)
     def transfer(self: Any, tensor: Any, source_tensor: Any, default_stream: Any) -> Any:
@@ -75,7 +75,7 @@ def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the way back, so that parameters nobody wrote on the device get their mappings."""
+    """Wrap the transfer back so that parameters not written on the device get their mappings."""
 
     @functools.wraps(original)
     def offload(self: Any) -> Any:
@@ -95,7 +95,10 @@ def _come_back(parameter: torch.Tensor) -> None:
 
 
 def _is_as(there: torch.Tensor, mapping: torch.Tensor) -> bool:
-    """Compare bytes: torch counts no writes through `.data`, and plain Diffusers copies as much."""
+    """Return whether the bytes are equal; torch does not count writes through `.data`.
+
+    Plain Diffusers copies as much.
+    """
     if (there.dtype, there.shape) != (mapping.dtype, mapping.shape):
         return False
     if there.stride() != mapping.stride():

@@ -1,7 +1,7 @@
-"""Switch sharing on and off for Diffusers and Transformers: `enable`, `disable`, `sweep`, `move`.
+"""Control sharing for Diffusers and Transformers: `enable`, `disable`, `sweep` and `move`.
 
-This is where their loaders learn the argument `tensor_dedup=`, too. Importing this module imports
-neither framework, nor torch: their loaders are wrapped when somebody imports them.
+This module also adds the argument `tensor_dedup=` to their loaders. Importing it imports neither
+framework, nor torch: their loaders are wrapped when they are imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import wrapt
 
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.patches.huggingface.enabled import REFUSAL, SWITCH
+from tensor_dedup.patches.huggingface.enabled import OPT_OUT, SWITCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ _ENTRIES: Final = {
 
 
 class Enabled:
-    """What `enable` returns; as a context manager it restores what was enabled before."""
+    """The result of `enable`; as a context manager it restores what was enabled before."""
 
     def __init__(self, config: TensorDedupConfig, before: TensorDedupConfig | None) -> None:
         self.config: Final = config
@@ -60,7 +60,9 @@ def enable(config: object = True) -> Enabled:
 
     Call it, and `disable` later, or use it as a context manager. `config` is anything that
     `TensorDedupConfig.from_any` takes. What was loaded before stays as it is; `sweep` shares it.
-    Raises `ConfigError` if the configuration is not valid.
+
+    Raises:
+        ConfigError: The configuration is not valid.
     """
     chosen = TensorDedupConfig.from_any(config)
     install()
@@ -68,7 +70,7 @@ def enable(config: object = True) -> Enabled:
 
 
 def disable() -> None:
-    """Load without sharing from now on. What is shared stays shared."""
+    """Load without sharing from now on. What is shared already stays shared."""
     SWITCH.set(None)
 
 
@@ -78,7 +80,9 @@ def sweep(target: object, config: object = None) -> ModelReport:
     Each parameter keeps its object and gets the memory of a resident with equal bytes, or becomes
     one. Nobody may write to the models meanwhile, nor run them in another thread. `config` defaults
     to what is enabled. `report()` lists the sweep unless it lists a load of the same module.
-    Raises `UnsupportedError` for anything but a pipeline or a module.
+
+    Raises:
+        UnsupportedError: `target` is neither a pipeline nor a module.
     """
     from tensor_dedup.patches.huggingface import model_load
 
@@ -86,14 +90,16 @@ def sweep(target: object, config: object = None) -> ModelReport:
 
 
 def move(target: object, device: object, config: object = None) -> None:
-    """Bring a pipeline or module to a device, as `.to(device)` does, and share what it has.
+    """Move a pipeline or module to a device, as `.to(device)` does, and share what it has.
 
     Tensors that other models have there already are not copied. What is private in host memory is
     shared first, as by `sweep`; what is private elsewhere stays private. On other devices a write
     in place would reach the models that share the memory: peft, `load_state_dict`, textual
     inversion and optimizers get private memory first, any other writer needs `unshare`. Nobody may
-    use the models meanwhile. Raises `UnsupportedError` for anything but a pipeline or a module, and
-    whatever `.to` raises.
+    use the models meanwhile. Errors of `.to` are passed on.
+
+    Raises:
+        UnsupportedError: `target` is neither a pipeline nor a module.
     """
     from tensor_dedup.patches.huggingface import model_load
 
@@ -106,10 +112,7 @@ def _chosen(config: object) -> TensorDedupConfig:
 
 
 def install() -> None:
-    """Wrap the loaders of both frameworks now, or when they are imported.
-
-    Calling it again does nothing.
-    """
+    """Wrap the loaders of both frameworks now, or when they are imported. Idempotent."""
     for name in _ENTRIES:
         module = sys.modules.get(name)
         if module is None:
@@ -139,7 +142,7 @@ def _wrapped(original: Any) -> Any:
         config = _in_force() if asked is None else TensorDedupConfig.from_any(asked)
         if asked is not None and config is not None and not config.enabled:
             return _refused(lambda: original(cls, *args, **kwargs))
-        if config is None or not config.enabled or REFUSAL.depth:
+        if config is None or not config.enabled or OPT_OUT.depth:
             return original(cls, *args, **kwargs)
         from tensor_dedup.patches.huggingface import model_load
 
@@ -152,14 +155,14 @@ def _wrapped(original: Any) -> Any:
 
 
 def _in_force() -> TensorDedupConfig | None:
-    """Return what is enabled, or else what the load under way was asked for."""
+    """Return what is enabled, or else the configuration of the load in progress."""
     loads = sys.modules.get(_LOADS)
     return SWITCH.config or (None if loads is None else loads.under_way())
 
 
 def _refused(call: Callable[[], Any]) -> Any:
     """Load with `tensor_dedup=False`, perhaps as part of a load that shares."""
-    with REFUSAL:
+    with OPT_OUT:
         result = call()
     loads = sys.modules.get(_LOADS)
     if loads is not None:
@@ -168,7 +171,7 @@ def _refused(call: Callable[[], Any]) -> Any:
 
 
 def _name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return what is loaded, for people: a path or an identifier, or else the class."""
+    """Return the name of what is loaded, for people: a path or an identifier, or else the class."""
     named = (each for key, each in kwargs.items() if key.startswith("pretrained_model"))
     first = next(iter(args), next(named, None))
     return os.fspath(first) if isinstance(first, str | os.PathLike) else cls.__name__

@@ -35,7 +35,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield what is replaced, and by what; `note` hears of every tensor set, by model and name."""
+    """Yield each seam with its wrapper, which calls `note(model, name)` for every tensor set."""
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_param_for_module(model: nn.Module, target_name: str, *args: Any, **kw: Any) -> Any:
@@ -50,5 +50,5 @@ def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
 
 
 def idle(_original: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function that does nothing."""
+    """Return a function that ignores its arguments and does nothing."""
     return lambda *_args, **_kwargs: None

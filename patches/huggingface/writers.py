@@ -1,7 +1,7 @@
-"""Give writers in place private memory before they write, where the kernel cannot.
+"""Give code that writes in place private memory before it writes, where the kernel cannot.
 
 Mappings in host memory are copied on write and need none of this. It is installed when the first
-memory of another kind is shared (`tensor_dedup.loader.unsharing.private`) and stays installed:
+memory of another kind is shared (`tensor_dedup.loader.unsharing.private`) and stays installed;
 where nothing is shared, it does nothing.
 """
 
@@ -70,7 +70,7 @@ Before = Callable[..., Iterable[torch.Tensor]]
 
 @functools.cache
 def install() -> None:
-    """Guard all known writers, imported already or later. Calling it again does nothing."""
+    """Guard all known writers, imported already or later. Idempotent."""
     _guard(LOAD_STATE, _copied_into)
     register_optimizer_step_pre_hook(_before_step)
     wrapt.when_imported("peft.tuners.tuners_utils")(_guard_adapters)
@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def _guard(seam: Seam, written: Before) -> None:
-    """Make private what a method is about to write; `written` takes its arguments and says what."""
+    """Make private what a method is about to write, which `written` finds from its arguments."""
     if usable(seam):
         holder, name = holder_of(seam.target)
         setattr(holder, name, _guarded(getattr(holder, name), written))

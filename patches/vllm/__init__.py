@@ -1,7 +1,7 @@
-"""vLLM: the load format `tensor_dedup` and the argument `tensor_dedup=`.
+"""The integration of vLLM: the load format `tensor_dedup` and the argument `tensor_dedup=`.
 
 Both functions below are entry points; vLLM calls them in every process, before it reads any
-argument. Importing this module loads neither vllm nor torch.
+argument. Importing this module imports neither vllm nor torch.
 """
 
 import functools
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 def prepare() -> None:
     """Patch the arguments and claim no platform: entry point in `vllm.platform_plugins`.
 
-    vLLM asks platform plug-ins while it is being imported, before anybody can build arguments;
-    the general plug-ins below would come too late for `LLM(tensor_dedup=...)`.
+    vLLM asks platform plug-ins while it is being imported, before anybody can build arguments; its
+    general plug-ins would be called too late for `LLM(tensor_dedup=...)`.
     """
     install()
 
@@ -52,7 +52,7 @@ def _register_loader() -> None:
 
 
 def _loader_class() -> "type[DefaultModelLoader]":
-    """Return the loader; where this vLLM lacks a name that it imports, one that loads plainly."""
+    """Return the loader, or one that loads plainly if this vLLM lacks a name that it imports."""
     try:
         from tensor_dedup.patches.vllm.loader import TensorDedupLoader
         from tensor_dedup.patches.vllm.post_load import install as keep_format

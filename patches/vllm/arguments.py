@@ -1,4 +1,4 @@
-"""`tensor_dedup=` for vLLM's engine arguments, and `--tensor-dedup` for its command line.
+"""The argument `tensor_dedup=` of vLLM's engine arguments, and `--tensor-dedup` of its commands.
 
 What the user asked for becomes a load format and a plain dict beside the loader's own keys:
 `LoadConfig` carries both, pickled, to every process of the engine. Nothing here imports vllm.
@@ -55,7 +55,7 @@ _ONLY_WRITES = frozenset({"weight_transfer_config"})
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What was asked for: the config, and the load format that reads the files."""
+    """What the user asked for: the config, and the load format that reads the files."""
 
     config: TensorDedupConfig
     inner: str
@@ -66,7 +66,7 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
 
     `extra` is the user's own model_loader_extra_config; its other keys are kept and the object is
     not changed. Applied to its own result with `value` None it returns the same again. A config
-    that is switched off returns what plain vLLM would have been given.
+    that is disabled returns what plain vLLM would have been given.
 
     Raises:
         ConfigError: The config is not valid, or does not combine with the load format.
@@ -94,7 +94,11 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
 
 
 def refuse_moving_weights(settings: object) -> None:
-    """Raise ConfigError when engine arguments ask for something that would write shared weights."""
+    """Refuse engine arguments under which shared weights would be written or moved.
+
+    Raises:
+        ConfigError: One of `MOVES_WEIGHTS` is set.
+    """
     for name, reason in MOVES_WEIGHTS.items():
         value = getattr(settings, name, None)
         if value and not (name in _ONLY_WRITES and _copied_on_write()):
@@ -106,14 +110,18 @@ def refuse_moving_weights(settings: object) -> None:
 
 
 def _copied_on_write() -> bool:
-    """Return whether this vLLM's engines have weights in the machine's memory."""
+    """Return whether engines of this vLLM keep weights in host memory."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def parse_flag(text: str) -> dict[str, Any]:
-    """Parse `--tensor-dedup` for argparse, which turns ArgumentTypeError into exit status 2."""
+    """Parse `--tensor-dedup` for argparse.
+
+    Raises:
+        ArgumentTypeError: The value is not valid; argparse then exits with status 2.
+    """
     try:
         return TensorDedupConfig.from_any(text).to_dict()
     except ConfigError as error:
@@ -121,10 +129,10 @@ def parse_flag(text: str) -> dict[str, Any]:
 
 
 def patch(arg_utils: ModuleType) -> None:
-    """Teach vllm.engine.arg_utils the argument. Idempotent.
+    """Add the argument to the classes of vllm.engine.arg_utils. Idempotent.
 
-    Where the seams do not match, every argument class takes `tensor_dedup`, says so once, and loads
-    plainly.
+    If the seams do not match, every argument class accepts `tensor_dedup`, logs once that it cannot
+    be honoured, and loads plainly.
     """
     matches = not check("arguments")
     for name in ("EngineArgs", "AsyncEngineArgs"):
@@ -139,7 +147,7 @@ def patch(arg_utils: ModuleType) -> None:
 
 
 def patch_load_config(load: ModuleType) -> None:
-    """Offer `from vllm.config.load import TensorDedupConfig`, as the published snippet has it."""
+    """Provide `from vllm.config.load import TensorDedupConfig`, as in the published example."""
     load.TensorDedupConfig = TensorDedupConfig  # type: ignore[attr-defined]
 
 
@@ -215,7 +223,7 @@ def _call(original: Callable[..., None], given: inspect.BoundArguments) -> None:
 
 
 def _plain_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Take the argument and load plainly."""
+    """Wrap `__init__` to accept the argument and load plainly."""
 
     @functools.wraps(original)
     def __init__(

@@ -1,4 +1,4 @@
-"""Reach vLLM's modules as soon as they are imported, whoever imports them and in which order."""
+"""Patching of vLLM's modules as soon as they are imported, whoever imports them in which order."""
 
 import importlib
 import sys
@@ -11,10 +11,11 @@ import wrapt
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
-    """What to do with a module once the name `ready`, the last that we need, is defined in it.
+    """A patch of a module, applied once the name `ready`, the last one needed, is defined in it.
 
-    `patch` is the "module:function" of ours that is called with the module. It is imported together
-    with its target, because this module is imported by `import tensor_dedup` and must stay light.
+    `patch` is the "module:function" of this package that is called with the module. It is imported
+    together with its target, because this module is imported by `import tensor_dedup` and must stay
+    light.
     """
 
     module: str
@@ -60,11 +61,12 @@ def _install(hook: _Hook) -> None:
 
 
 def _apply_when_complete(module: ModuleType, hook: _Hook) -> None:
-    """Apply a hook to a module that is being imported right now, before anybody gets a name of it.
+    """Apply a hook to a module that is being imported, before anybody gets a name from it.
 
-    `from vllm import EngineArgs` first: arg_utils imports the platforms, and those call us in the
-    middle of it. It is too late for an import hook then. But nobody can use a class of the module
-    without asking the module for it, and a module's class may be replaced to see that.
+    With `from vllm import EngineArgs` first, arg_utils imports the platforms, which call this
+    package in the middle of that import, too late for an import hook. But nobody can use a class of
+    the module without asking the module for it, and a module's class may be replaced to intercept
+    that.
     """
     plain = type(module)
 

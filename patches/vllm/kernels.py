@@ -1,7 +1,7 @@
 """vLLM's kernels: which of them a layer key covers, and what processing leaves beside parameters.
 
 Classes of quantised layers are looked up by name: a vLLM that has moved one still loads, and shares
-those layers by content. Only what tests cover is named.
+those layers by content. Only classes that tests cover are named.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _INT8_KERNELS = _classes(f"{_KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel"
 
 
 def linear_kernel(layer: nn.Module) -> Any | None:
-    """Return vLLM's kernel of a quantised linear layer, of its method or its scheme, or None."""
+    """Return vLLM's kernel of a quantised linear layer, from its method or its scheme, or None."""
     for holder in (layer.quant_method, getattr(layer, "scheme", None)):
         for name in ("fp8_linear", "kernel"):
             kernel = getattr(holder, name, None)
@@ -84,7 +84,7 @@ def packs_int8(layer: nn.Module) -> bool:
 
 
 def dispatch() -> dict[str, bool]:
-    """Return what vLLM's choice of a packing depends on beside CPU features and environment."""
+    """Return what vLLM's choice of a packing depends on besides CPU features and environment."""
     return {
         "onednn": bool(_custom_ops._supports_onednn),
         "zen": bool(current_platform.is_zen_cpu()),
@@ -98,9 +98,9 @@ def dispatch() -> dict[str, bool]:
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     """Return the layer's `cpu_linear` if it owns all it needs and nothing of the layer, or None.
 
-    vLLM's closures hold a oneDNN handler, or a packed weight and the number of outputs. One that
-    holds anything else, as one of vLLM 0.28 does with a copy of the bias, is tied to its layer and
-    is not given to another.
+    vLLM's closures hold a oneDNN handler, or a packed weight and the number of outputs. A closure
+    that holds anything else, such as the copy of the bias in one of vLLM 0.28, is tied to its layer
+    and cannot be given to another.
     """
     linear: Any = getattr(layer, "cpu_linear", None)
     cells = getattr(linear, "__closure__", None) or ()
@@ -127,7 +127,7 @@ def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 
 def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
-    """Return the handler that the layer's kernel packed an int8 weight into, or None."""
+    """Return the handler into which the layer's kernel packed an int8 weight, or None."""
     kernel: Any = linear_kernel(layer)
     handler = getattr(kernel, "dnnl_handler", None)
     if not packs_int8(layer) or not isinstance(handler, CPUDNNLGEMMHandler):
@@ -137,12 +137,13 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 
 @contextmanager
 def scales_kept() -> Iterator[list[int]]:
-    """Let each int8 handler that this thread makes in the block keep the memory of its scales.
+    """Let each int8 handler that this thread creates in the block keep the memory of its scales.
 
     oneDNN is given the scales once, as a pointer; a parameter that is given other memory, or a
-    layer that is dropped before one that shares its handler, would leave it pointing to nothing.
-    Whose handler it is does not matter. Yields the storages kept so far, one entry a handler. Any
-    thread, and several at once, none of which waits for another: no lock is held meanwhile.
+    layer that is dropped before another one that shares its handler, would leave the pointer
+    dangling. Handlers of every layer are covered. Yields the storages kept so far, one entry per
+    handler. Several threads may be in such blocks at once without waiting for each other, because
+    no lock is held meanwhile.
     """
     kept: list[int] = []
     with _HANDLERS.watched():
@@ -199,7 +200,7 @@ class _Handlers:
 
 
 class _Kept(threading.local):
-    """The lists of the blocks that a thread is in."""
+    """The lists of the blocks that the current thread is in."""
 
     def __init__(self) -> None:
         self.kept: list[list[int]] = []
@@ -209,9 +210,9 @@ _HANDLERS: Final = _Handlers()
 
 
 def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
-    """Return whether anything beside the parameter keeps its memory, such as a kernel's view.
+    """Return whether anything besides the parameter keeps its memory, such as a kernel's view.
 
-    `kept`: what `scales_kept` has given to handlers, which does not count.
+    `kept` is what `scales_kept` has given to handlers, which does not count.
     """
     storage = parameter.untyped_storage()._cdata
     # The parameter holds its storage once, and the handle asked for here once more.
@@ -233,7 +234,7 @@ def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
 def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
     """Return what processing set on the layer's MoE kernel that a fresh kernel lacks.
 
-    None when some of it is not a plain value, so that no other layer can be given it.
+    Returns None if some of it is not a plain value and so cannot be set on another layer.
     """
     method: Any = layer.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):
@@ -270,8 +271,8 @@ def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
 def final_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes of a processed model's parameters and of what was packed from them.
 
-    A packed weight counts as the plain one it was made from, of the model's `dtype`; oneDNN may
-    pad it.
+    A packed weight counts as the plain one it was made from, of the model's `dtype`, although
+    oneDNN may pad it.
     """
     total = sum(parameter.nbytes for parameter in model.parameters())
     itemsize = dtype.itemsize

@@ -1,9 +1,9 @@
-"""From deferred parameters to vLLM's final layers: hits, misses, and what may be shared how.
+"""Processing of vLLM's layers from deferred parameters: by layer key, or by content afterwards.
 
-vLLM's own loop calls `quant_method.process_weights_after_loading(layer)`; for the time of a load
-that call comes here first. A (quantisation method, kernel) pair is shared by layer key only when
-it is named in `CONSTANT_METHODS`, `_PREPROCESSED` or `quantised.py`, which the tests cover; every
-other layer is processed as vLLM does it and its final tensors are then shared by content.
+vLLM's own loop calls `quant_method.process_weights_after_loading(layer)`; during a load that call
+comes here first. A (quantisation method, kernel) pair is shared by layer key only if it is named in
+`CONSTANT_METHODS`, `_PREPROCESSED` or `kernels`, and so covered by tests; every other layer is
+processed as vLLM does it, and its final tensors are then shared by content.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PREPROCESSED = (UnquantizedFusedMoEMethod,)
 
 
 def _takes_processed(layer: nn.Module) -> bool:
-    """Return whether its method can be told that weights are processed, and tests cover it."""
+    """Return whether the method accepts weights that are processed already, and tests cover it."""
     method: Any = layer.quant_method
     return takes_processed(method) and (type(method) in _PREPROCESSED or is_plain_fp8(layer))
 
@@ -56,7 +56,7 @@ class PreprocessedLayer(KeyedLayer):
     """A layer whose method can be told that its weights are processed already."""
 
     def form_of(self, record: LayerRecord) -> LayerRecord:
-        """Return the record, which holds residents."""
+        """Return the record itself, which holds residents."""
         return record
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
@@ -65,7 +65,7 @@ class PreprocessedLayer(KeyedLayer):
         self.build(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Map the residents of another layer; where an audit asks for it, compare them first."""
+        """Map the residents of another layer, compared first where an audit asks for it."""
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         if self.context.session.sampled():
             layer.materialise(made)
@@ -80,7 +80,7 @@ class PreprocessedLayer(KeyedLayer):
         set_attributes(self.layer, record.attributes)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer, share what it has then, and publish that if it is all of it."""
+        """Process the layer, share its parameters, and publish the record if it is complete."""
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         layer.materialise(made)
         layer.process(self.original)
@@ -104,11 +104,11 @@ class LayerProcessor:
 
     @property
     def session(self) -> LoadSession:
-        """The load's own state."""
+        """The session of the load."""
         return self.context.session
 
     def process(self, original: Original, layer: nn.Module) -> None:
-        """Do what `original(layer)` does, sharing what can be."""
+        """Do what `original(layer)` does, and share what can be shared."""
         method: Any = layer.quant_method
         parameters = self.context.parameters(layer)
         if not parameters:
@@ -126,7 +126,7 @@ class LayerProcessor:
             PreprocessedLayer(self.context, original, layer, parameters).share_by_key()
 
     def _private(self, layer: nn.Module, parameters: Deferred) -> tuple[str, str] | None:
-        """Return a parameter that no layer key can hold, and why; None when there is none."""
+        """Return a parameter that no layer key can cover, and the reason, or None."""
         for each in parameters.values():
             if (reason := self.session.reason(each)) is not None:
                 return each.name, reason
@@ -160,7 +160,7 @@ class LayerProcessor:
     # --- everything else
 
     def _plainly(self, original: Original, layer: nn.Module, parameters: Deferred) -> None:
-        """Process as vLLM does, then share by content: that saves memory, not reading."""
+        """Process as vLLM does, then share by content, which saves memory but no reading."""
         waiting = {name: each for name, each in parameters.items() if not each.installed}
         if not waiting:
             original(layer)

@@ -1,7 +1,7 @@
-"""The load format `tensor_dedup` and the formats it reads: vLLM's default ones and two others.
+"""The load format `tensor_dedup`, and the formats it reads: vLLM's default ones and two others.
 
 The config and the name of the inner format travel in `model_loader_extra_config`, pickled, to every
-process of an engine. Importing this module loads no vllm.
+process of an engine. Importing this module imports no vllm.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ OWN = ("runai_streamer", SAVED_STATE)
 
 
 def split(mine: object) -> tuple[TensorDedupConfig, str]:
-    """Take our entry of model_loader_extra_config apart: the config and the inner load format.
+    """Split this package's entry of model_loader_extra_config into config and inner load format.
 
-    The entry may be whatever stands for a config, None included. What it holds under `stored` is
-    for `stub_folder.stored_in`.
+    The entry may be anything that stands for a config, including None. Its item `stored` is left to
+    `stub_folder.stored_in`.
 
     Raises:
         ConfigError: The config is not valid.
@@ -49,9 +49,10 @@ def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | No
 
 
 def tie_again(load_format: str, model_config: ModelConfig) -> None:
-    """Undo what vLLM concluded from a name in a saved state, which holds tied weights once.
+    """Restore the tied embeddings of a saved state, which holds tied weights once.
 
-    It leaves formats of saved states alone, but was told the name of ours.
+    vLLM concludes from the missing name that they are untied. It makes an exception for saved
+    states, but it was told the name of this package's format.
     """
     untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
     if load_format == SAVED_STATE and untied:

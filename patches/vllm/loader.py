@@ -59,7 +59,7 @@ _CAST: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class ReadingLoader(DefaultModelLoader):
-    """vLLM's loader of the inner load format; notes whether the model tells what it has loaded."""
+    """vLLM's loader of the inner load format; records whether the model reports what it loaded."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._format = str(load_config.load_format)
@@ -72,7 +72,7 @@ class ReadingLoader(DefaultModelLoader):
         super().__init__(load_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Give the model its weights."""
+        """Load the model's weights."""
         if self._inner is None:
             super().load_weights(model, model_config)
         else:
@@ -81,7 +81,11 @@ class ReadingLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield every tensor by name, for a reload; AttributeError where vLLM's loader cannot."""
+        """Yield every tensor by name, for a reload.
+
+        Raises:
+            AttributeError: vLLM's loader of the inner format cannot do this.
+        """
         if self._inner is None:
             return super().get_all_weights(model_config, model)
         found: Generator[tuple[str, torch.Tensor], None, None]
@@ -91,16 +95,16 @@ class ReadingLoader(DefaultModelLoader):
     def track_weights_loading(
         self, model: nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
     ) -> None:
-        """Track as vLLM does; called only where the model tells what it has loaded."""
+        """Track as vLLM does; called only if the model reports what it has loaded."""
         super().track_weights_loading(model, loaded_weights, *args, **more)
         quantized = args[0] if args else more.get("quantized")  # of newer versions
         self._tracked = loaded_weights is not None and not quantized
 
 
 class TensorDedupLoader(ReadingLoader):
-    """The loader of models whose final tensors are shared with those that are loaded already.
+    """A loader of models whose final tensors are shared with models that are loaded already.
 
-    Weights that cannot be shared are loaded as vLLM would, and `report()` says why. The loads of a
+    Weights that cannot be shared are loaded as vLLM would, and `report()` tells why. The loads of a
     process wait for each other.
 
     Raises:
@@ -111,7 +115,7 @@ class TensorDedupLoader(ReadingLoader):
     """
 
     def __new__(cls, load_config: LoadConfig) -> Any:
-        """Make a loader; in an unknown vLLM, one that overrides nothing and says so."""
+        """Return a loader; in an unknown vLLM, one that overrides nothing and logs why."""
         reason = why_not("loader", "reload")
         return super().__new__(cls) if reason is None else plain_loader(reason)(load_config)
 
@@ -133,7 +137,7 @@ class TensorDedupLoader(ReadingLoader):
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
-        """Build the model and give it its weights."""
+        """Build the model and load its weights."""
         with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
         self._keep(model_config, report)
@@ -167,7 +171,7 @@ class TensorDedupLoader(ReadingLoader):
     # --- where the weights are
 
     def _stored(self, model: str) -> Checkout | None:
-        """What `model` stands for when it is a stored checkpoint."""
+        """Return the stored checkpoint that `model` stands for, or None."""
         checkout = self.checkout
         return checkout if checkout is not None and checkout.folder == model else None
 
@@ -186,7 +190,7 @@ class TensorDedupLoader(ReadingLoader):
         fall_back_to_pt: bool,
         allow_patterns_overrides: list[str] | None,
     ) -> tuple[Any, ...]:
-        """Find the files as vLLM does; note the folder, which is new for a model of the hub."""
+        """Find the files as vLLM does, and record the folder, also of a model downloaded now."""
         found: tuple[Any, ...] = super()._prepare_weights(
             model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides
         )
@@ -213,14 +217,14 @@ class TensorDedupLoader(ReadingLoader):
         return ((source.prefix + name, tensor) for name, tensor in found)
 
     def _keep(self, model_config: ModelConfig, report: ModelReport) -> None:
-        """Write what was loaded into the store, if asked to: once, not once a rank."""
+        """Write what was loaded into the store, if asked to, on rank 0 only."""
         folder = self._folders.get(model_config.model)
         if not self.dedup.store_writes or report.rank != 0 or folder is None:
             return
         keep(self.dedup.store_folder, Path(folder), report, trust=self.dedup.verify == "hint")
 
     def _refusal(self, vllm_config: VllmConfig) -> str | None:
-        """Why this model is loaded plainly from the start, or None."""
+        """Return why this model is loaded plainly from the start, or None."""
         device = self._device(vllm_config)
         if not self.dedup.enabled:
             return "tensor_dedup is switched off"
@@ -233,8 +237,8 @@ class TensorDedupLoader(ReadingLoader):
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
         """Return the bytes of this model that a memory manager holds already.
 
-        They are no part of the engine's own memory; 0 where nothing is shared there. vLLM asks on
-        GPUs, before it looks how much memory is free.
+        They are not part of the engine's own memory; 0 if nothing is shared there. vLLM calls this
+        on GPUs, before it measures free memory.
         """
         manager = self.dedup.memory_manager
         if manager is None or self._refusal(vllm_config) is not None:
@@ -307,14 +311,14 @@ class TensorDedupLoader(ReadingLoader):
         report.skipped = skipped + report.skipped
 
     def _name(self, model_config: ModelConfig) -> str:
-        """What the user called this model."""
+        """Return the name by which the user called this model."""
         checkout = self._stored(model_config.model)
         return checkout.url if checkout is not None else str(model_config.model)
 
     def _load_trusting_hints(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
     ) -> _Loaded:
-        """Load; once more without hints when one of them turned out to be wrong."""
+        """Load the model, and once more without hints if one of them turned out to be wrong."""
         trust = self.dedup.verify == "hint"
         try:
             return self._load_shared(vllm_config, model_config, prefix, trust_hints=trust)
@@ -354,7 +358,7 @@ class TensorDedupLoader(ReadingLoader):
             )
 
     def _weights_told(self, model: nn.Module, model_config: ModelConfig) -> bool:
-        """Run the model's own loading code; return whether it told which weights it has loaded."""
+        """Run the model's own loading code; return whether it reported which weights it loaded."""
         self._tracked = False
         self.load_weights(model, model_config)
         return self._tracked
@@ -372,11 +376,11 @@ def _describe_checkpoint(report: ModelReport, path: str) -> None:
 
 
 def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:
-    """Return the bytes that the manager at `where` holds of a checkpoint; 0 if none answers.
+    """Return the bytes that the manager at `where` holds of a checkpoint, or 0 if none answers.
 
-    `device`: the UUID of the GPU whose manager, beside that one, is asked. What a fine-tune has in
-    common with others is known when it is loaded and not before, so it is missing here: it then
-    counts as the engine's own. No manager is started.
+    `device` is the UUID of the GPU whose manager, beside that one, is asked. What a fine-tune has
+    in common with others becomes known only when it is loaded, so it is missing here and counts as
+    the engine's own. No manager is started.
     """
     try:
         beside = socket_path(None if os.fspath(where) == AUTO else where)
@@ -388,10 +392,10 @@ def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str 
 
 
 def at_most(held: int, path: str, dtype: torch.dtype) -> int:
-    """Return `held`, but no more than a model of this dtype can take of a local checkpoint.
+    """Return `held`, but no more than a model of this dtype can use of a local checkpoint.
 
-    Other engines may have it in their own dtype. What an engine adds to tensors, as rows of a
-    vocabulary, is left out; so is a checkpoint that cannot be read here.
+    Other engines may hold it in their own dtype. What an engine adds to tensors, such as rows of a
+    vocabulary, is not counted. `held` is returned unchanged if the checkpoint cannot be read.
     """
     try:
         tensors = open_checkpoint(path).tensors()

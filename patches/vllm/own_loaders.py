@@ -1,7 +1,7 @@
-"""Load formats with a loader of their own in vLLM, over deferred tensors.
+"""vLLM's other loaders whose load formats are supported, over deferred tensors.
 
-Each loader here is vLLM's: only where it would open files it is handed what the load of ours that
-is under way in this thread reads from them. Without one it does what it always does.
+Each loader here is vLLM's. Where it would open files, it is given the deferred tensors of this
+package's load in progress in the same context; without one it does what it always does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _every(_name: str) -> bool:
 
 
 class _ShardedState(ShardedStateLoader):
-    """The state of each worker as it was saved: final tensors, one file or more for each rank."""
+    """The loader of states saved per worker: final tensors, in one or more files per rank."""
 
     def iterate_over_files(self, paths: Iterable[str]) -> _Tensors:
         open_files = weight_iterators.active()
@@ -39,7 +39,7 @@ class _ShardedState(ShardedStateLoader):
 
     @staticmethod
     def _filter_subtensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What vLLM's own does by address: deferred tensors have none.
+        """Do what vLLM's own method does by address, which deferred tensors do not have.
 
         Of tensors that lie in one memory the one that covers the others is kept, and of equal ones
         the first by name.
@@ -57,7 +57,7 @@ class _ShardedState(ShardedStateLoader):
 
 
 class _RunaiStreamer(RunaiModelStreamerLoader):
-    """Safetensors files; in a folder they are read like any others."""
+    """The loader of streamed safetensors files; those in a folder are read like any others."""
 
     def _get_weights_iterator(self, model_or_path: str, revision: str | None) -> _Tensors:
         open_files = weight_iterators.active()

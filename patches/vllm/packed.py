@@ -1,7 +1,7 @@
-"""Matrix products on the CPU whose weight vLLM packs into a handler: unquantised, and int8 (w8a8).
+"""CPU matrix products whose weight vLLM packs into a handler: unquantised, and int8 (w8a8).
 
-A handler cannot be mapped, hashed or written. It is shared as the object it is, inside one process,
-under a key that holds the recipe of the plain weight it was packed from. What an int8 layer has
+A handler cannot be mapped, hashed or written. It is shared as the object it is, within one process,
+under a key that includes the recipe of the plain weight it was packed from. What an int8 layer has
 beside it (scales, sums of columns) is shared tensor by tensor, in the same record.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PackedGemm(KeyedLayer):
-    """One layer whose two-dimensional weight vLLM packs for the CPU."""
+    """A layer whose two-dimensional weight vLLM packs for the CPU."""
 
     keeps_weight: bool
 
@@ -46,7 +46,7 @@ class PackedGemm(KeyedLayer):
         return self.deferred["weight"]
 
     def process(self) -> None:
-        """Take a handler packed from the same weight, or have vLLM pack it and publish that."""
+        """Reuse a handler packed from the same weight, or have vLLM pack it, and publish it."""
         reason = self.context.session.reason(self.weight)
         if reason is not None:
             self._pack_privately(reason)
@@ -54,7 +54,7 @@ class PackedGemm(KeyedLayer):
             self.share_by_key()
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """Compute the weight; a large one that is kept is read straight into shared memory."""
+        """Compute the weight; a large one that is kept is read directly into shared memory."""
         session, weight = self.context.session, self.weight
         if weight.installed or session.known(weight):
             return {}
@@ -64,7 +64,7 @@ class PackedGemm(KeyedLayer):
         return {"weight": session.make(weight)}
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the function that vLLM made of the weight, while a layer uses it."""
+        """Return the function that vLLM made of the weight, or None if no layer uses it."""
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
@@ -91,7 +91,7 @@ class PackedGemm(KeyedLayer):
         self._enter(record.opaque_bytes, record)
 
     def _follow_bias(self, record: LayerRecord) -> None:
-        """Some kernels convert the bias while packing; a layer that skips packing does it here."""
+        """Convert the bias as some kernels do while packing, for a layer that skips packing."""
         bias = getattr(self.layer, "bias", None)
         dtype = record.attributes.get("bias_dtype")
         if isinstance(bias, nn.Parameter) and dtype is not None and bias.dtype != dtype:
@@ -107,9 +107,9 @@ class PackedGemm(KeyedLayer):
             session.give_back(here)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process as vLLM does, from borrowed memory where the plain weight is dropped anyway.
+        """Process as vLLM does, from scratch memory if the plain weight is dropped anyway.
 
-        Or take what was packed from equal bytes that came about in another way.
+        If equal bytes with another recipe have been packed already, that result is reused instead.
         """
         lent = made.get("weight")
         session, weight = self.context.session, self.weight
@@ -131,7 +131,7 @@ class PackedGemm(KeyedLayer):
             session.give_back(here)
 
     def _reuse_equal(self, key: LayerKey, content: LayerKey, made: ScratchTensor | None) -> bool:
-        """Use what was packed from the same bytes by another recipe, if there is such a thing."""
+        """Use what was packed from the same bytes by another recipe; return whether it exists."""
         session = self.context.session
         if session.config.verifies_bytes:
             return False  # the bytes of a packed weight are nowhere to be compared with
@@ -151,7 +151,7 @@ class PackedGemm(KeyedLayer):
         return True
 
     def _publish(self, key: LayerKey, content: LayerKey, plain: str) -> None:
-        """Enter what was packed just now, by the recipe of its bytes and by the bytes."""
+        """Register what was packed just now, by the recipe of its bytes and by the bytes."""
         session, weight, layer = self.context.session, self.weight, self.layer
         packed, unpacked = packed_linear(layer), unpacked_linear(layer)
         linear = packed or unpacked
@@ -175,7 +175,7 @@ class PackedGemm(KeyedLayer):
         setattr(linear, RECORD, record)
 
     def _process_borrowed(self, here: ScratchTensor) -> None:
-        """Process from borrowed memory; a kernel that kept some of it keeps the block."""
+        """Process from scratch memory; if a kernel kept some of it, the block is not reused."""
         weight, layer = self.weight, self.layer
         replace_data(weight.parameter, here.tensor)
         self.original(layer)
@@ -201,7 +201,7 @@ class PackedGemm(KeyedLayer):
             self._enter(nbytes)
 
     def _enter(self, nbytes: int, record: LayerRecord | None = None) -> None:
-        """Account for the packed form: that of a record found, or one made now."""
+        """Account for the packed form: of a record that was found, or made now."""
         self.context.session.enter(
             self.weight.name, nbytes, record, made=record is None, sources=self.weight.sources
         )
@@ -209,21 +209,21 @@ class PackedGemm(KeyedLayer):
 
 @dataclass(slots=True)
 class ScaledGemm(KeyedLayer):
-    """One layer whose int8 weight vLLM may pack for oneDNN."""
+    """A layer whose int8 weight vLLM may pack for oneDNN."""
 
     @property
     def _weight(self) -> DeferredParameter:
         return self.deferred["weight"]
 
     def process(self) -> None:
-        """Take the handler and the scales of a layer processed alike, or pack and publish."""
+        """Reuse the handler and the scales of a layer processed alike, or pack and publish."""
         if self.context.updated:  # written later, scales must reach this layer's handler alone
             self._pack(None, {})
         else:
             self.share_by_key()
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the handler that the weight was packed into, while a layer uses it."""
+        """Return the handler that the weight was packed into, or None if no layer uses it."""
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
@@ -232,7 +232,7 @@ class ScaledGemm(KeyedLayer):
         self._pack(None, made)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Have vLLM pack the weight, share what is beside it and publish both."""
+        """Have vLLM pack the weight, share what is beside it, and publish both."""
         self._pack(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
@@ -251,7 +251,7 @@ class ScaledGemm(KeyedLayer):
         session.enter(weight.name, record.opaque_bytes, record, made=False, sources=weight.sources)
 
     def _audit(self, record: LayerRecord) -> None:
-        """A packed weight cannot be compared; what it was packed from can."""
+        """Compare what the weight was packed from, because a packed weight cannot be compared."""
         weight = self._weight
         plain = weight.parameter.detach()
         if self.context.session.content_digest(weight, plain, trusted=False) != record.plain_name:

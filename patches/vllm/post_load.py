@@ -51,10 +51,10 @@ def weights_of(model_config: ModelConfig) -> str:
 
 @functools.cache
 def install() -> None:
-    """Keep the requested format where a plug-in puts its own in its place. Idempotent.
+    """Keep the requested format where a plug-in replaces it by its own. Idempotent.
 
-    The plug-in for bitsandbytes does so after the arguments are made, and our settings, which are
-    still there, would be passed over without a word.
+    The plug-in for bitsandbytes does so after the arguments are built, and this package's settings,
+    which are still there, would be ignored silently.
     """
     original: Callable[[LoadConfig], Any] = model_loader.get_model_loader
 
@@ -86,8 +86,8 @@ def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by residents with equal bytes, module by module.
 
-    It was loaded under `scales_kept`: what its handlers hold is left as it is.
-    `total`: the bytes of the model in all its forms; what is no parameter is entered as private.
+    The model was loaded under `scales_kept`; what its handlers hold is left as it is. `total` is
+    the size of the model in all its forms, in bytes; what is no parameter is entered as private.
     """
     overwritten = {id(parameter) for parameter in eplb_parameters(model)}
     seen: set[int] = set()

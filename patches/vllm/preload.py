@@ -1,11 +1,12 @@
-"""Build a model's final tensors in a memory manager, before anybody asks for them, and end.
+"""Build a model's final tensors in a memory manager before they are needed, and exit.
 
-python -m tensor_dedup.patches.vllm.preload --socket SOCKET [--engine-args JSON] CHECKPOINT
+    python -m tensor_dedup.patches.vllm.preload --socket SOCKET [--engine-args JSON] CHECKPOINT
 
-Runs as a process of its own: the manager never runs models. The engine is made as one of this
-environment is, below this process unless VLLM_ENABLE_V1_MULTIPROCESSING is 0: there vLLM computes
-with another number of threads, and layer keys name that. What it built stays pinned under the
-checkpoint's name until `tensor-dedup unpin`. Exit status 1 when anything could not be lent.
+This runs as a process of its own, because the manager never runs models. The engine is one of this
+environment, in a child process unless VLLM_ENABLE_V1_MULTIPROCESSING is 0: in that case vLLM
+computes with another number of threads, which layer keys include. What it built stays pinned under
+the checkpoint's name until `tensor-dedup unpin`. The exit status is 1 if anything could not be
+lent.
 """
 
 import json

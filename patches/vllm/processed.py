@@ -1,4 +1,4 @@
-"""Layers that vLLM has processed: what is left of them is shared by content, or by a record.
+"""Layers that vLLM has processed, whose parameters are shared by content or by a record.
 
 Processing replaces parameters, renames them, adds some and drops others. What counts is what the
 layer has afterwards. `LayerContext` is the load as its layers see it.
@@ -48,7 +48,7 @@ Final = tuple[str, str, nn.Parameter]  # name, label, object
 class LayerContext:
     """One load as its layers see it.
 
-    `deferred` is by id of the parameter. With `updated`, somebody may write weights in place later
+    `deferred` is by id of the parameter. `updated` tells that weights may be written in place later
     (`weight_transfer_config`).
     """
 
@@ -69,7 +69,7 @@ class LayerContext:
         return found
 
     def done(self, each: DeferredParameter) -> None:
-        """Note that a parameter has its memory, and let go of what only it needed."""
+        """Record that a parameter has its memory, and free what only it needed."""
         if not each.installed:
             each.installed = True
             if each.view is not None:
@@ -83,7 +83,7 @@ class LayerContext:
     ) -> LayerKey:
         """Return the layer's key, before processing changes the layer. All digests must be known.
 
-        `content`: the digest of the only parameter's bytes, in place of its recipe.
+        `content` is the digest of the only parameter's bytes, used in place of its recipe.
         """
         return LayerKey.of(
             self.process,
@@ -114,7 +114,7 @@ class LayerContext:
     ) -> str | None:
         """Return why verify_bytes forbids the use of a record, or None.
 
-        Its sources are other bytes, or cannot be compared any more.
+        Either its sources have other bytes, or they cannot be compared any more.
         """
         if not self.session.config.verifies_bytes:
             return None
@@ -132,7 +132,7 @@ class LayerContext:
 
 
 def _described(part: object) -> list[Any] | None:
-    """The class of a layer's scheme or kernel, and what decides how it processes weights."""
+    """Return the class of a layer's scheme or kernel, and what decides how it processes weights."""
     return None if part is None else [class_name(part), attributes(part)]
 
 
@@ -143,10 +143,10 @@ def _bias(layer: nn.Module) -> str | None:
 
 @dataclass(slots=True)
 class KeyedLayer(ABC):
-    """One layer that is shared by layer key. `deferred`: its parameters without memory.
+    """A layer that is shared by layer key; `deferred` are its parameters without memory.
 
-    `share_by_key` is the order that all kinds of layers have in common. A kind says what its
-    processed form is, and how that is reused and built.
+    `share_by_key` is the sequence that all kinds of layers have in common. A subclass defines what
+    its processed form is, and how that is reused and built.
     """
 
     context: LayerContext
@@ -155,7 +155,7 @@ class KeyedLayer(ABC):
     deferred: Deferred
 
     def share_by_key(self) -> None:
-        """Reuse what was processed under the same key, or process the layer and publish that."""
+        """Reuse what was processed under the same key, or process the layer and publish it."""
         made = self.compute_unknown()
         key = self.context.key(self.layer, self.deferred)
         found = registry.lookup_record(key.digest)
@@ -171,7 +171,7 @@ class KeyedLayer(ABC):
             self.context.session.give_back(each)
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """Compute the layer's tensors when a digest that its key needs is not known yet."""
+        """Compute the layer's tensors if a digest that its key needs is not known yet."""
         session = self.context.session
         if all(session.known(each) for each in self.deferred.values()):
             return {}
@@ -179,7 +179,7 @@ class KeyedLayer(ABC):
 
     @abstractmethod
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the processed form that a record leads to, or None when it is gone."""
+        """Return the processed form that a record leads to, or None if it is gone."""
 
     @abstractmethod
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
@@ -196,7 +196,7 @@ class KeyedLayer(ABC):
 
 @dataclass(slots=True)
 class ProcessedLayer:
-    """One layer whose processing is vLLM's own. `deferred`: its parameters without memory."""
+    """A layer that vLLM itself processes; `deferred` are its parameters without memory."""
 
     context: LayerContext
     layer: nn.Module
@@ -210,9 +210,9 @@ class ProcessedLayer:
         self._path = first.name.rpartition(".")[0]
 
     def materialise(self, made: dict[str, ScratchTensor]) -> None:
-        """Give each parameter memory of its own: processing may keep any part of it.
+        """Give each parameter memory of its own, because processing may keep any part of it.
 
-        What `made` brings is given back, and taken out, as soon as it is copied.
+        What `made` holds is given back, and removed from it, as soon as it is copied.
         """
         session = self.context.session
         for name, each in self.deferred.items():
@@ -230,7 +230,7 @@ class ProcessedLayer:
             self.context.done(each)
 
     def process(self, original: Original) -> None:
-        """Process as vLLM does, and let go of the parameters that it put others in place of."""
+        """Process as vLLM does, and release the parameters that it replaced."""
         mine = {id(each.parameter) for each in self.deferred.values()}
         self._others = [p for _, p in self._parameters() if id(p) not in mine]
         with scales_kept() as self._kept:
@@ -244,9 +244,9 @@ class ProcessedLayer:
                 each.parameter = nn.Parameter(torch.empty(0), False) if now is None else now
 
     def share(self, record: LayerRecord | None = None) -> None:
-        """Replace what the layer has by residents with equal bytes; enter them into `record`.
+        """Replace the layer's parameters by residents with equal bytes; enter them into `record`.
 
-        That happens slab by slab, so that the layer is never in memory twice.
+        This happens slab by slab, so that the layer is never in memory twice.
         """
         finals = self._finals()
         for group in slabs([parameter.nbytes for _, _, parameter in finals]):
@@ -272,7 +272,11 @@ class ProcessedLayer:
         return len(record.residents) == len(self._parameters())
 
     def audit(self, record: LayerRecord) -> None:
-        """Compare the layer, just processed from its checkpoint, with the shared one."""
+        """Compare the layer, just processed from its checkpoint, with the shared one.
+
+        Raises:
+            AuditError: A parameter differs.
+        """
         for name, (resident, _) in record.residents.items():
             rebuilt = self.layer._parameters.get(name)
             if rebuilt is None or not same_bytes(rebuilt.detach(), resident.map()):
@@ -330,7 +334,7 @@ class ProcessedLayer:
     ) -> str | None:
         """Return why a processed parameter stays private, or None.
 
-        One that processing made may follow from any that the layer had.
+        A parameter that processing created may follow from any that the layer had.
         """
         of = self.deferred.values() if each is None else (each,)
         reason = next((r for one in of if (r := self.context.session.reason(one))), None)
@@ -349,7 +353,7 @@ class ProcessedLayer:
         return [] if each is None else each.sources
 
     def _deferred_of(self, parameter: nn.Parameter) -> DeferredParameter | None:
-        """The one that this is now, under its name or another."""
+        """Return the deferred parameter that this is now, under its name or another, or None."""
         return next((e for e in self.deferred.values() if e.parameter is parameter), None)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:

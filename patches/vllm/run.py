@@ -1,10 +1,10 @@
-"""One load of one vLLM model: from open files to the report.
+"""One load of one vLLM model, from open files to the report.
 
 On a GPU the model is built without its weights there, so that a model fits whose weights are
-resident already. Constructors run under the GPU as torch's default device, so buffers and tables
-are computed there as in plain loading. Only parameters leave it, each when it is registered: at no
-time is more than one of them on the GPU. What a constructor left in a parameter goes along, unless
-nobody can have written to that memory.
+resident already. Constructors run with the GPU as torch's default device, so buffers and tables are
+computed there as in plain loading. Only parameters are moved to the host, each when it is
+registered, so that no more than one of them is on the GPU at any time. Their content is moved too,
+unless nothing can have written to that memory.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def load(
     """Load a model that shares what others have; return it with its report.
 
     `create` builds the module tree. `load_weights` runs the model's own loading code and returns
-    whether that told which weights it has loaded.
+    whether that reported which weights it has loaded.
 
     Raises:
         UnsupportedError: The model has to be loaded plainly; `vllm_config` may have changed.
@@ -136,12 +136,12 @@ class LoadRun:
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
         evaluator = Evaluator(reader, scratch)
-        provider = _home(config, name, gpu)
+        provider = _provider_for(config, name, gpu)
         self._gpu = gpu
         self.session = LoadSession(config, reader, scratch, evaluator, provider)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
-        self.untouched = UninitialisedStorages()
+        self.uninitialised = UninitialisedStorages()
         self._config = config
         self._model_dtype = model_dtype
         self._opening = opening
@@ -177,16 +177,19 @@ class LoadRun:
             release_memory()  # blocks of the heap, under what will stay
 
     def build(self, create: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-        """Build the module tree on `device`, its parameters in host memory."""
-        with device, parameters_on_host(device, self.untouched), self.untouched.watching():
+        """Build the module tree on `device`, with its parameters in host memory."""
+        with device, parameters_on_host(device, self.uninitialised), self.uninitialised.watching():
             return create()
 
     def trace(
         self, model: nn.Module, load_weights: Callable[[nn.Module], bool], *, updated: bool
     ) -> bool:
-        """Run the model's loading code over deferred tensors, and settle what there is to do.
+        """Run the model's loading code on deferred tensors, and prepare the sharing.
 
-        Returns what `load_weights` does. `updated`: as `LayerContext` says.
+        Returns what `load_weights` returns. `updated` is that of `LayerContext`.
+
+        Raises:
+            UntraceableError: The loading code cannot be deferred.
         """
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
@@ -208,7 +211,7 @@ class LoadRun:
     def defer(self, model: nn.Module) -> None:
         """Make the parameters of `model` deferred tensors."""
         self._without_memory = {id(p) for p in model.parameters() if p.is_meta}
-        self._without_content = {id(p) for p in model.parameters() if self.untouched.holds(p)}
+        self._without_content = {id(p) for p in model.parameters() if self.uninitialised.holds(p)}
         self._deferred = defer(model, self.tracer)
 
     def open_files(
@@ -243,7 +246,7 @@ class LoadRun:
         return file
 
     def conclude(self, model: nn.Module, *, updated: bool = False) -> None:
-        """Settle, after tracing, what there is to do. `updated`: as `LayerContext` says."""
+        """Determine, after tracing, what is to be shared. `updated` is that of `LayerContext`."""
         session = self.session
         conclude(model, self._deferred, self.tracer)
         settle_strays(
@@ -265,7 +268,11 @@ class LoadRun:
         )
 
     def require_filled(self, path: str) -> None:
-        """Raise IncompleteCheckpointError where a parameter would keep what memory held before."""
+        """Check that no parameter would keep uninitialised memory.
+
+        Raises:
+            IncompleteCheckpointError: No tensor of the checkpoint fills some parameters.
+        """
         lacking = [
             (each.name, missing)
             for key, each in self._deferred.items()
@@ -277,7 +284,7 @@ class LoadRun:
 
     @contextmanager
     def layers_taken_over(self, model: nn.Module) -> Iterator[None]:
-        """Lead every layer's processing here, by an attribute that shadows its method's own."""
+        """Redirect every layer's processing here, by an attribute that shadows its method's own."""
         processor = self._processor
         assert processor is not None
         hooked: list[QuantizeMethodBase] = []
@@ -294,10 +301,10 @@ class LoadRun:
                 vars(method).pop(_PROCESS, None)
 
     def find_residents(self, model: nn.Module) -> None:
-        """Look up at once the residents of all parameters that are shared as they were loaded.
+        """Look up, in one batch, the residents of all parameters that are shared as loaded.
 
-        The final bytes of other layers are known only when they are processed. Whatever digests
-        are not known yet is looked up later, layer by layer.
+        The final bytes of other layers are known only after processing. Parameters whose digests
+        are not known yet are looked up later, layer by layer.
         """
         parameters = self._outside_layers(model)
         if not self._packed:
@@ -323,9 +330,9 @@ class LoadRun:
         return [each for key, each in outside.items() if key not in inside]
 
     def share_constant_layers(self, model: nn.Module) -> None:
-        """On a GPU: share at once the parameters of layers whose processing leaves them alone.
+        """Share, on a GPU, the parameters of all layers whose processing leaves them alone.
 
-        They then fill slabs; one for each layer would leave half a handle empty in each.
+        Together they fill slabs; a slab per layer would leave half of each handle empty.
         """
         if self._gpu is not None:
             self.session.share(self._of_constant_layers(model))
@@ -341,14 +348,18 @@ class LoadRun:
         return list(unique.values())
 
     def bring_the_rest(self, model: nn.Module) -> None:
-        """Move parameters that loading code made itself to the device of the model."""
+        """Move parameters that loading code created itself to the device of the model."""
         if self._gpu is not None:
             for parameter in model.parameters():
                 if not parameter.is_meta and parameter.device.type != self._gpu.device.type:
                     replace_data(parameter, self.session.provider.private(parameter.detach()))
 
     def share_left_over(self, model: nn.Module) -> None:
-        """Share the parameters that no layer's processing asked for."""
+        """Share the parameters that no layer's processing covered.
+
+        Raises:
+            UntraceableError: A parameter was left without content.
+        """
         remaining = [p for p in model.parameters() if p.is_meta and id(p) in self._deferred]
         self.session.share([self._deferred[id(p)] for p in remaining])
         for name, parameter in model.named_parameters():
@@ -395,15 +406,15 @@ class LoadRun:
         return self._equal_values(a.view, b.view)
 
     def _equal_values(self, a: View, b: View) -> bool:
-        """Compare as vLLM does."""
+        """Return whether the values are equal, compared as vLLM does."""
         return torch.equal(self.session.evaluator.value(a), self.session.evaluator.value(b))
 
     def finish(self) -> None:
-        """Check that no file changed, and remember what was hashed.
+        """Check that no file changed, and record what was hashed as hints.
 
         Raises:
             ChangedFileError: A file is not what it was when it was opened.
-            UntraceableError: Somebody still holds a deferred tensor, which has no content.
+            UntraceableError: Something still holds a deferred tensor, which has no content.
         """
         self._deferred.clear()
         self.session.ahead.close()
@@ -435,13 +446,13 @@ class LoadRun:
         return report
 
     def say_not_lent(self, report: ModelReport) -> None:
-        """Enter why a memory manager that was asked for was not used for all, if so."""
+        """Enter why a requested memory manager does not hold everything, if so."""
         reason = self.session.provider.not_lent
         if reason is not None:
             report.skipped.append((BETWEEN_PROCESSES, reason))
 
 
-def _home(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> ResidentProvider:
+def _provider_for(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> ResidentProvider:
     if gpu is not None:
         return GpuProvider(gpu, device_manager_residents(config.memory_manager, name, gpu.gpu))
     return host_provider_for(config.memory_manager, name)
@@ -456,10 +467,10 @@ def _dtype(source: SourceTensor) -> torch.dtype:
 
 @contextmanager
 def restored_on_failure(vllm_config: VllmConfig) -> Iterator[None]:
-    """Put vLLM's configuration and the random generators back when the block fails.
+    """Restore vLLM's configuration and the random generators if the block fails.
 
-    vLLM enters each attention and MoE layer in the configuration when it is made, and refuses a
-    second one of that name; constructors draw random numbers.
+    vLLM registers each attention and MoE layer in the configuration when it is created, and refuses
+    a second one of that name; constructors draw random numbers.
     """
     compilation = vllm_config.compilation_config
     layers = dict(compilation.static_forward_context)
@@ -483,12 +494,14 @@ def _counted_ops(compilation: CompilationConfig) -> tuple[Counter[str], Counter[
 
 
 @contextmanager
-def parameters_on_host(device: torch.device, untouched: UninitialisedStorages) -> Iterator[None]:
+def parameters_on_host(
+    device: torch.device, uninitialised: UninitialisedStorages
+) -> Iterator[None]:
     """Keep in host memory the parameters that modules register on `device` within the block.
 
-    This concerns modules that the calling thread makes; for the CPU nothing is done. `untouched`
-    has to watch meanwhile: what it holds is not copied, and host memory that nobody has touched
-    takes none.
+    This concerns modules that the calling thread creates; for the CPU nothing is done.
+    `uninitialised` has to watch meanwhile: the content of its storages is not copied, and untouched
+    host memory takes none.
     """
     if device.type == "cpu":
         yield
@@ -499,7 +512,7 @@ def parameters_on_host(device: torch.device, untouched: UninitialisedStorages) -
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         here = threading.get_ident() == thread
         if here and param is not None and param.device.type == device.type:
-            param.data = _on_host(param, untouched)
+            param.data = _on_host(param, uninitialised)
         original(self, name, param)
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
@@ -509,9 +522,9 @@ def parameters_on_host(device: torch.device, untouched: UninitialisedStorages) -
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _on_host(parameter: nn.Parameter, untouched: UninitialisedStorages) -> torch.Tensor:
+def _on_host(parameter: nn.Parameter, uninitialised: UninitialisedStorages) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
-        as_it_is = parameter.is_meta or untouched.holds(parameter)
+        as_it_is = parameter.is_meta or uninitialised.holds(parameter)
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         host = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="cpu")
         if not as_it_is:

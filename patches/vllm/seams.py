@@ -1,7 +1,7 @@
-"""Every name of vLLM that is wrapped, overridden or depended on, and what is done when it changed.
+"""Every name of vLLM that is wrapped, overridden or relied on, and the effect if it has changed.
 
-The table holds what was recorded; `check` compares it with the vLLM that is installed. Nothing of
-vllm or torch is imported before that.
+The table holds what was recorded; `check` compares it with the installed vLLM. Neither vllm nor
+torch is imported before that.
 """
 
 import functools
@@ -43,7 +43,7 @@ WITHOUT: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class VllmSeam(Seam):
-    """A name of vLLM, of one of the parts that have a sentence in `WITHOUT`."""
+    """A name of vLLM that belongs to one of the parts with a sentence in `WITHOUT`."""
 
     framework: ClassVar[str] = "vLLM "
 
@@ -533,7 +533,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
 def check(*parts: Part) -> tuple[Mismatch, ...]:
     """Compare the installed vLLM with these parts of the table, or all. Imports what it checks.
 
-    Never raises for a vLLM that is different; a module or name that is gone is a mismatch.
+    A vLLM that differs raises no error; a module or name that is gone is a mismatch.
     """
     chosen = (seam for seam in SEAMS if not parts or seam.part in parts)
     return tuple(found for seam in chosen if (found := compare(seam)) is not None)
@@ -541,13 +541,13 @@ def check(*parts: Part) -> tuple[Mismatch, ...]:
 
 @functools.cache
 def why_not(*parts: Part) -> str | None:
-    """Why these parts cannot be used with the installed vLLM, or None. Thread-safe."""
+    """Return why these parts cannot be used with the installed vLLM, or None. Thread-safe."""
     return _reason(*parts)
 
 
 @functools.cache
 def usable(part: Part) -> bool:
-    """Whether one part of the table matches; otherwise logged once in this process. Thread-safe."""
+    """Return whether a part of the table matches; log a mismatch once per process. Thread-safe."""
     reason = _reason(part)
     if reason is not None:
         logger.warning("%s", reason)

@@ -1,4 +1,4 @@
-"""`store://NAME` where vLLM takes a model: made a folder before vLLM looks at it.
+"""Resolution of `store://NAME` as a model of vLLM, to a folder before vLLM looks at it.
 
 Nothing here imports vllm.
 """
@@ -18,18 +18,18 @@ _Engine = Callable[..., Any]
 
 
 def is_url(model: object) -> bool:
-    """Whether a model argument names a stored checkpoint."""
+    """Return whether a model argument names a stored checkpoint."""
     return isinstance(model, str) and model.startswith(SCHEME)
 
 
 def resolve(arguments: MutableMapping[str, Any]) -> None:
-    """Replace `store://NAME` among engine arguments by a folder, and say where its tensors are.
+    """Replace `store://NAME` in engine arguments by a folder, and add where its tensors are.
 
-    The arguments are already those of a load of ours.
+    The arguments are already those of a load of this package.
 
     Raises:
         StoreError: There is no such checkpoint.
-        UnsupportedError: It is nothing an engine can load.
+        UnsupportedError: No engine can load the checkpoint.
     """
     url = arguments["model"]
     extra: Mapping[str, Any] = arguments["model_loader_extra_config"]
@@ -47,10 +47,10 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
 
 
 def make_unresolved(original: Callable[..., None], engine_args: Any, given: BoundArguments) -> None:
-    """Make engine arguments that nobody may build an engine of (`refuse_unresolved`).
+    """Create engine arguments for a stored checkpoint from which no engine may be created.
 
-    vLLM makes such to see which arguments are not the defaults, from the model's name alone; with
-    HF_HUB_OFFLINE it would look that name up.
+    vLLM creates such arguments from the model's name alone, to see which differ from the defaults;
+    with HF_HUB_OFFLINE it would look that name up. `refuse_unresolved` refuses engines of them.
     """
     url = given.arguments["model"]
     given.arguments["model"] = os.curdir
@@ -59,7 +59,7 @@ def make_unresolved(original: Callable[..., None], engine_args: Any, given: Boun
 
 
 def refuse_unresolved(original: _Engine) -> _Engine:
-    """Wrap EngineArgs.create_engine_config: a stored checkpoint is loaded by this package only."""
+    """Wrap EngineArgs.create_engine_config, so that only this package loads stored checkpoints."""
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:

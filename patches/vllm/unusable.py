@@ -1,6 +1,6 @@
-"""The load format in a vLLM that is not the one we know: every model is loaded plainly.
+"""The load format in an unknown version of vLLM, where every model is loaded plainly.
 
-It overrides nothing that reads weights: what changed may be just what an override relies on.
+It overrides nothing that reads weights, because the change may be just what an override relies on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def plain_loader(reason: str) -> type[DefaultModelLoader]:
-    """Return a loader class that reads as vLLM does and says why nothing is shared."""
+    """Return a loader class that reads as vLLM does and logs why nothing is shared."""
 
     class PlainLoader(DefaultModelLoader):
         def __init__(self, load_config: LoadConfig) -> None:
@@ -58,7 +58,7 @@ def plain_loader(reason: str) -> type[DefaultModelLoader]:
 
 
 def _model_name(given: list[Any]) -> str:
-    """The model's path or name, of whichever argument has one: only a report needs it."""
+    """Return the model's path or name, from whichever argument has one: only a report needs it."""
     names = (getattr(each, "model", None) for each in given)
     return next((name for name in names if isinstance(name, str)), "a model")
 

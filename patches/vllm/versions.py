@@ -1,6 +1,6 @@
-"""Names that newer versions of vLLM have and older ones lack, and what stands for them there.
+"""Names that newer versions of vLLM have and older ones lack, and their substitutes.
 
-`seams` says of each since when it was seen, and what a load does without it.
+`seams` records since which version each was seen, and what a load does without it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ KEEP_PLAIN = "_cpu_skip_gemm_dispatch"
 
 @functools.cache
 def install() -> None:
-    """Make vLLM honour KEEP_PLAIN, or a reload would pack a weight that is shared plain.
+    """Make vLLM honour KEEP_PLAIN, so that a reload does not pack a weight that is shared plain.
 
-    Once a process.
+    Takes effect once per process; further calls do nothing.
     """
     if KEEP_PLAIN not in UnquantizedLinearMethod.process_weights_after_loading.__code__.co_consts:
         original = layer_utils.dispatch_cpu_unquantized_gemm

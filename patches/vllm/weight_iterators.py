@@ -1,7 +1,7 @@
-"""vLLM's weight iterators, answered with deferred tensors while one of our loads is under way.
+"""vLLM's weight iterators, which yield deferred tensors during a load of this package.
 
 The names replaced are those that `DefaultModelLoader` calls once it has chosen, filtered and
-downloaded the files, so all of that stays vLLM's. Without a load of ours in the same thread the
+downloaded the files, so all of that remains vLLM's. Without such a load in the same context the
 originals run: a reload, another loader and another thread see no difference. The tensors of a
 stored checkpoint, which has no files of weights, come from `stored_tensors`.
 """
@@ -47,7 +47,7 @@ _OTHERS = (
 
 @contextmanager
 def deferring(open_files: OpenFiles) -> Iterator[None]:
-    """Let the iterators yield what `open_files(paths, wanted)` does within the block."""
+    """Make the iterators yield what `open_files(paths, wanted)` yields within the block."""
     token = _active.set(open_files)
     try:
         yield
@@ -96,7 +96,7 @@ def _threaded(
 def _pickled(
     original: Callable[..., Any], hf_weights_files: list[str], *args: Any, **kwargs: Any
 ) -> Any:
-    """Files of torch.save: vLLM reads them as they come, and gives the tensors of all of them."""
+    """Read files of torch.save in the order given, as vLLM does, and yield all of their tensors."""
     open_files = _active.get()
     if open_files is None:
         return original(hf_weights_files, *args, **kwargs)
@@ -126,7 +126,7 @@ REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
 
 @functools.cache
 def install() -> None:
-    """Put the wrappers in place, once a process, for the names that this vLLM has."""
+    """Install the wrappers, for the names that this vLLM has. Idempotent."""
     for name, replacement in REPLACEMENTS.items():
         original = getattr(default_loader, name, None)
         if original is not None:
@@ -142,7 +142,7 @@ def stored_tensors(
     subfolder: str | None,
     patterns: Sequence[str] | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every wanted tensor by name: deferred for a load of ours, else read from the store."""
+    """Yield every wanted tensor by name, deferred during a load, otherwise read from the store."""
     paths = in_order(_paths(checkout, subfolder, patterns))
     open_files = active()
     if open_files is not None:

@@ -1,7 +1,8 @@
-"""What writes weights of a running engine: shared memory is taken out of its way first.
+"""Private memory for a running engine's weights, before anything writes them.
 
-Copy-on-write already keeps neighbours safe. But a model that overwrites all its weights would hold
-its own pages and, through its mappings, the shared ones behind them too, for as long as it lives.
+Copy-on-write already keeps other models safe. But a model that overwrites all its weights would
+hold its own pages and, through its mappings, the shared ones behind them too, for as long as it
+lives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _UPDATES = ("update_weights", "finish_weight_update")
 
 @functools.cache
 def install() -> None:
-    """Wrap what writes weights, loaded already or later. Once a process."""
+    """Wrap the functions that write weights, imported already or later. Idempotent."""
     for name in _RUNNERS:
         wrapt.when_imported(name)(_patch)
     if usable("updates"):
@@ -80,10 +81,10 @@ def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _keeping_scales(*models: nn.Module) -> Iterator[None]:
-    """While layers may be packed anew: an int8 kernel is told where its scales are, once.
+    """Keep the memory of int8 scales while layers may be packed anew.
 
-    vLLM then copies them to where the former ones were, and drops these: without this, a reloaded
-    model computes with whatever comes to lie there.
+    An int8 kernel is told once where its scales are. vLLM then copies them to where the former ones
+    were, and drops these: without this, a reloaded model computes with whatever comes to lie there.
     """
     layers = [module for model in models for module in model.modules()]
     if any(hasattr(layer, "quant_method") and packs_int8(layer) for layer in layers):
@@ -101,7 +102,7 @@ def _models(worker: Any) -> list[nn.Module]:
 
 
 def _let_go(model: nn.Module) -> None:
-    """It only saves memory, so an update that is done does not fail for want of it."""
+    """Release memory behind written weights; a failure, which only costs memory, is logged."""
     try:
         let_go_of_written(model)
     except SharedMemoryError as error:
