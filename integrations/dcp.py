@@ -373,9 +373,10 @@ def _bytes_name(index: MetadataIndex) -> str:
 
 
 def _to_json(metadata: Metadata, shards: Mapping[str, bool]) -> bytes:
-    """Encode the metadata; `shards` says which tensors were written as shards.
+    """Encode the metadata; `shards` tells which tensors were written as shards.
 
-    Raises `UnsupportedError` if a custom planner keeps data there that are not paths.
+    Raises:
+        UnsupportedError: A custom planner keeps data there other than paths.
     """
     parts = {
         name: _of_tensor(held, shards.get(name, False))

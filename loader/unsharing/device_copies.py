@@ -63,8 +63,7 @@ class DeviceCopies:
         return None if found is None else found.tensor()
 
     def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
-        """Register a tensor under a key that the caller vouches for; return whether it was
-        possible.
+        """Register a tensor under a key that the caller vouches for; return whether it fits.
 
         It must cover its whole storage and have the key's geometry.
         """

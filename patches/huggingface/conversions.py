@@ -266,9 +266,7 @@ class Conversion:
             self._comes_back_to.update(() if resident is None else (resident,))
 
     def _target(self, tensor: torch.Tensor) -> _Form:
-        """Return the device and dtype that the function gives such a tensor, found with an empty
-        one.
-        """
+        """Return the device and dtype that the function gives such a tensor."""
         form = tensor.device, tensor.dtype  # a model may be on several devices
         found = self._targets.get(form)
         if found is None:

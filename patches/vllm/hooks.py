@@ -1,4 +1,4 @@
-"""Patching of vLLM's modules as soon as they are imported, whoever imports them in which order."""
+"""Patching of vLLM's modules as soon as they are imported, by any importer and in any order."""
 
 import importlib
 import sys
