@@ -108,7 +108,7 @@ class MemfdBackend:
             return leaf_digests(piece)
 
     def reclaim(self, fd: int, nbytes: int) -> MemfdSlab:
-        """Implement `Backend._hash`."""
+        """Implement `Backend.reclaim`."""
         slab = MemfdSlab(fd, nbytes)
         if not _is_ours(fd) or _seals(fd) & _ALL_SEALS != _ALL_SEALS:
             raise NotSealedError("the descriptor is no sealed memory file of tensor-dedup")

@@ -1,4 +1,4 @@
-"""Training checkpoints in the store: every step of every run, at the price of what changed.
+"""Training checkpoints in the store: every step of every run, at the cost of what changed.
 
     from tensor_dedup.store.checkpoints import CheckpointStore
 
@@ -6,7 +6,7 @@
         run.save(model, step=epoch, metrics={"val_loss": loss})
         model = run.load(run.best("val_loss"), original=model)
 
-A step is a checkpoint of the store like any other, named RUN@STEP.
+A step is an ordinary checkpoint of the store, named RUN@STEP.
 """
 
 from tensor_dedup.store.checkpoints.background import PendingSave

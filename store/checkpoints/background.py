@@ -1,4 +1,4 @@
-"""Saving in the background: the training thread stops only while a step is captured, if at all.
+"""Saving in the background: the training thread waits only while a step is captured, if at all.
 
     save_async     waits for its turn, takes the model apart, copies what is small or could change
                    unnoticed and starts on the rest; waits for that too, unless an optimizer is
@@ -7,11 +7,11 @@
     a thread       captures what is left, hashes, encodes, writes and commits; it ends with its save
 
 Steps are committed in the order in which they were saved. An error of a save is raised by the next
-call. The thread is not a daemon, so a program ends when its steps are durable; and no thread is
-ever idle, so there is nothing to shut down at exit and nothing to lose in a fork.
+call. The thread is not a daemon, so a program exits only when its steps are durable; and no thread
+is ever idle, so there is nothing to shut down at exit and nothing to lose in a fork.
 
-Python's threads take turns of 5 ms. So the thread of a save is started first, and waits: a thread
-that starts or works while the training thread has something to do holds it up for that long.
+Python's threads switch every 5 ms. So the thread of a save is started first, and waits: a thread
+that starts or works while the training thread is busy delays it by that time.
 """
 
 import logging
@@ -50,7 +50,7 @@ _HELPERS = 4
 
 @dataclass(frozen=True, slots=True)
 class ExtractedStep:
-    """A step as an adapter took it apart. Its values may be the memory of the model."""
+    """A step as an adapter took it apart. Its values may share the model's memory."""
 
     notes: Notes
     values: "Mapping[str, Value]"
@@ -59,7 +59,7 @@ class ExtractedStep:
 
 @dataclass(slots=True)
 class Times:
-    """The seconds that the phases of one save took.
+    """The durations in seconds of the phases of one save.
 
     `metadata` is for taking the model apart and copying what is small, in the training thread;
     `copy` for capturing the rest; `write` for committing, never in the training thread.
@@ -103,10 +103,10 @@ class PendingSave:
         return self._done.is_set()
 
     def wait(self) -> Saved:
-        """Return when the step is committed and durable.
+        """Wait until the step is committed and durable; return what was saved.
 
         Raises:
-            StoreError: what the save failed with.
+            StoreError: the save failed, with this error.
             ForkedSaveError: this process was forked after the save had begun.
         """
         self.finish()
@@ -117,11 +117,11 @@ class PendingSave:
 
     @property
     def failed(self) -> StoreError | None:
-        """What the save failed with; None while it runs, and when it succeeded."""
+        """Return the error of the save, or None while it runs or if it succeeded."""
         return self._error if self._done.is_set() else None
 
     def hurry(self) -> None:
-        """Return when the save has ended, and make it end soon: the training stands still.
+        """Wait until the save has ended, and make it skip slow work, since the training waits.
 
         Raises:
             ForkedSaveError: this process was forked after the save had begun.
@@ -138,7 +138,7 @@ class PendingSave:
             previous._hurry_those_before()
 
     def finish(self) -> None:
-        """Return when the save has ended, whether it failed or not.
+        """Wait until the save has ended, whether it failed or not.
 
         Raises:
             ForkedSaveError: this process was forked after the save had begun.
@@ -149,7 +149,7 @@ class PendingSave:
         self._done.wait()
 
     def hold(self) -> None:
-        """Return when the model may be changed."""
+        """Wait until the model may be changed."""
         self.capture_now()
         if self._capture.lacks_room():
             self._hurry_those_before()
@@ -158,12 +158,12 @@ class PendingSave:
                 self.hurry()
 
     def capture_now(self) -> None:
-        """Return when the model may be changed, except for what the pool has no room for."""
+        """Wait until the model may be changed, except for tensors that the pool has no room for."""
         self._capture.hold()
         self.times.copy = self.times.copy or time.perf_counter() - self._began
 
     def run(self) -> None:
-        """Capture, commit and end, in a thread of its own."""
+        """Capture, commit and end; the body of the save's own thread."""
         try:
             self._finish_capture()
             self.times.copy = self.times.copy or time.perf_counter() - self._began
@@ -235,7 +235,7 @@ class Hook:
 
 
 class Saves:
-    """The background saves of one handle. Any thread."""
+    """The background saves of one handle. Safe from any thread."""
 
     def __init__(
         self,
@@ -265,16 +265,16 @@ class Saves:
     def forked(self) -> None:
         """Start anew in a forked child: saves and threads belong to the parent.
 
-        Its threads may hold any lock.
+        The parent's threads may have held any lock.
         """
         self._begin()
         self._pool.reset()
         self._saver.reset()
 
     def start(self, extract: Callable[[], ExtractedStep], *, lazy: bool | None) -> PendingSave:
-        """Save what `extract` returns.
+        """Start saving the result of `extract`.
 
-        Raises what an earlier save failed with; then nothing is saved.
+        If an earlier save failed, its error is raised and nothing is saved.
         """
         with self._turn, _Standby() as thread:
             self._wait_until_fewer_than(self._in_flight, PendingSave.hurry)
@@ -333,9 +333,9 @@ class Saves:
             raise errors[0]
 
     def before_update(self) -> None:
-        """Return when the model may be changed.
+        """Wait until the model may be changed.
 
-        Raises what a save failed with, but only then: whoever handles the error may change the
+        The error of a failed save is raised only after the wait, so its handler may change the
         model.
         """
         with self._lock:
@@ -346,18 +346,18 @@ class Saves:
             self._raise_one()
 
     def wait(self) -> None:
-        """Return when every save has ended. Raises what one failed with."""
+        """Wait until every save has ended. Raises the error of a failed save."""
         self._wait_until_fewer_than(1)
 
     def finish(self) -> None:
-        """Return when every save has ended. What one failed with is raised later."""
+        """Wait until every save has ended. The error of a failed save is raised later."""
         with self._lock:
             running = list(self._pending)
         for each in running:
             each.finish()
 
     def close(self) -> None:
-        """Wait for every save and free the pool. What one failed with is raised later."""
+        """Wait for every save and free the pool. The error of a failed save is raised later."""
         self.finish()
         self._pool.clear()
 
@@ -369,7 +369,7 @@ class Saves:
 
 
 def with_notes(error: StoreError) -> str:
-    """Return an error and its notes in one line."""
+    """Return the text of an error and of its notes in one line."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 

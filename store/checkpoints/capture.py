@@ -6,16 +6,15 @@
     capture.hold()                          returns when the model may change
     capture.snapshot(...)                   in the background
 
-A large tensor on the host costs one of two things. If it was unchanged when it was last looked at,
-it is hashed where it lies, which reads it once, and nothing is copied when the store has these
-bytes. Otherwise it is copied at once and hashed in the background. The tensor's content decides in
-the end; its history only says what is tried first.
+A large tensor on the host is handled in one of two ways. If it had not changed at the previous
+save, it is hashed in place, which reads it once, and is not copied if the store has these bytes.
+Otherwise it is copied at once and hashed in the background. The tensor's content decides in the
+end; its history only determines what is tried first.
 
-Copies go into a pool of bounded size, used again from step to step: writing to fresh memory takes
-three times as long as writing to memory that held the step before. Copies from a device run on a
-stream of their own while the device goes on computing, and it is the device that waits for them,
-not the host: the kernels of the optimizer start when the copies are done, and Python goes on at
-once.
+Copies go into a pool of bounded size, which is reused from step to step: writing to fresh memory
+takes three times as long as writing to memory that held the previous step. Copies from a device run
+on a stream of their own while the device goes on computing, and the device waits for them, not the
+host: the kernels of the optimizer start when the copies are done, and Python continues at once.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -61,9 +60,9 @@ def default_bytes() -> int:
 
 
 class HostPool:
-    """Blocks of host memory, at most `capacity` bytes in total. Any thread.
+    """Blocks of host memory, at most `capacity` bytes in total. Safe from any thread.
 
-    Page-locked blocks are registered with CUDA, so that a device copies into them by itself.
+    Page-locked blocks are known to CUDA, so that a device can copy into them asynchronously.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -82,11 +81,11 @@ class HostPool:
 
     @property
     def allocated(self) -> int:
-        """Bytes of all blocks, including those that nobody is using."""
+        """The size in bytes of all blocks, unused ones included."""
         return self._allocated
 
     def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
-        """Take a block of at least `nbytes` until `give`; None when there is no room now."""
+        """Take a block of at least `nbytes` until `give`; return None if there is no room now."""
         size = -(-nbytes // PAGE) * PAGE
         with self._lock:
             free = self._free[page_locked]
@@ -107,7 +106,7 @@ class HostPool:
                 self._allocated -= free.pop().nbytes
 
     def give(self, block: memoryview, *, page_locked: bool = False) -> None:
-        """Give a block that `take` returned back to the pool."""
+        """Return a block from `take` to the pool."""
         with self._lock:
             insort(self._free[page_locked], block, key=_size)
 
@@ -140,16 +139,16 @@ class DeviceSnapshot(Protocol):
         ...
 
     def hold(self) -> None:
-        """Make what the device is given from now on wait for the copies that were started."""
+        """Make work submitted to the device from now on wait for the copies that were started."""
         ...
 
     def wait(self) -> None:
-        """Wait until all copies are done. Any thread."""
+        """Wait until all copies are done. Safe from any thread."""
         ...
 
 
 class SnapshotDevice(Protocol):
-    """A place where tensors are, and a way to copy them to the host."""
+    """A kind of device, and a way to copy its tensors to the host."""
 
     def takes(self, tensor: "torch.Tensor") -> bool:
         """Return whether the tensor is on this device."""
@@ -158,7 +157,7 @@ class SnapshotDevice(Protocol):
     def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
         """Begin copies from this tensor's device.
 
-        They show its tensors as they are after everything the device was given so far.
+        They show the tensors as they are after all work submitted to the device so far.
         """
         ...
 
@@ -230,8 +229,8 @@ def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
 class CaptureContext:
     """What the captures of one handle have in common.
 
-    `known` holds what the store has, by change hash; `changing` the names of large tensors that had
-    changed when they were last looked at.
+    `known` has the pieces in the store, by change hash; `changing` the names of large tensors that
+    had changed at the previous save.
     """
 
     pool: HostPool
@@ -269,7 +268,7 @@ class StepCapture:
     """The capture of one step. Made in the training thread; every method may run in any thread.
 
     Raises:
-        StateError: when it is made, if something has no form in a checkpoint.
+        StateError: from the constructor, if a part of the model cannot be stored.
     """
 
     def __init__(self, values: "Mapping[str, Value]", context: CaptureContext) -> None:
@@ -365,19 +364,19 @@ class StepCapture:
     def lacks_room(self) -> bool:
         """Wait for all copies; return whether there was no room for some.
 
-        What there was no room for stays where it is.
+        Tensors without room stay uncopied.
         """
         self._all_tried.wait()
         return bool(self._without_room)
 
     def guard(self) -> bool:
-        """Capture what nobody counts the writes to; return whether there was room for all of it."""
+        """Capture tensors whose writes torch does not count; return whether all had room."""
         self._work(lambda large: not large.counted)
         with self._lock:
             return all(large.counted for large in self._without_room)
 
     def work(self) -> None:
-        """Capture what is waiting until nothing is. Several threads may do so together."""
+        """Capture waiting tensors until there are none. Several threads may do so together."""
         self._work(lambda _: True)
 
     def _work(self, wanted: Callable[[_Large], bool]) -> None:
@@ -398,7 +397,7 @@ class StepCapture:
                         self._all_tried.set()
 
     def retry(self) -> None:
-        """Try again to copy what there was no room for."""
+        """Try again to copy the tensors that there was no room for."""
         self._all_tried.wait()
         with self._lock:
             self._without_room = [large for large in self._without_room if not self._capture(large)]
@@ -435,9 +434,10 @@ class StepCapture:
             self._pieces[place] = replace(piece, data=b"")
 
     def hold(self) -> None:
-        """Return when the model may be changed, except for what there was no room for.
+        """Wait until the model may be changed, except for what there was no room for.
 
-        On a device, what it is given from now on starts after the copies. Training thread.
+        Work submitted to a device from now on starts after the copies. Call it in the training
+        thread.
         """
         self.work()
         self._all_tried.wait()
@@ -454,10 +454,10 @@ class StepCapture:
             self._held = True
 
     def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
-        """Return the step when everything is copied. Once.
+        """Return the step when everything is copied. Call it once.
 
         Raises:
-            ChangedModelError: something was changed before it was copied.
+            ChangedModelError: a tensor was changed before it was copied.
         """
         self._all_tried.wait()
         for copies in self._streams.values():
@@ -483,7 +483,7 @@ class StepCapture:
             self._hashes[self._pieces[place].name] = key
 
     def release(self) -> None:
-        """Give the copies back to the pool: nobody reads the snapshot any more."""
+        """Return the copies to the pool, when nobody reads the snapshot any more."""
         self._pieces, self._written, self._without_room = [], [], []
         copied, self._copied = self._copied, []
         for copy in copied:

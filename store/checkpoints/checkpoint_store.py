@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved, loaded, kept and deleted."""
+"""The checkpoints of one run: saving, loading, retention and deletion."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -89,12 +89,12 @@ class CheckpointStore:
             run.hook(optimizer)
             run.save_async({"model": model, "optimizer": optimizer}, step=step)
 
-    A step costs what no step of any run in the store has yet. In each save every tensor is compared
-    by content: one that was changed in place is saved, whatever its name or address.
+    A step takes space only for what no step of any run in the store has yet. Every save compares
+    each tensor by content: one that was changed in place is saved, whatever its name or address.
 
-    When a training goes back to a step and saves on from there, the greater steps of its first
-    attempt are stale: `latest` and `keep_last` go by the time of saving, and by number where times
-    are equal.
+    When a training returns to an earlier step and continues from there, the later steps of its
+    first attempt are stale: `latest` and `keep_last` order steps by the time of saving, and by
+    number where times are equal.
 
     There may be any number of handles, runs and processes at once. Methods may be called from any
     thread; saves take turns. Errors of the store and its disk are StoreErrors; one of them,
@@ -131,14 +131,14 @@ class CheckpointStore:
         "optimizer": ...}`, `weights="model"` says which.
 
         With `compress="always"` new tensors are stored encoded where that saves a tenth; with
-        "auto" too, but not when a training would stand still for it; with None never.
+        "auto" too, unless the training would have to wait for it; with None never.
 
         `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
         machine's; `in_flight` is how many of its saves may be unfinished at once.
 
         Raises:
-            BadNameError: no run can be called so.
-            BadOptionError: an option makes no sense; its `kind` says which.
+            BadNameError: the run's name is invalid.
+            BadOptionError: an option is invalid; `kind` says which.
             NotAStoreError: `root` holds something else.
         """
         _check_limits(run_id, in_flight, pool_bytes)
@@ -173,7 +173,7 @@ class CheckpointStore:
     def close(self) -> None:
         """Wait for saves in the background, and free what is held between saves.
 
-        A later save opens it again. Raises what a save in the background failed with.
+        A later save opens it again. Raises the error of a failed background save.
         """
         self._saves.close()
         self._saver.close()
@@ -189,13 +189,13 @@ class CheckpointStore:
     ) -> Saved:
         """Save a step, replacing the one of this number; it is committed and durable on return.
 
-        Nobody may write to the model meanwhile. `metrics` are numbers by name; `files` are small
+        The model must not be written to meanwhile. `metrics` are numbers by name; `files` are small
         files by path, added to those of `config`.
 
         Raises:
             ChangedModelError: a write to the model was noticed.
-            PinnedStepError: the step is pinned, and not replaced.
-            BadStepError, BadMetricError, NamedTwiceError: an argument makes no sense.
+            PinnedStepError: the step is pinned, so it is not replaced.
+            BadStepError, BadMetricError, NamedTwiceError: an argument is invalid.
             StateError: the model cannot be taken apart.
             NoSpaceError, StoreIOError: the disk failed; all saved steps are as they were.
         """
@@ -209,9 +209,9 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Saved:
-        """Save as the step after all that are there, imported ones included. Otherwise as `save`.
+        """Save as the step after all existing ones, imported ones included; otherwise as `save`.
 
-        Whoever does the same at this moment, in any process, gets another step.
+        Concurrent calls, in any process, get different steps.
         """
         self._saves.wait()
         while True:
@@ -230,7 +230,7 @@ class CheckpointStore:
         files: "Mapping[str, str | bytes] | None" = None,
         lazy: bool | None = None,
     ) -> PendingSave:
-        """Start saving a step as it is now; `wait` of the result returns what was saved.
+        """Start saving a step as it is now; the result's `wait` returns what was saved.
 
         On return the model may be changed, since what the store does not have was copied. When
         `lazy`, only small tensors, plain values and whatever is not a torch tensor with counted
@@ -242,9 +242,9 @@ class CheckpointStore:
         Waits while `in_flight` saves are unfinished. What does not fit into the pool is waited for
         until it is written.
 
-        An error of a save in the background is raised once, by the next call of this, `save`,
-        `before_update`, `close` or its own `wait`. Then this one has saved nothing. Otherwise
-        raises as `save` does.
+        An error of a background save is raised once, by the next call of this method, `save`,
+        `before_update`, `close` or its own `wait`. If this call raises it, it has saved nothing.
+        Otherwise it raises the errors of `save`.
         """
 
         step_name(self.run_id, step)
@@ -252,11 +252,10 @@ class CheckpointStore:
         return self._saves.start(lambda: self._extract(model, step, metrics, files), lazy=lazy)
 
     def before_update(self) -> None:
-        """Return when the model may be changed; call it before the optimizer's step.
+        """Wait until the model may be changed; call it before the optimizer's step.
 
-        It waits only for what `save_async` has not copied yet. Copies from a device are waited for
-        there, by what the device is given next, and this returns at once. Raises what a save failed
-        with.
+        It waits only for what `save_async` has not copied yet. For copies from a device, the
+        device's next work waits, and this returns at once. Raises the error of a failed save.
         """
         self._saves.before_update()
 
@@ -297,7 +296,7 @@ class CheckpointStore:
     def commit(self, snapshot: StepSnapshot) -> Saved:
         """Store a snapshot, then delete the steps that no rule keeps.
 
-        Any thread. Raises as `save` does.
+        Any thread may call it. Raises the errors of `save`.
         """
         step = snapshot.notes.step
         self._check_not_kept(step)  # before the work; it is looked at again after it
@@ -311,13 +310,13 @@ class CheckpointStore:
     def load(self, step: int, original: Any = None) -> Any:
         """Load the model as it was saved, into `original` where the adapter can or must.
 
-        Every byte is verified. What it costs depends on this step alone.
+        Every byte is verified. The cost depends on this step alone.
 
         Raises:
             UnknownStepError: the run has no such step.
             NotATrainingError: the checkpoint of this name was imported.
-            CorruptTensorError, MissingObjectError: a tensor is right nowhere in the store.
-            StateError: the state cannot be put together, or not into `original`.
+            CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
+            StateError: the state cannot be restored, or not into `original`.
         """
         try:
             opened = self.store.checkpoint(step_name(self.run_id, step))
@@ -336,12 +335,12 @@ class CheckpointStore:
         return adapter.reconstruct(values, original)
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, in order. Each is complete; imports are not counted."""
+        """Return the steps of the run in order. Each is complete; imports are not included."""
         with self.store.locked():
             return list(self._steps.saved())
 
     def latest(self) -> int | None:
-        """Return the step that was saved last; None when nothing was saved yet.
+        """Return the step that was saved last, or None if nothing was saved yet.
 
         That is the greatest one, unless a training went back: saving step 6 when 10 is there makes
         6 the latest. The time is that of the reference's file; of equal times the greater step is
@@ -360,7 +359,7 @@ class CheckpointStore:
     def best(self, metric: str, mode: Mode = "min") -> int:
         """Return the step with the least metric, or with mode "max" the greatest.
 
-        Of equal ones it is the earliest.
+        Of equal ones, the earliest is returned.
 
         Raises:
             BadMetricError: no step has it.
@@ -368,7 +367,7 @@ class CheckpointStore:
         return best(self.metrics(), metric, mode, self.run_id)
 
     def delete(self, step: int) -> None:
-        """Forget a step; `gc` gives its space back.
+        """Delete a step; `gc` frees its space.
 
         Raises:
             UnknownStepError: the run has no such step.
@@ -389,7 +388,7 @@ class CheckpointStore:
             objects.files.sync_folder(objects.layout.refs)
 
     def pin(self, step: int) -> None:
-        """Keep a step whatever the rules say, until `unpin`; it is not replaced either.
+        """Keep a step whatever the retention rules say, until `unpin`; it is not replaced either.
 
         Raises:
             UnknownStepError: the run has no such step.
@@ -417,7 +416,7 @@ class CheckpointStore:
             return kept_steps(self.store.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
-        """Free the space of what no step of any run, and no checkpoint, uses. As Store.gc.
+        """Free the space of what no step of any run, and no checkpoint, uses, as Store.gc does.
 
         Saves in the background are waited for.
         """
@@ -476,11 +475,11 @@ class TensorCasStore(CheckpointStore):
 def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
     """Read the tensors of an open step, by name and in order, verified.
 
-    Each is an array or a piece with memory of its own. It takes the memory of the step, and little
-    more.
+    Each is an array or a piece with memory of its own. Peak memory is little more than the step's
+    size.
 
     Raises:
-        CorruptTensorError, MissingObjectError: a tensor is right nowhere.
+        CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
     """
     tensors = {tensor.name: tensor for tensor in checkpoint}
     named = defaultdict(list)

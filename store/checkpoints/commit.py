@@ -1,10 +1,10 @@
-"""Committing a step: what is new goes to containers, the rest is only referred to.
+"""Committing a step: new pieces go to containers, known ones are only referred to.
 
 A snapshot is a step's pieces, in memory that nobody writes to until the commit has returned; a
-commit may run in any thread. A piece is unchanged when its bytes are: a fast hash compares them
-with those of the step that this handle saved last, and what that does not know gets its digest and
-is looked up. Names and addresses are never asked. In what order files become durable, and why, is
-told in `tensor_dedup.store.writing.transaction`.
+commit may run in any thread. A piece is unchanged when its bytes are: the change hash compares them
+with those of the step that this handle saved last, and a piece that is not found there is looked up
+by its digest. Names and addresses do not matter. `tensor_dedup.store.writing.transaction` explains
+the order in which files become durable.
 """
 
 import threading
@@ -75,9 +75,9 @@ class PieceWriter:
         self.pieces = self.nbytes = self.stored_bytes = 0
 
     def store(self, wanted: Wanted, again: Wanted) -> dict[bytes, StoredPiece]:
-        """Store these pieces; return where they are, by fast hash.
+        """Store these pieces; return their places, by change hash.
 
-        The pieces in `again` are written wherever they lie already.
+        The pieces in `again` are written even though the store has them.
         """
         hashed = {piece.hashed.digest: piece for piece in hash_pieces(self._hasher, wanted)}
         places = self._look_up(hashed)
@@ -99,10 +99,10 @@ class PieceWriter:
         }
 
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
-        """Return where pieces are whose bytes are not at hand.
+        """Return the places of pieces whose bytes are not in memory.
 
         Raises:
-            LostHitError: they are nowhere any more.
+            LostHitError: some are no longer in the store.
         """
         places = self._look_up({known.digest for known in elsewhere.values()})
         gone = [key for key, known in elsewhere.items() if known.digest not in places]
@@ -151,7 +151,7 @@ def _containers(held: _Held) -> set[ContainerId]:
 def _nearest(places: Sequence[PieceLocation], under: _Held) -> Places:
     """The containers that a piece is read from: one that needs no other, where there is one.
 
-    None where what it is stored against is nowhere.
+    The result is empty if the bases of all its deltas are missing.
     """
     for place in places:
         if place.base is None:
@@ -165,11 +165,12 @@ def _nearest(places: Sequence[PieceLocation], under: _Held) -> Places:
 
 @dataclass(frozen=True, slots=True)
 class StepSnapshot:
-    """A step as it is to be committed: its notes, its tensors, and small files by their paths.
+    """A step to be committed: its notes, its tensors, and small files by their paths.
 
-    `hashes` are the fast hashes of pieces of which they are known already, by name. Those in `same`
-    have one and no bytes: they are what a step that was saved has, too large for a pack. `new`: it
-    replaces nothing. `awaited`, of one that is saved in the background: is its end waited for?
+    `hashes` has the change hashes that are already known, by name. Pieces in `same` have a hash and
+    no bytes: they equal pieces of an earlier step, and are too large for a pack. If `new`, the step
+    may replace none. `awaited` is set for a background save, and returns whether the training waits
+    for its end.
     """
 
     notes: Notes
@@ -204,16 +205,16 @@ class StepSnapshot:
 
     @property
     def name(self) -> str:
-        """The name that it will have in the store."""
+        """The name that the step will have in the store."""
         return step_name(self.notes.run, self.notes.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a save did.
+    """The result of a save.
 
-    `new_bytes` were nowhere in the store; `stored_bytes` went to the disk for them, bookkeeping
-    included; `seconds` passed until all was durable.
+    `new_bytes` were not in the store before; `stored_bytes` were written for them, bookkeeping
+    included; `seconds` is the time until everything was durable.
     """
 
     name: str
@@ -228,7 +229,7 @@ class Saved:
 
 
 class Saver:
-    """Commits the steps of one handle, one at a time. Any thread."""
+    """Commits the steps of one handle, one at a time. Safe from any thread."""
 
     def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
         self._objects = objects
@@ -244,21 +245,22 @@ class Saver:
         return self._objects.layout.root
 
     def reset(self) -> None:
-        """Begin anew, in a forked child: whoever held a lock is not there any more."""
+        """Begin anew in a forked child, where the holder of a lock does not exist."""
         self._lock = threading.Lock()
         self._deltas = Deltas() if self._compress is not None else None
         self._last = self._shown = LastStep()
 
     def close(self) -> None:
-        """Let go of what is kept, and forget the last step: the next save asks the store."""
+        """Free what is kept between saves; the next save looks everything up in the store."""
         with self._lock:
             self._last = self._shown = LastStep()
             self._cache.close()
 
     def large(self) -> dict[bytes, StoredPiece]:
-        """Return what lies outside packs of the step that was committed last, by fast hash.
+        """Return the pieces outside packs of the step that was committed last, by change hash.
 
-        It waits for no commit that is under way, and a sweep may come before the next.
+        It does not wait for a running commit, and a sweep may delete the pieces before the next
+        one.
         """
         last = self._shown
         with os_errors(self._objects.layout.root):
@@ -266,15 +268,15 @@ class Saver:
         return {key: each for key, each in known.items() if each.nbytes >= PACK_BELOW}
 
     def commit(self, snapshot: StepSnapshot) -> Saved:
-        """Store a step under its name, in place of one that has it. All or nothing.
+        """Store a step under its name, atomically, replacing one of the same name.
 
-        Whatever it raises, what was saved before is as it was. Only if the disk failed in the very
-        end may the name be there or not.
+        After any error, earlier steps are unchanged. Only if the disk fails at the very end is it
+        open whether the name exists.
 
         Raises:
-            PinnedStepError: the step was pinned, perhaps while this was written.
-            NameTakenError: the step is to be new, and there is one.
-            StoreError: NoSpaceError, StoreIOError and whatever else the disk does.
+            PinnedStepError: the step is pinned, perhaps since this commit began.
+            NameTakenError: the step must be new, and the name exists.
+            StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
         """
         began = time.monotonic()
         snapshot.check()

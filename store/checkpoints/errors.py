@@ -41,19 +41,19 @@ class UnknownStepError(UnknownNameError):
 
 
 class BadStepError(AdvisedError):
-    """A step is not a whole number from 0 on."""
+    """The step is not a whole number from 0 on."""
 
     advice = "count epochs, trees or batches from 0 or 1"
 
 
 class BadMetricError(AdvisedError):
-    """A metric is not a number, or no step has one of this name."""
+    """A metric is not a number, or no step has a metric of this name."""
 
     advice = 'give metrics={"val_loss": 0.5}, and `best` the name of one that was given'
 
 
 class PinnedStepError(AdvisedError):
-    """A pinned step is neither replaced nor deleted."""
+    """The step is pinned, so it is neither replaced nor deleted."""
 
     advice = "unpin it first"
 
@@ -71,7 +71,7 @@ class NotATrainingError(AdvisedError):
 
 
 class BadOption(Enum):
-    """Which option of CheckpointStore makes no sense. The value is the next step."""
+    """The options of CheckpointStore that can be invalid. The value is the next step to take."""
 
     RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
@@ -79,7 +79,7 @@ class BadOption(Enum):
 
 
 class BadOptionError(AdvisedError):
-    """An option of CheckpointStore makes no sense; `kind` says which."""
+    """An option of CheckpointStore is invalid; `kind` says which."""
 
     # By position only: `facts` may have a `kind` of its own.
     def __init__(self, message: str, kind: BadOption, /, **facts: object) -> None:
@@ -100,7 +100,7 @@ def _rebuild(message: str, kind: BadOption, facts: dict[str, Any]) -> BadOptionE
 
 
 class ForkedSaveError(AdvisedError):
-    """A save is waited for in a process that was forked after it had begun."""
+    """A process waited for a save that began before the process was forked."""
 
     advice = "wait for it in the process that called save_async"
 
@@ -123,13 +123,13 @@ class StateError(StoreError):
 
 
 class UnsupportedValueError(StateError):
-    """A Python value has no form in a checkpoint."""
+    """A Python value cannot be stored in a checkpoint."""
 
     advice = "remove it, save it as plain values and arrays, or register a StateProvider for it"
 
 
 class UnsupportedArrayError(StateError):
-    """An array or a tensor has elements that have no form in a checkpoint."""
+    """An array or a tensor has elements that cannot be stored in a checkpoint."""
 
     advice = "convert it to a dense array of numbers first"
 
@@ -141,7 +141,7 @@ class CyclicStateError(StateError):
 
 
 class UnknownModelError(StateError):
-    """No adapter takes an object of this type."""
+    """No adapter accepts an object of this type."""
 
     advice = "pass an adapter, or register a StateProvider for its type"
 
@@ -153,7 +153,7 @@ class UnknownAdapterError(StateError):
 
 
 class ProviderTakenError(StateError):
-    """A type or a name already has a provider: a second one would read what the first wrote."""
+    """A type or a name already has a provider; a second one would read the first one's state."""
 
     advice = "choose another name"
 
@@ -173,12 +173,12 @@ class UnknownProviderError(StateError):
 
 
 class ForbiddenClassError(StateError):
-    """The checkpoint names a class that is never looked up because a checkpoint says so."""
+    """The checkpoint names a class that may not be looked up on a checkpoint's behalf."""
 
     advice = "pass an `original` of that class"
 
 
 class MismatchedOriginalError(StateError):
-    """The object that was given cannot take this state."""
+    """The `original` object cannot take this state."""
 
     advice = "pass an `original` built like the model that was saved"

@@ -1,7 +1,7 @@
-"""What a step's manifest notes beside its tensors, as texts. No I/O.
+"""The notes of a step in its manifest, as texts. No I/O.
 
-The notes hold no time: a manifest depends only on what was saved. A step was saved at the time of
-its reference.
+The notes hold no time, so that a manifest depends only on what was saved. The time of saving is
+that of the reference's file.
 """
 
 import json
@@ -20,7 +20,7 @@ _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What a step's manifest notes beside its tensors.
+    """The notes of a step's manifest.
 
     The run, the step, the adapter that took it apart, its metrics, and which part of the tensors is
     the model that engines load ("" for all).
@@ -75,7 +75,7 @@ def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
     Scalars of numpy and torch, and arrays and tensors of one element, are accepted.
 
     Raises:
-        BadMetricError: one is not a number, or is larger than a float can be.
+        BadMetricError: a metric is not a number, or is too large for a float.
     """
     found = {}
     for name, value in sorted((metrics or {}).items()):
@@ -91,5 +91,5 @@ def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics as JSON can hold them: what is not a finite number is null."""
+    """Return metrics for JSON, with null for numbers that are not finite."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -1,18 +1,18 @@
-"""What of a step is stored encoded, by which codec and against what, and when there is time for it.
+"""The policy of encoding: which tensors of a step, by which codec, against what, and when.
 
-What a large tensor may be stored against is what stood under its name in the step before, or what
-that is itself stored against: the steps of a run are stars around an anchor, never chains. Samples
-decide for each name, and what they said is used again for some steps. An anchor is replaced when a
-delta has cost more than the steps around it cost on average: a new one is cheaper in the long run.
+The base of a large tensor is the tensor of its name in the previous step, or that tensor's own
+base: the steps of a run are stars around an anchor, never chains. Samples decide for each name, and
+the decision holds for some steps. An anchor is replaced when a delta takes more than the steps
+around it took on average: a new one is cheaper in the long run.
 
 Small tensors (trees, biases, texts; an ensemble has thousands) are encoded one by one. Trying is
-the measurement: where some of one type and size came out no smaller, the next ones are left alone
-for a while.
+the measurement: if some of one type and size did not get smaller, the next ones are skipped for a
+while.
 
-A save in the background takes its time from the processors that the training runs on. While steps
-come more slowly than they are saved, encoding costs little that anybody notices. When the next step
-comes before the last one is saved, the training stands still: what is not encoded by then is stored
-as it is, the next saves encode nothing, and after some of them it is tried again, later each time.
+A background save competes with the training for processors. While steps come more slowly than they
+are saved, encoding hardly delays anything. When the next step comes before the last one is saved,
+the training waits: what is not encoded by then is stored unencoded, the next saves encode nothing,
+and after some of them encoding is tried again, later each time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,20 +62,20 @@ _LONGEST = 64
 
 @dataclass(slots=True)
 class HitRate:
-    """How encoding went for tensors of one type and size."""
+    """The success of encoding for tensors of one type and size."""
 
     misses: int = 0
     skip: int = 0
 
 
 class SmallTensorPolicy:
-    """What one handle has learnt about small tensors. One save at a time."""
+    """The decisions of one handle about small tensors. One save at a time."""
 
     def __init__(self) -> None:
         self._rates: dict[tuple[str | None, int], HitRate] = {}
 
     def plans(self, fresh: Iterable[Fresh]) -> Iterator[tuple[Fresh, Plan]]:
-        """Yield how to encode those that are worth trying."""
+        """Yield the pieces that are worth trying to encode, with their plans."""
         tried = 0
         for piece in fresh:
             rate = self._rate_of(piece)
@@ -90,7 +90,7 @@ class SmallTensorPolicy:
             yield piece, Plan(CodecChoice(codec, "matches", 1.0), None)
 
     def stored(self, piece: Fresh, nbytes: int | None) -> None:
-        """Note the outcome of a plan: the bytes it took, or None when nothing was saved by it."""
+        """Record the outcome of a plan: the bytes taken, or None if encoding saved nothing."""
         rate = self._rate_of(piece)
         rate.misses = 0 if nbytes is not None else rate.misses + 1
         if rate.misses >= _MISSES:
@@ -101,10 +101,10 @@ class SmallTensorPolicy:
 
 
 def checked_compress(compress: Compress) -> Compress:
-    """Return `compress` itself.
+    """Return `compress` if it is valid.
 
     Raises:
-        BadOptionError: it is none of the values there are.
+        BadOptionError: it is not a valid value.
     """
     if compress not in ("auto", "always", None):
         raise BadOptionError.of(BadOption.COMPRESS, "CheckpointStore", f"compress={compress!r}")
@@ -112,14 +112,14 @@ def checked_compress(compress: Compress) -> Compress:
 
 
 def worth_waiting_for(codec: str) -> bool:
-    """Return whether tensors with this codec are encoded even when a training waits."""
+    """Return whether tensors with this codec are encoded even while a training waits."""
     return codec.startswith(_QUICK)
 
 
 class Backpressure:
-    """What one handle knows of whether its saves were waited for. One save at a time.
+    """Tracks whether a training waits for the saves of one handle. One save at a time.
 
-    Called, it tells whether what is not encoded yet is to be stored as it is.
+    Calling it returns whether the rest of the save is to be stored unencoded.
     """
 
     def __init__(self) -> None:
@@ -130,9 +130,9 @@ class Backpressure:
         self.from_the_start = False
 
     def begin(self, awaited: Callable[[], bool] | None) -> None:
-        """Begin a save. `awaited` tells whether a training waits for its end by now.
+        """Begin a save. `awaited` returns whether a training is waiting for its end.
 
-        None means that the save is not in the background, and encodes everything that gets smaller.
+        None means that the save encodes everything that gets smaller, whoever waits.
         """
         self._awaited, self.from_the_start = awaited, False
         if awaited is None:
@@ -147,7 +147,7 @@ class Backpressure:
         self._tried = None if self.from_the_start else awaited
 
     def __call__(self) -> bool:
-        """Return whether what is not encoded yet is to be stored as it is."""
+        """Return whether what is not encoded yet is to be stored unencoded."""
         return self.from_the_start or (self._awaited is not None and self._awaited())
 
 
@@ -168,7 +168,7 @@ class _Decision:
 
 
 class Deltas:
-    """The decisions of one handle. One save at a time."""
+    """The decisions of one handle about large tensors. One save at a time."""
 
     def __init__(self) -> None:
         self.small = SmallTensorPolicy()
@@ -177,7 +177,7 @@ class Deltas:
         self._decisions: dict[str, _Decision] = {}
 
     def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
-        """Return how to encode a tensor, or None. `anchor_bytes` is what the anchor takes."""
+        """Return how to encode a tensor, or None; `anchor_bytes` is the stored anchor's size."""
         made = self._decisions.get(piece.name)
         against = anchor.digest if anchor is not None else None
         if made is None or made.left <= 0 or made.anchored != (against is not None):
@@ -209,7 +209,7 @@ class Deltas:
         return made
 
     def stored(self, piece: Fresh, plan: Plan, nbytes: int | None) -> None:
-        """Take note of what came of a plan: how many bytes, or None if it was in vain."""
+        """Record the outcome of a plan: the bytes taken, or None if encoding saved nothing."""
         made = self._decisions[piece.name]
         if nbytes is None:
             made.choice = None
@@ -242,7 +242,7 @@ def _samples(piece: Fresh, anchor: Anchor | None) -> Iterator[Sample]:
 
 
 class Encoding:
-    """What one save needs to encode. `before` gives the digests by name of the step before."""
+    """The encoder of one save. `before` returns the digests of the previous step, by name."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Encoding:
         self._deltas, self._before = deltas, before
 
     def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
-        """Store those that get smaller; return the others."""
+        """Encode and store the pieces that get smaller; return the others."""
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.view.nbytes >= ENCODE_FROM]
         self._deltas.anchors.begin()

@@ -13,7 +13,7 @@ Metrics: TypeAlias = Mapping[int, Mapping[str, float]]
 
 
 class Rules(TypedDict, total=False):
-    """What is kept, as arguments of CheckpointStore and of what makes one."""
+    """The retention rules as keyword arguments of CheckpointStore and its wrappers."""
 
     keep_last: int | None
     keep_every: int | None
@@ -48,8 +48,8 @@ class Retention:
     ) -> list[int]:
         """Return the steps to delete when `saved` has just been saved.
 
-        That one stays, and so do the `kept` ones. `order` is that of saving: `last` keeps the last
-        ones of it that have metrics.
+        That one stays, and so do the `kept` ones. `order` is the order of saving; `last` keeps the
+        last steps of it that are in `metrics`.
         """
         if not self.any:
             return []
@@ -66,7 +66,7 @@ class Retention:
 
 
 def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
-    """Return the steps that have a metric, the best first, and the earlier first of equal ones.
+    """Return the steps that have a metric, the best first, and the earlier of equal ones first.
 
     A NaN is never the best.
     """

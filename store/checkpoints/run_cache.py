@@ -1,4 +1,4 @@
-"""What a handle keeps from one save to the next, so that a step costs only what is new in it.
+"""The state that a handle keeps between saves, so that a step costs only what is new in it.
 
 LastStep     which pieces the last step had and where they are stored, by page of its manifest: a
              page whose names and bytes are the same is not looked at again, so an ensemble that
@@ -9,7 +9,7 @@ RunCache     the connection to the index and the threads that hash: closing the 
              writes the whole index to disk, and opening one reads its schema; together that takes
              longer than a save
 
-A forked child never touches what its parent keeps.
+A forked child never uses its parent's state.
 """
 
 import os
@@ -47,7 +47,7 @@ _INHERITED: list["_Kept"] = []
 
 
 class StoredPiece(NamedTuple):
-    """Bytes in the store: their digest, their size, and the containers they are read from."""
+    """A stored piece: its digest, its size, and the containers it is read from."""
 
     digest: bytes
     nbytes: int
@@ -55,15 +55,15 @@ class StoredPiece(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether it shares a container with many others."""
+        """Whether it shares a container with many other pieces."""
         return self.nbytes < PACK_BELOW
 
 
 @dataclass(slots=True)
 class PieceTable:
-    """The rows of pieces, in order, by column.
+    """The rows of pieces in order, stored by column.
 
-    A step has thousands of them, and none is an object that the garbage collector has to look at.
+    A step has thousands of them, and none is an object that the garbage collector has to visit.
     """
 
     hashes: list[bytes]
@@ -88,7 +88,7 @@ class PieceTable:
 
 
 class PageState:
-    """A page that is in the store: its pieces, its name, the size of its file.
+    """A page in the store: its pieces, its name, and the size of its file.
 
     `held` has its pieces by change hash, `weights` the bytes of the small ones in each place.
     """
@@ -104,7 +104,7 @@ class PageState:
         self.take(held)
 
     def take(self, held: Mapping[bytes, StoredPiece]) -> None:
-        """Note where its pieces are by now."""
+        """Record the current places of its pieces."""
         self.held = {key: held[key] for key in self.rows.hashes}
         self.weights: Counter[Places] = Counter()
         for known in self.held.values():
@@ -122,11 +122,11 @@ class LastStep:
     containers: dict[ContainerId, tuple[Path, int]] = field(default_factory=dict)
 
     def page(self, number: int) -> PageState | None:
-        """Return the page of this number; None when there was none."""
+        """Return the page of this number, or None if there is none."""
         return self.pages[number] if number < len(self.pages) else None
 
     def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
-        """Return what can be read from these containers alone, by change hash."""
+        """Return the pieces that can be read from these containers alone, by change hash."""
         found: dict[bytes, StoredPiece] = {}
         for page in self.pages:
             found |= page.held
@@ -142,7 +142,7 @@ class LastStep:
 
 
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
-    """Return the containers whose small pieces are to be written together again."""
+    """Return the containers whose small pieces should be rewritten into one."""
     weights: Counter[ContainerId] = Counter()
     for places, nbytes in held:
         if places:
@@ -155,7 +155,7 @@ def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
 
 
 class AnchorMemory:
-    """The decoded leaves that one handle keeps. Any thread.
+    """The decoded leaves of anchors that one handle keeps. Safe from any thread.
 
     Their size is bounded; of a larger model, those of the first tensors are kept.
     """
@@ -168,14 +168,14 @@ class AnchorMemory:
         self._nbytes = 0
 
     def begin(self) -> None:
-        """Begin a save: what the one before did not use is dropped."""
+        """Begin a save: drop what the previous one did not use."""
         with self._lock:
             self._leaves = {key: self._leaves[key] for key in self._used if key in self._leaves}
             self._nbytes = sum(map(len, self._leaves.values()))
             self._used = set()
 
     def read(self, anchor: Anchor, start: int, stop: int) -> bytearray:
-        """Return a leaf of an anchor, verified when it was read. It must not be written to."""
+        """Return a leaf of an anchor, already verified. It must not be written to."""
         key = (anchor.digest, start)
         with self._lock:
             self._used.add(key)
@@ -192,12 +192,12 @@ class AnchorMemory:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnchor(Anchor):
-    """An anchor whose leaves are kept. Raises as Anchor does."""
+    """An anchor whose decoded leaves are kept in memory. Raises the errors of Anchor."""
 
     memory: AnchorMemory
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Return a leaf of it, verified."""
+        """Return a verified leaf of the anchor."""
         return self.memory.read(self, start, stop)
 
 
@@ -225,7 +225,7 @@ class RunCache:
 
     @contextmanager
     def session(self) -> Iterator[tuple[StoreIndex, Hasher]]:
-        """Open a session, in which nothing is swept. Errors of the disk become StoreErrors."""
+        """Open a session, during which no sweep runs. OSErrors become StoreErrors."""
         objects = self._objects
         with os_errors(objects.layout.root), session(objects.files, objects.layout):
             kept = self._usable()

@@ -1,4 +1,4 @@
-"""The runs in a store: how their steps are named and ordered, their metrics, sizes and differences.
+"""The runs in a store: names and order of their steps, their metrics, sizes and differences.
 
 A step is the checkpoint RUN@STEP, and RUN@STEP@pin is the reference that keeps one whatever the
 retention rules say. Numbers are written without leading zeros, since a name is what people type
@@ -45,7 +45,7 @@ _LARGEST = 10**18 - 1
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """The name of a reference that a run has made: of a step, or the one that keeps a step."""
+    """The parsed name of a run's reference: of a step, or the one that keeps a step."""
 
     run: str
     step: int
@@ -58,11 +58,11 @@ class StepName:
 
 
 def step_name(run: str, step: int, *, kept: bool = False) -> str:
-    """Return the name of a step, or with `kept` of the reference that keeps it.
+    """Return the name of a step or, with `kept`, of the reference that keeps it.
 
     Raises:
         BadStepError: the step is not a whole number from 0 to 10**18 - 1.
-        BadNameError: the run's name does not fit.
+        BadNameError: the run's name is invalid.
     """
     if type(step) is not int or not 0 <= step <= _LARGEST:
         raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
@@ -70,10 +70,10 @@ def step_name(run: str, step: int, *, kept: bool = False) -> str:
 
 
 def check_run(run: str) -> str:
-    """Return `run` itself.
+    """Return `run` if it is a valid name of a run.
 
     Raises:
-        BadNameError: no run can be called so.
+        BadNameError: it is not valid.
     """
     # With the longest step, so that a run that began can go on.
     check_name(f"{run}@{_LARGEST}{_PIN}")
@@ -81,7 +81,7 @@ def check_run(run: str) -> str:
 
 
 def parse_step_name(name: str) -> StepName | None:
-    """Parse a name; None when it is not that of a step."""
+    """Parse a name; return None if it is not that of a step."""
     found = _NAME.fullmatch(name)
     return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
 
@@ -104,7 +104,7 @@ class Step:
     saved_at: int
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
+        """Return the step as a JSON object."""
         return asdict(self) | {"metrics": shown(self.metrics)}
 
 
@@ -125,13 +125,13 @@ class RunStats:
     total_bytes: int
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
+        """Return the sizes as a JSON object."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a step added to its run: tensors that no earlier step had, and their bytes.
+    """What a step added to its run: the tensors that no earlier step had, and their bytes.
 
     `stored_bytes` is what these take on disk; `dedup_ratio` is that of the run up to here, as in
     RunStats.
@@ -146,7 +146,7 @@ class Growth:
     dedup_ratio: float
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
+        """Return the growth as a JSON object."""
         return asdict(self)
 
 
@@ -162,7 +162,7 @@ class Difference:
     metrics: dict[str, tuple[float | None, float | None]]
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
+        """Return the difference as a JSON object."""
         metrics = {
             name: [None if value is None else shown({"": value})[""] for value in both]
             for name, both in self.metrics.items()
@@ -171,21 +171,21 @@ class Difference:
 
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
-    """Return the numbers of all names that look like a run's steps, in order, imports included."""
+    """Return the numbers of all names that look like steps of a run, in order, imports included."""
     found = (parse_step_name(name) for name in objects.names())
     return sorted(each.step for each in found if each and each.run == run and not each.kept)
 
 
 def kept_steps(objects: Objects, run: str) -> set[int]:
-    """Return the steps of a run that are kept whatever the rules say."""
+    """Return the steps of a run that are kept whatever the retention rules say."""
     found = (parse_step_name(name) for name in objects.names())
     return {each.step for each in found if each and each.run == run and each.kept}
 
 
 def check_not_kept(objects: Objects, run: str, step: int) -> None:
-    """Raise PinnedStepError when this step may be neither replaced nor deleted.
+    """Raise PinnedStepError if this step may be neither replaced nor deleted.
 
-    The answer holds only under `naming`.
+    The answer is stable only while the caller holds `naming`.
     """
     path = objects.layout.refs / file_of(step_name(run, step, kept=True))
     if objects.files.status(path) is not None:
@@ -194,7 +194,7 @@ def check_not_kept(objects: Objects, run: str, step: int) -> None:
 
 
 def run_names(objects: Objects) -> list[str]:
-    """Return the runs in a store. An import under a name like a step's makes no run."""
+    """Return the names of the runs in a store. An import under a step's name makes no run."""
     found = {
         each.run for name in objects.names() if (each := parse_step_name(name)) and not each.kept
     }
@@ -204,7 +204,7 @@ def run_names(objects: Objects) -> list[str]:
 def manifests_of_run(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:
     """Yield the steps of a run and their manifests, in order.
 
-    Those that were imported, or are gone, are left out.
+    Imported and missing ones are left out.
     """
     for step in step_numbers(objects, run):
         with suppress(UnknownStepError, NotATrainingError):
@@ -235,18 +235,18 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
 
 
 def saved_ns(objects: Objects, run: str, step: int) -> int:
-    """Return when a step was saved, in ns since 1970; 0 when it is gone."""
+    """Return the time at which a step was saved, in ns since 1970; 0 if it is gone."""
     status = objects.files.status(objects.layout.refs / file_of(step_name(run, step)))
     return status.mtime_ns if status is not None else 0
 
 
 def by_save_time(saved: Mapping[int, int]) -> list[int]:
-    """Return steps in the order in which they were saved, equal times by number."""
+    """Return steps in the order of saving, those of equal time by number."""
     return sorted(saved, key=lambda step: (saved[step], step))
 
 
 def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
-    """Describe a step without reading its tensors. Raises as `manifest_of` does."""
+    """Describe a step without reading its tensors. Raises the errors of `manifest_of`."""
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
     saved_at = saved_ns(objects, run, step) // 10**9
@@ -257,9 +257,10 @@ def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step
 
 
 def describe_all(objects: Objects, run: str) -> list[Step]:
-    """Describe all steps of a run, in order, but none that was imported or is gone.
+    """Describe all steps of a run, in order; imported and missing ones are left out.
 
-    One that cannot be read is left out and logged: the other steps are of use without it.
+    A step that cannot be read is left out too, and logged, because the others are useful without
+    it.
     """
     kept = kept_steps(objects, run)
     found = []
@@ -284,7 +285,7 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
 
 
 def latest_digests(objects: Objects, run: str) -> dict[str, bytes]:
-    """Return the digests of a run's latest step, by tensor name; of what cannot be read, none."""
+    """Return the digests of a run's latest step, by tensor name, or none if it is unreadable."""
     times = {step: saved_ns(objects, run, step) for step in step_numbers(objects, run)}
     for step in reversed(by_save_time(times)):
         with suppress(StoreError):
@@ -310,7 +311,7 @@ def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunS
 
 
 def stored_bytes(objects: Objects, wanted: Collection[bytes]) -> dict[bytes, int]:
-    """Return what each of these pieces takes on disk, where it takes least."""
+    """Return the bytes that each of these pieces takes on disk, where it takes least."""
     least: dict[bytes, int] = {}
     for container in objects.containers():
         with suppress(MissingObjectError):
@@ -350,7 +351,7 @@ def growth(objects: Objects, run: str) -> list[Growth]:
 
 
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
-    """Compare two steps, in a session. Raises as `manifest_of` does."""
+    """Compare two steps, in a session. Raises the errors of `manifest_of`."""
     seen: dict[bytes, list[Piece]] = {}
     (_, first, old_notes), (_, second, new_notes) = (
         manifest_of(objects, *one),
@@ -376,9 +377,9 @@ def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> 
 
 
 class StepOrder:
-    """What one handle knows of the steps of its run. Any thread, in a session.
+    """The order of the steps of a run, as one handle knows it. Any thread, in a session.
 
-    An import may have a name like a step's. Only its manifest tells, and is read once.
+    An import may have a name like a step's; only the manifest tells, and it is read once.
     """
 
     def __init__(self, objects: Objects, run: str) -> None:
@@ -386,9 +387,9 @@ class StepOrder:
         self._known: dict[int, tuple[FileStatus, bool]] = {}
 
     def saved(self, *, readable: bool = False) -> dict[int, int]:
-        """Return each step, in order, and when it was saved, in ns since 1970.
+        """Return each step, in order, with the time at which it was saved, in ns since 1970.
 
-        A step whose manifest cannot be read is left out when only the `readable` ones are wanted.
+        With `readable`, a step whose manifest cannot be read is left out.
         """
         found: dict[int, int] = {}
         for step in step_numbers(self._objects, self._run):

@@ -1,8 +1,8 @@
-"""One step of what several ranks have saved: their tensors are stored, a manifest refers to them.
+"""Steps saved by several ranks: each stores its tensors, and one manifest then refers to all.
 
-Each rank commits its part under a name of its own. While those names are there, gc takes nothing
-of it; when the step has its name they go. A run of somebody else may be called like a part: what is
-one is told by its notes, and nothing else under such a name is replaced or forgotten.
+Each rank commits its part under a name of its own. While those names exist, gc deletes nothing of
+the parts; they are removed once the step has its name. Another run may have the name of a part: the
+notes tell which is a part, and nothing else under such a name is replaced or deleted.
 """
 
 import re
@@ -56,12 +56,12 @@ def part_run(run: str, rank: int | str) -> str:
 
 
 def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
-    """Commit the step of these notes: all parts of the ranks, and the first one's files.
+    """Commit the step of these notes, with all parts of the ranks and the files of the first.
 
     Raises:
-        NamedTwiceError: two ranks have saved one name.
+        NamedTwiceError: two ranks have saved the same name.
         UnknownNameError: a part is missing.
-        PinnedStepError: the step is there, and pinned.
+        PinnedStepError: the step exists and is pinned.
     """
     objects, names = store.objects, [part_run(notes.run, rank) for rank in ranks]
     with store.locked():
@@ -90,10 +90,10 @@ def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
 
 
 def check_free(store: Store, part: str, step: int) -> None:
-    """Check that nobody else has what a part that is saved as this step would replace.
+    """Check that saving this part as this step replaces nothing of another run.
 
     Raises:
-        TakenPartError: somebody has.
+        TakenPartError: it would.
     """
     with store.locked():
         try:
@@ -108,7 +108,7 @@ def check_free(store: Store, part: str, step: int) -> None:
 
 
 def forget_parts(store: Store, run: str) -> None:
-    """Forget all parts of a run: those of a finished step, and those of steps nobody finished."""
+    """Remove all parts of a run: those of a finished step, and those of unfinished ones."""
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
     with store.locked():
         for name in store.objects.names():

@@ -50,9 +50,8 @@ class NamedValue(msgspec.Struct, frozen=True, gc=False):
     """One named value of a checkpoint.
 
     `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`. `data` has its elements
-    in C order, little-endian and contiguous, in host memory. It may be the memory of the model
-    itself, valid as long as the model is not changed. `msgspec.structs.replace` makes a changed
-    copy.
+    in C order, little-endian and contiguous, in host memory. It may share the model's memory, and
+    is valid as long as the model is not changed. `msgspec.structs.replace` makes a changed copy.
     """
 
     # A Struct, for an ensemble has thousands in every step: a dataclass takes ten times as long to
@@ -65,19 +64,20 @@ class NamedValue(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Size of `data` in bytes."""
+        """The size of `data` in bytes."""
         return memoryview(self.data).nbytes
 
 
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
     """Return the values as pieces, in order, each named by its key.
 
-    Contiguous little-endian arrays and tensors on the CPU are not copied; what is on a device, has
-    strides, or has the other byte order is. Any thread, while nobody writes to the values.
+    Contiguous little-endian arrays and tensors on the CPU are not copied; those on a device, with
+    other strides or the other byte order are. Any thread may call it, while nobody writes to the
+    values.
 
     Raises:
-        UnsupportedArrayError: one has no form here, such as arrays of objects, records, strings
-            or times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
+        UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or
+            times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
     """
     return [
         held if type(held) is NamedValue and held.name == name else _piece(name, held)
@@ -89,7 +89,7 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
     """Return a writable array with memory of its own, or the piece itself if numpy lacks its dtype.
 
     Raises:
-        DamagedStateError: there are not as many bytes as the shape needs.
+        DamagedStateError: the number of bytes does not match the shape.
     """
     code = NUMPY_CODES.get(piece.dtype)
     if code is None:
@@ -165,7 +165,7 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
 
 @cache
 def dtype_names() -> "Mapping[torch.dtype, str]":
-    """Return the name here of each of torch's dtypes that has one. Imports torch."""
+    """Return the names of those torch dtypes that have one here. Imports torch."""
     import torch
 
     # Two numbers in a byte have a shape of their own in other formats: not here.
@@ -174,7 +174,7 @@ def dtype_names() -> "Mapping[torch.dtype, str]":
 
 
 def tensor_fault(tensor: "torch.Tensor") -> str | None:
-    """Return why a tensor has no dense bytes of its own; None when it has."""
+    """Return why a tensor has no dense bytes of its own, or None if it has."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

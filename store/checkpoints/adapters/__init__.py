@@ -1,11 +1,12 @@
-"""Adapters: models of several frameworks as named tensors, and back. No pickle, ever.
+"""Adapters turn models of several frameworks into named tensors, and back, without pickle.
 
     adapter = adapter_for(model)
     tensors = adapter.extract(model)
     model = adapter.reconstruct(tensors, original=model)
 
-There is one for each framework. Each takes structures (dicts, lists) of what any of them takes, and
-objects of types that were registered with `register_provider`. Importing this imports no framework.
+There is one for each framework. Each accepts structures (dicts, lists) of what any of them accepts,
+and objects of types that were registered with `register_provider`. Importing this package imports
+no framework.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,12 +64,12 @@ _PACKAGES: Final = {
 
 
 def adapter_for(model: object) -> ModelAdapter:
-    """Return the adapter of an object, chosen by its type; of a structure, by what it holds.
+    """Return the adapter for an object, chosen by its type, or for a structure, by its content.
 
-    Imports no framework.
+    No framework is imported.
 
     Raises:
-        UnknownModelError: no adapter takes it.
+        UnknownModelError: no adapter accepts the object.
     """
     for name in _names(model, 0):
         return by_name(name)
@@ -78,10 +79,10 @@ def adapter_for(model: object) -> ModelAdapter:
 
 
 def by_name(name: str) -> ModelAdapter:
-    """Return a new adapter of this name, as steps note it.
+    """Return a new adapter of the kind that a step's notes name.
 
     Raises:
-        UnknownAdapterError: there is none of this name.
+        UnknownAdapterError: no adapter has this name.
     """
     if (kind := _ADAPTERS.get(name)) is None:
         known = ", ".join(sorted(_ADAPTERS))

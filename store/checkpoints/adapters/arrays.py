@@ -1,4 +1,4 @@
-"""Arrays that are no pieces as they are: unusual dtypes, and other orders in memory than C's."""
+"""Arrays that need a conversion to be pieces: unusual dtypes, and memory not in C order."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -14,14 +14,14 @@ _CODES: Final = frozenset(NUMPY_CODES.values())
 
 
 def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire]":
-    """Return an array that can be a piece, and the dtype to restore, or None if that is its own.
+    """Return an array that can be a piece, and the original dtype, or None if it is unchanged.
 
-    Times become integers of 64 bits. Strings and records become bytes, in one more dimension, with
+    Times become 64-bit integers. Strings and records become bytes, in one more dimension, with
     zeros between fields.
 
     Raises:
         UnsupportedArrayError: the dtype depends on the machine or holds Python objects, or the
-            type is a subclass of arrays.
+            array is of a subclass of numpy.ndarray.
     """
     import numpy as np
 
@@ -44,10 +44,10 @@ def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire
 
 
 def restored(stored: Any, wire: Wire) -> Any:
-    """Return the array that `storable` was given.
+    """Return the array that `storable` converted.
 
     Raises:
-        DamagedStateError: the dtype or the shape is not one that it writes.
+        DamagedStateError: `storable` never writes this dtype or shape.
     """
     import numpy as np
 
@@ -64,7 +64,7 @@ def restored(stored: Any, wire: Wire) -> Any:
 
 
 def blank_gaps(rows: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> None:
-    """Zero the bytes between the fields of records, which hold leftovers of memory."""
+    """Zero the padding bytes between the fields of records, whose content is undefined."""
     for start, stop in _gaps(dtype):
         rows[..., start:stop] = 0
 
@@ -72,7 +72,7 @@ def blank_gaps(rows: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> None:
 def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> list[int] | None:
     """Return the order of dimensions in memory, outermost first.
 
-    None if it is C's, or if there are gaps between elements.
+    The result is None for C order, and for arrays with gaps between elements.
     """
     large = [number for number, size in enumerate(shape) if size != 1]
     if 0 in shape or len(large) < 2:
@@ -88,7 +88,7 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> lis
 
 
 def ordered(array: "np.ndarray[Any, Any]", order: Sequence[int]) -> "np.ndarray[Any, Any]":
-    """Return the same elements, in memory in another order of dimensions.
+    """Return the same elements with another order of dimensions in memory.
 
     Raises:
         DamagedStateError: `order` is not a permutation of the dimensions.

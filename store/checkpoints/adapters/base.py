@@ -1,6 +1,6 @@
 """The protocol of adapters, and the registry of types whose objects become state.
 
-An adapter takes a model apart into named values and puts it together again:
+An adapter takes a model apart into named values, and reassembles it:
 
     class Mine:
         name = "mine"
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ModelAdapter(Protocol):
-    """An object that takes models of some kind apart and puts them together.
+    """An object that takes models of some kind apart and reassembles them.
 
     Its methods are called from several threads.
     """
@@ -44,35 +44,37 @@ class ModelAdapter(Protocol):
     def extract(self, model: Any) -> "Mapping[str, Value]":
         """Return the state of the model, by names that stay the same from step to step.
 
-        Values may be the memory of the model itself.
+        Values may share the model's memory.
 
         Raises:
-            StateError: something has no form in a checkpoint.
+            StateError: a part of the model cannot be stored.
         """
         ...
 
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any) -> Any:
-        """Make the model of what `extract` returned, in `original` where that is possible.
+        """Rebuild the model from what `extract` returned, in `original` if possible.
 
-        Values are writable and become the model's own.
+        The values are writable, and the model takes ownership of them.
 
         Raises:
-            StateError: the values make no model, or do not fit `original`.
+            StateError: the values do not form a model, or do not fit `original`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StateProvider:
-    """The functions that turn objects of one type into state, and state into such an object.
+    """The functions that turn objects of one type into state, and state into such objects.
 
     `name` is written to the checkpoint. `state` returns plain values, arrays, tensors, other
-    objects that have a provider, and containers of them. `restore` takes the same, and the object
-    to put it into (None to make one), and returns that. `parts`, if given, returns the like of
-    `state` for an object to put things into, so that what it holds is filled in place.
+    objects that have a provider, and containers of them. `restore` takes such a state and the
+    object to restore it into (None to make a new one), and returns that object. `parts`, if given,
+    returns the equivalent of `state` for the object to restore into, so that its tensors and arrays
+    are filled in place.
 
-    `flat` has the keys of the state that do not appear in the names of pieces, `fixed` those whose
-    plain values hardly ever change; with `inline`, tensors of one element are plain values.
+    `flat` has the keys of the state that are left out of the names of pieces, `fixed` those whose
+    plain values hardly ever change; with `inline`, tensors of one element are stored as plain
+    values.
     """
 
     name: str
@@ -86,10 +88,10 @@ class StateProvider:
 
 @dataclass(frozen=True, slots=True)
 class PieceSeries:
-    """Many byte strings in a state, each a piece `NAME_000000`, `NAME_000001` and so on.
+    """A series of byte strings in a state, stored as pieces `NAME_000000`, `NAME_000001`, ...
 
-    They are for what grows at its end, such as the trees of an ensemble: earlier pieces stay as
-    they are. A series comes back with memoryviews.
+    It is meant for what grows at its end, such as the trees of an ensemble: earlier pieces stay
+    unchanged. A restored series has memoryviews.
     """
 
     name: str
@@ -97,9 +99,9 @@ class PieceSeries:
 
 
 class Providers:
-    """The registry of providers by type. Any thread.
+    """The registry of providers by type. Safe from any thread.
 
-    A type may be named in text, which imports nothing.
+    A type may be given by its name, so that nothing is imported.
     """
 
     def __init__(self) -> None:
@@ -112,13 +114,13 @@ class Providers:
         """Register a provider, which may serve several types.
 
         Raises:
-            ProviderTakenError: its name, or the type, has another provider.
+            ProviderTakenError: the name or the type already has another provider.
         """
         text = kind if isinstance(kind, str) else full_name(kind)
         self._add(self._of_type, text, provider)
 
     def register_package(self, package: str, provider: StateProvider) -> None:
-        """Register a provider for all types of a package that have none of their own."""
+        """Register a provider for all types of a package that have no provider of their own."""
         self._add(self._of_package, package, provider)
 
     def _add(self, kinds: dict[str, StateProvider], key: str, provider: StateProvider) -> None:
@@ -129,19 +131,19 @@ class Providers:
                 raise ProviderTakenError.at(key, "this type has a provider")
 
     def find(self, kind: type) -> StateProvider | None:
-        """Return the provider of a type, of the first of its bases with one, or of its package."""
+        """Return the provider of a type, of its first base class with one, or of its package."""
         typed = (self._of_type.get(full_name(base)) for base in kind.__mro__)
         packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
         whole = (self._of_package.get(package) for package in packages)
         return next(filter(None, chain(typed, whole)), None)
 
     def named(self, name: str) -> StateProvider | None:
-        """Return the provider that a checkpoint calls by this name."""
+        """Return the provider with this name in checkpoints, or None."""
         return self._named.get(name)
 
 
 def full_name(kind: type) -> str:
-    """Return a type's module and qualified name."""
+    """Return the module and qualified name of a type."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -151,25 +153,25 @@ providers: Final = Providers()
 def register_provider(kind: type | str, provider: StateProvider) -> None:
     """Register how objects of a type, and of types derived from it, become state.
 
-    `kind` may be the type's module and name as text. Register before saving and before loading, in
-    every process. Any thread.
+    `kind` may be the type's module and name as a string. Register before saving and before loading,
+    in every process, from any thread.
 
     Raises:
-        ProviderTakenError: the type, or the name of the provider, has another one.
+        ProviderTakenError: the type or the name already has another provider.
     """
     providers.register(kind, provider)
 
 
 def register_package(package: str, provider: StateProvider) -> None:
-    """Register a provider for all types of a package that have none of their own."""
+    """Register a provider for all types of a package that have no provider of their own."""
     providers.register_package(package, provider)
 
 
 @dataclass(slots=True)
 class ValuePath:
-    """The place of a value in a model.
+    """The path to a value in a model.
 
-    `str` gives it as Python writes it, `name` as pieces are named.
+    `str` formats it as a Python expression, `name` as the name of a piece.
     """
 
     above: "ValuePath | None" = None
@@ -180,7 +182,7 @@ class ValuePath:
 
     @property
     def name(self) -> str:
-        """The keys that lead here, joined by dots."""
+        """The keys on the path, joined by dots."""
         if self._name is None:
             above = self.above.name if self.above else ""
             self._name = f"{above}.{self.part}" if above and self.part else above or self.part
@@ -194,7 +196,7 @@ class ValuePath:
         return "".join(reversed(steps)).removeprefix(".")
 
     def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "ValuePath":
-        """Return the place of a mapping's value."""
+        """Return the path of a mapping's value."""
         if flat:
             return ValuePath(self, "", "", dotted=True)
         if not isinstance(key, str):
@@ -203,13 +205,13 @@ class ValuePath:
         return ValuePath(self, f".{key}" if plain else f'["{key}"]', key)
 
     def item(self, number: int) -> "ValuePath":
-        """Return the place of a sequence's item."""
+        """Return the path of a sequence's item."""
         return ValuePath(self, f"[{number}]", str(number))
 
 
 @contextmanager
 def located(place: ValuePath) -> Iterator[None]:
-    """Add the place to StateErrors that are raised within without one."""
+    """Add the path to every StateError raised inside that has none."""
     try:
         yield
     except StateError as error:
@@ -219,7 +221,7 @@ def located(place: ValuePath) -> Iterator[None]:
 
 
 def placed(error: StateError, place: ValuePath) -> StateError:
-    """Return the same error, with the place."""
+    """Return the same error with the path added."""
     what = error.message.removeprefix("the model: ").removesuffix(f"; {error.advice}")
     facts = {key: held for key, held in error.facts.items() if key != "place"}
     return type(error).at(str(place), what, **facts)

@@ -1,9 +1,9 @@
-"""What adapters of tree ensembles share: append-only reading, and estimators of boosting packages.
+"""The common parts of adapters for tree ensembles: append-only reading, and their estimators.
 
 With `append_only=True` the caller declares that an ensemble only grows, and trees that an adapter
-has read are not read again: whoever changes a saved tree gets the old one. What is checked in every
-save is that the known trees are still there, as many or more, and that the last of them is what it
-was. Where that does not hold, everything is read again.
+has read are not read again: a change to a tree that was saved before goes unnoticed. Every save
+checks that there are at least as many trees as before, and that the last known one is unchanged.
+Otherwise all of them are read again.
 """
 
 import importlib
@@ -35,7 +35,7 @@ class _Read(NamedTuple):
 
 
 class AppendOnlyMemory:
-    """What an adapter keeps of the model that it took apart last. One thread at a time."""
+    """The memory an adapter has of the model that it last took apart. One thread at a time."""
 
     def __init__(self) -> None:
         # By the identity of the first object, which is held, or of what holds the trees.
@@ -47,15 +47,15 @@ class AppendOnlyMemory:
         self._next = {}
 
     def end(self) -> None:
-        """Replace what was kept of the model before."""
+        """End taking a model apart: drop what was remembered of the model before."""
         self._last, self._next = self._next, {}
 
     def known(self, key: object) -> Any:
-        """Return what was kept of this very object; None when nothing was."""
+        """Return what was remembered of this very object, or None."""
         return self._last.get(id(key))
 
     def keep(self, key: object, value: object) -> None:
-        """Keep something of an object until the next model. `value` must hold the object."""
+        """Remember a value for an object until the next model. `value` must hold the object."""
         self._next[id(key)] = value
 
 
@@ -63,12 +63,12 @@ _current: ContextVar[AppendOnlyMemory | None] = ContextVar("appended", default=N
 
 
 def append_only_memory() -> AppendOnlyMemory | None:
-    """Return the memory of the adapter that is at work; None when it has none."""
+    """Return the memory of the adapter that is running, or None if it has none."""
     return _current.get()
 
 
 def warn_not_append_only(kind: str) -> None:
-    """Log that an ensemble is not append-only, though it was declared so."""
+    """Log a warning that an ensemble declared append-only did not just grow."""
     _LOG.warning(_BROKEN, kind)
 
 
@@ -77,7 +77,7 @@ def read_columns(
 ) -> _Columns | None:
     """Return `columns_of(objects)`: columns with one item for each object.
 
-    Of objects that were read in the step before, only the last is read, for comparison.
+    Of the objects that were read in the previous step, only the last is read again, to compare it.
     """
     memory = append_only_memory()
     if memory is None:
@@ -108,15 +108,15 @@ def _longer(
 
 
 class GrowingAdapter(StructureAdapter):
-    """An adapter to which ensembles may be declared append-only."""
+    """An adapter whose ensembles can be declared append-only."""
 
     def __init__(self, *, append_only: bool = False) -> None:
         """With `append_only`, do not read saved trees again while the same object grows.
 
-        The adapter keeps them in memory; use one for each run. It is not for trees that are
-        changed, pruned or weighted anew afterwards (DART, refitting): then an old tree is saved.
-        Every save checks that there are no fewer trees, and that the last known one is unchanged;
-        otherwise it logs a warning and reads all of them.
+        The adapter keeps them in memory; use one for each run. Do not use it if trees are changed,
+        pruned or reweighted afterwards (DART, refitting): the old trees would be saved. Every save
+        checks that there are no fewer trees, and that the last known one is unchanged; otherwise it
+        logs a warning and reads all of them.
         """
         self._memory = AppendOnlyMemory() if append_only else None
         self._lock = threading.Lock()
@@ -141,11 +141,11 @@ def _at_work(memory: AppendOnlyMemory) -> Iterator[None]:
 
 
 def estimator_provider(package: str, title: str, base: str) -> StateProvider:
-    """Return a provider for the estimators of a boosting package, which people call `title`.
+    """Return a provider for the estimators of a boosting package; messages call it `title`.
 
-    They have scikit-learn's interface: a class and attributes. `base` is the class that all are
-    derived from, as "module:name". Only classes of the package itself are restored, since the
-    methods of other classes are in no checkpoint. Imports nothing.
+    They have scikit-learn's interface: a class and attributes. `base` is their common base class,
+    as "module:name". Only classes of the package itself are restored, because a checkpoint has no
+    code of other classes. Imports nothing.
     """
     module, _, name = base.partition(":")
 

@@ -1,7 +1,8 @@
-"""LightGBM: a booster as one piece a tree, and a rest that does not grow.
+"""LightGBM: a booster as one piece for each tree, and a remainder that does not grow.
 
-LightGBM writes a model as text: a head that ends in the sizes of the trees, the trees, and a rest
-with importances and parameters. The text is cut at those sizes; they follow from the pieces.
+LightGBM writes a model as text: a head that ends in the sizes of the trees, the trees, and a tail
+with importances and parameters. The text is cut at those sizes, which need not be stored because
+they follow from the pieces.
 """
 
 from collections.abc import Mapping
@@ -30,12 +31,12 @@ _KEPT: Final = ("best_iteration", "best_score", "params")
 
 
 class LightGBMAdapter(GrowingAdapter):
-    """Boosters, LightGBM's scikit-learn estimators, and structures of them.
+    """The adapter for boosters, LightGBM's scikit-learn estimators, and structures of them.
 
-    Trees are pieces of bytes, `tree_000000` and on; predictions are the same to the last bit. With
+    Trees are pieces of bytes, named `tree_000000` and so on; predictions are bit-identical. With
     `append_only`, LightGBM writes only the new trees of a booster. `original` may be a booster,
-    which then forgets the data it was trained on, since `model_from_string` makes it do so; to
-    continue training, pass the booster to `lightgbm.train(init_model=)`.
+    which then loses its training data, an effect of `model_from_string`; to continue training, pass
+    the booster to `lightgbm.train(init_model=)`.
     """
 
     name = "lightgbm"

@@ -1,9 +1,9 @@
-"""Structures taken apart: tensors and arrays as pieces, the rest as one shape and its plain values.
+"""Taking structures apart: tensors and arrays as pieces, and a structure with its plain values.
 
 A piece is named by the keys that lead to it, joined by dots, so a state dict keeps its names. The
-shape is a tree of nodes, the piece `#structure`; a node says what stands at one place, and None
-means the next of the plain values in `#values`. So the shape stays the same from step to step while
-numbers change, and the store keeps one of it. FORMAT.md defines both.
+structure is a tree of nodes, the piece `#structure`; a node describes one place, and None stands
+for the next of the plain values in `#values`. So the structure stays the same from step to step
+while numbers change, and the store holds it once. FORMAT.md defines both pieces.
 """
 
 import sys
@@ -53,7 +53,7 @@ _names: Final[dict[str, list[str]]] = {}
 
 
 class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """A list, dict and so on (`kind` is its tag) that holds more than plain values."""
+    """A list, dict or other container (`kind` is its tag) that holds more than plain values."""
 
     kind: int
     head: Wire
@@ -62,10 +62,10 @@ class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
 
 
 class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defaults=True):
-    """A torch tensor, the piece `name`.
+    """A torch tensor, stored as the piece `name`.
 
-    `same` is an earlier piece that has the same memory, `order` the order of its dimensions in
-    memory where that is not C's; `grad` is requires_grad, and `parameter` whether it is an
+    `same` is an earlier piece that shares its memory, `order` the order of its dimensions in memory
+    unless that is C order; `grad` is requires_grad, and `parameter` tells whether it is an
     nn.Parameter.
     """
 
@@ -77,7 +77,7 @@ class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defau
 
 
 class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaults=True):
-    """A numpy array, the piece `name`. `dtype` is None where the piece itself has it."""
+    """A numpy array, stored as the piece `name`. `dtype` is None if it is that of the piece."""
 
     name: str
     same: str | None = None
@@ -86,13 +86,13 @@ class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaul
 
 
 class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """A NamedValue that was part of the model."""
+    """A NamedValue that was a part of the model."""
 
     name: str
 
 
 class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """An object of a provider, made of its state. A RefNode refers to it by `number`."""
+    """An object with a provider, represented by its state. A RefNode refers to it by `number`."""
 
     provider: str
     number: int
@@ -100,25 +100,25 @@ class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """An object that also stands at an earlier place."""
+    """A further occurrence of an object that has an ObjectNode at an earlier place."""
 
     number: int
 
 
 class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
-    """The pieces `name`_000000 and on; the next value is their number."""
+    """The pieces `name`_000000 and so on; the next plain value is their count."""
 
     name: str
 
 
 class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A numpy array of Python objects. The next value is its shape."""
+    """A numpy array of Python objects. The next plain value is its shape."""
 
     items: list["Node"]
 
 
 class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """A tensor of one element without dimensions. The next value is its bytes."""
+    """A tensor of one element and no dimensions. The next plain value is its bytes."""
 
     dtype: str
 
@@ -158,7 +158,7 @@ def decode_structure(data: memoryview) -> Node:
     """Return the root node of `#structure`.
 
     Raises:
-        DamagedStateError: it is not a structure, or one of a later version of this package.
+        DamagedStateError: it is not a structure, or was written by a later version of this package.
     """
     try:
         structure = _decoder.decode(data)
@@ -171,10 +171,10 @@ def decode_structure(data: memoryview) -> Node:
 
 
 def decode_values(data: memoryview) -> list[Any]:
-    """Return the plain values of `#values`, not yet decoded.
+    """Return the plain values of `#values`, each still encoded.
 
     Raises:
-        DamagedStateError: it is not an array in msgpack.
+        DamagedStateError: it is not a MessagePack array.
     """
     try:
         return msgspec.msgpack.decode(data, type=list[Any])
@@ -185,7 +185,7 @@ def decode_values(data: memoryview) -> list[Any]:
 def series_names(name: str, count: int) -> list[str]:
     """Return the names of the pieces of a series.
 
-    They are kept, since a step has those of the step before.
+    They are cached, because a step has the same names as the one before it.
     """
     known = _names.get(name, [])
     if len(known) < count:
@@ -200,11 +200,11 @@ def series_names(name: str, count: int) -> list[str]:
 def take_apart(model: object) -> "dict[str, Value]":
     """Return every tensor and array by its name, then series, then `#structure` and `#values`.
 
-    The order is the one in which the store shares most. It keeps pages of names in order, so pieces
-    that follow a growing series move; the longest series comes first.
+    In this order the store shares most. Its pages have the pieces in order, so pieces that follow a
+    growing series move to other places; the longest series comes first.
 
     Raises:
-        StateError: something has no form in a checkpoint; it names the place.
+        StateError: a part of the model cannot be stored; the error names its path.
     """
     walk = _Walk()
     try:

@@ -13,12 +13,12 @@ _LARGEST_POSITION: Final = {"MT19937": 624, "Philox": 4}
 
 
 class NumpyAdapter(StructureAdapter):
-    """An array, a mapping of arrays, or any structure of arrays and plain values.
+    """The adapter for an array, a mapping of arrays, or a structure of arrays and plain values.
 
-    Arrays of every dtype are supported except long double and Python objects that have no form:
-    records, strings and times too, with their byte order and their order in memory (C or Fortran).
-    What `extract` returns shares the model's memory. Arrays of `original` of equal shape and dtype
-    are filled.
+    Arrays of every dtype are supported, including records, strings and times, except long double
+    and Python objects that cannot be stored. They keep their byte order and their memory order (C
+    or Fortran). What `extract` returns shares the model's memory. Arrays in `original` of equal
+    shape and dtype are filled in place.
     """
 
     name = "numpy"

@@ -1,6 +1,6 @@
-"""Plain Python values as msgpack, every type exactly as it was. No pickle: reading runs nothing.
+"""Plain Python values as MessagePack, with their exact types. No pickle: reading runs no code.
 
-None, bool, integers of 64 bits, float, str, bytes, and dicts with keys of str are themselves;
+None, bool, 64-bit integers, float, str, bytes, and dicts with str keys are written as themselves;
 everything else is an array that begins with its tag.
 """
 
@@ -50,10 +50,10 @@ _INT_RANGE: Final = range(-(1 << 63), 1 << 64)
 
 
 def encode(value: object, place: str, depth: int = 0) -> Wire:
-    """Encode a value for msgpack.
+    """Encode a value for MessagePack.
 
     Raises:
-        UnsupportedValueError: a value has no form; it names the place.
+        UnsupportedValueError: a value cannot be stored; the error names its path.
         CyclicStateError: containers are nested too deeply.
     """
     tag = CONTAINERS.get(type(value))
@@ -72,9 +72,9 @@ def encode(value: object, place: str, depth: int = 0) -> Wire:
 
 
 def is_flat(value: object) -> bool:
-    """Return whether it is a list or tuple of four small numbers or more.
+    """Return whether a value is a list or tuple of four or more small numbers.
 
-    Such a value is written as it is.
+    Such a value is written without further encoding.
     """
     if not isinstance(value, list | tuple) or len(value) < 4:
         return False
@@ -85,7 +85,7 @@ def is_flat(value: object) -> bool:
 
 
 def scalar(value: object, place: str) -> Wire:
-    """Encode a value that holds no others."""
+    """Encode a value that contains no other values."""
     encoder = _SCALARS.get(type(value))
     if encoder is not None:
         return encoder(value)
@@ -97,12 +97,12 @@ def scalar(value: object, place: str) -> Wire:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether it is one of Python's own values that hold no others."""
+    """Return whether a value is of one of Python's own types that contain no other values."""
     return type(value) in _SCALARS
 
 
 def header(container: object) -> Wire:
-    """Return what a container has beside its keys and items: a factory or a length, encoded."""
+    """Return what a container has beside its keys and items, encoded: a factory or a length."""
     if isinstance(container, deque):
         return container.maxlen
     if isinstance(container, defaultdict):
@@ -115,7 +115,7 @@ def header(container: object) -> Wire:
 
 
 def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire:
-    """Encode a container of its encoded keys and items."""
+    """Return the encoded container of these encoded keys and items."""
     tag = CONTAINERS[type(container)]
     if tag == DICT and all(type(key) is str for key in keys):
         return dict(zip(keys, items, strict=True))
@@ -126,10 +126,10 @@ def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire
 
 
 def decode(wire: Wire) -> Any:
-    """Decode a value.
+    """Decode a value that `encode` encoded.
 
     Raises:
-        DamagedStateError: `encode` did not write this.
+        DamagedStateError: `encode` never writes this.
     """
     try:
         return _decoded(wire)
@@ -138,7 +138,11 @@ def decode(wire: Wire) -> Any:
 
 
 def build(tag: int, head: Wire, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """Make a container of its decoded keys and items. Raises KeyError, TypeError or ValueError."""
+    """Build a container from its decoded keys and items.
+
+    Raises:
+        KeyError, TypeError, ValueError: they do not fit the container's type.
+    """
     if tag == DEFAULT:
         factory = None if head is None else _FACTORIES[head]
         return defaultdict(factory, zip(keys, items, strict=True))
@@ -234,7 +238,7 @@ def _type_of(name: str) -> Any:
 
 
 def dtype_wire(dtype: Any) -> Wire:
-    """Encode a numpy dtype: fields with their offsets, in the order of their bytes."""
+    """Encode a numpy dtype, with the offsets of its fields, in the order of their bytes."""
     import numpy as np
 
     return encode(np.lib.format.dtype_to_descr(dtype), "dtype")  # type: ignore[no-untyped-call]
@@ -244,7 +248,7 @@ def dtype_of(wire: Wire) -> Any:
     """Decode a numpy dtype.
 
     Raises:
-        DamagedStateError: it is not a dtype, or one with Python objects in it.
+        DamagedStateError: it is not a dtype, or one that holds Python objects.
     """
     import numpy as np
 

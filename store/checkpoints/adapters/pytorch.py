@@ -1,7 +1,7 @@
 """PyTorch: modules, state dicts, optimizers, schedulers, generators, and structures of them.
 
-Pieces of a module are called as in its state dict. Tied weights are pieces of equal bytes, which
-the store keeps once; they come back as one tensor. Nothing here imports torch before it is used.
+Pieces of a module have the names of its state dict. Tied weights are pieces of equal bytes, which
+the store holds once; they are restored as one tensor. Nothing here imports torch before it is used.
 """
 
 from collections import OrderedDict
@@ -25,18 +25,19 @@ _COMPRESSED: Final = {
 
 
 class PyTorchAdapter(StructureAdapter):
-    """Modules, state dicts, optimizers, schedulers, RNG states, and nested dicts and lists of them.
+    """The adapter for modules, optimizers, schedulers, RNG states, and structures of them.
 
         adapter.extract({"model": model, "optimizer": optimizer, "epoch": 3})
 
-    `original` may be the same structure: `load_state_dict` is called on what has it, tensors of
-    equal shape and dtype are filled, and the same objects come back. Without it modules, optimizers
-    and schedulers come back as state dicts, on the CPU. Values are named as in the state dict and
-    share the model's memory.
+    State dicts and nested dicts and lists of all these are accepted too. `original` may be the same
+    structure: `load_state_dict` is called on objects that have it, tensors of equal shape and dtype
+    are filled, and the same objects are returned. Without it modules, optimizers and schedulers are
+    returned as state dicts, on the CPU. Values are named as in the state dict and share the model's
+    memory.
 
     Raises:
         UnsupportedArrayError: a tensor is quantised, meta or distributed.
-        UnsupportedValueError: a value has a type that nobody registered.
+        UnsupportedValueError: a value has a type without a registered provider.
     """
 
     name = "pytorch"

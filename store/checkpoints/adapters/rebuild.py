@@ -1,8 +1,8 @@
-"""Structures put together again, into an object that exists or into new ones.
+"""Reassembling structures, into an existing object or into new ones.
 
-Parts of an original may share memory: tied weights, or views of one buffer. What is filled last is
-then what all of them show, so in the end every part that overlaps another is compared with what was
-saved for it.
+Parts of an original may share memory: tied weights, or views of one buffer. All of them then show
+what was filled last, so every part that overlaps another is finally compared with what was saved
+for it.
 """
 
 from collections.abc import Mapping
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 
 def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any:
-    """Return what `take_apart` was given.
+    """Return the structure that `take_apart` took apart.
 
-    Where `original` has something at the same place, that is filled and stays: modules, optimizers
-    and whatever else has a provider, dicts, lists, and tensors and arrays of equal shape and dtype.
-    Without it, modules and optimizers come back as their state dicts. Values become the result's
-    own.
+    What `original` has at the same place is filled and kept: modules, optimizers and other objects
+    with a provider, dicts, lists, and tensors and arrays of equal shape and dtype. Without it,
+    modules and optimizers are returned as their state dicts. The result takes ownership of the
+    values.
 
     Raises:
-        MismatchedOriginalError: parts of `original` share memory, or are one object, but what
-            was saved there differs.
-        StateError: the values are damaged, or do not fit `original`, some of which may then be
+        MismatchedOriginalError: parts of `original` share memory, or are one object, but what was
+            saved for them differs.
+        StateError: the values are damaged, or do not fit `original`, parts of which may already be
             filled.
     """
     rebuild = _Rebuild(tensors)
@@ -243,7 +243,7 @@ class _Rebuild:
 
 
 def as_tensor(held: "Value") -> Any:
-    """Return a torch tensor on the CPU, with the value's memory where that is writable."""
+    """Return a torch tensor on the CPU, which shares the value's memory if that is writable."""
     import torch
 
     if is_tensor(held):
@@ -263,7 +263,7 @@ def as_tensor(held: "Value") -> Any:
 
 
 def as_array(name: str, held: "Value") -> Any:
-    """Return a numpy array, with the value's memory where that is writable."""
+    """Return a numpy array, which shares the value's memory if that is writable."""
     if is_array(held):
         array: Any = held
         return array if array.flags.writeable else array.copy()
@@ -352,7 +352,7 @@ def _parameter(node: nested.TensorLeaf, tensor: Any) -> Any:
 
 
 def mismatched(original: object, kind: str) -> MismatchedOriginalError:
-    """Return the error about an original of another kind."""
+    """Return the error for an original of another kind."""
     found = type(original).__qualname__
     return MismatchedOriginalError.at("", f"`original` is a {found}, not {kind}", type=found)
 
@@ -373,7 +373,7 @@ class _Span(NamedTuple):
 
 
 class Originals:
-    """The parts of one original, and what each was filled with. One thread."""
+    """The parts of an original, and what each of them was filled with. One thread."""
 
     def __init__(self) -> None:
         # Kept: what took the place of a part in memory would have its identity.
@@ -381,7 +381,7 @@ class Originals:
         self._fills: Final[list[_Fill]] = []
 
     def unused(self, container: Any) -> Any:
-        """Return a dict or list; None when it also stands at another place, and is filled there."""
+        """Return a dict or list, or None if it was already filled at another place."""
         if not isinstance(container, dict | list):
             return container
         if id(container) in self._used:
@@ -390,10 +390,10 @@ class Originals:
         return container
 
     def restored(self, part: object, place: ValuePath) -> None:
-        """Note that an object has been given its state.
+        """Record that an object has been given its state.
 
         Raises:
-            MismatchedOriginalError: it had been given the state of another object.
+            MismatchedOriginalError: it was already given the state of another object.
         """
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`
@@ -403,7 +403,7 @@ class Originals:
         self._used[id(part)] = part
 
     def fill(self, part: Any, place: ValuePath, make: Callable[[], Any]) -> bool:
-        """Fill a tensor or an array with what `make` makes; return whether it could take it."""
+        """Fill a tensor or an array with the result of `make`; return whether it was possible."""
         made = make()
         put = _fill_tensor if is_tensor(made) else _fill_array
         if not put(made, part):
@@ -412,7 +412,7 @@ class Originals:
         return True
 
     def check(self) -> None:
-        """Compare parts that overlap with what was saved for each.
+        """Compare the parts that overlap others with what was saved for each.
 
         Raises:
             MismatchedOriginalError: a part shows what another was filled with.
@@ -487,23 +487,23 @@ def _fill_array(made: Any, part: Any) -> bool:
 
 
 class StructureAdapter:
-    """The base of the built-in adapters, which all take structures of what any of them takes.
+    """The base of the built-in adapters, which accept structures of what any of them accepts.
 
-    An adapter is a name and the types that it is chosen for. Safe from several threads.
+    An adapter has a name, and the types that it is chosen for. It is safe from several threads.
     """
 
     name: str
 
     def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Take tensors, arrays and trees out, named by the keys and attributes that lead to them.
+        """Return tensors, arrays and trees, named by the keys and attributes that lead to them.
 
         Raises:
-            StateError: something has no form in a checkpoint; it names the place.
+            StateError: a part of the model cannot be stored; the error names its path.
         """
         return take_apart(model)
 
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """Make the same structure again, in `original` where one is given.
+        """Rebuild the same structure, in `original` if one is given.
 
         Raises:
             StateError: the values are damaged, or do not fit `original`.

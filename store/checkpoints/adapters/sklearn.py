@@ -1,8 +1,8 @@
 """scikit-learn: every estimator whose state is arrays, plain values and other such objects.
 
-Objects are taken apart as pickle would do it, but none is pickled. Their class is a name, which is
-looked up on loading only in scikit-learn itself, and only where estimators and their parts live.
-Objects of any other class are put into an `original`.
+Objects are taken apart as pickle would do it, but none is pickled. Their class is stored as a name,
+which loading looks up only in scikit-learn itself, and only in the modules of estimators and their
+parts. Objects of any other class are restored into an `original`.
 """
 
 import importlib
@@ -55,16 +55,17 @@ _SPARSE: Final = {
 
 
 class SklearnAdapter(GrowingAdapter):
-    """Estimators of scikit-learn, pipelines, and structures of them, without pickle.
+    """The adapter for scikit-learn's estimators, pipelines, and structures of them.
 
-    Trees of ensembles are pieces of their own, `estimators_.tree_000000` and on, and stay as they
-    are when `warm_start` adds some; with `append_only`, saved trees of forests and boosting are not
-    read again. Predictions are the same to the last bit. Without `original` the class comes from
-    the installed scikit-learn; estimators of your own classes need an `original` to be filled.
+    Trees of ensembles are separate pieces, named `estimators_.tree_000000` and so on, which stay
+    unchanged when `warm_start` adds more; with `append_only`, saved trees of forests and boosting
+    are not read again. Predictions are bit-identical. Without `original` the class comes from the
+    installed scikit-learn; estimators of your own classes need an `original` to be filled.
 
     Raises:
         ForbiddenClassError: a class is not scikit-learn's, and there is no `original`.
-        UnsupportedValueError: a function or another object has no form; it names the place.
+        UnsupportedValueError: a function or another object cannot be stored; the error names its
+            path.
     """
 
     name = "sklearn"

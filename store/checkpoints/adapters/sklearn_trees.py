@@ -1,11 +1,11 @@
-"""Ensembles of scikit-learn as one piece a tree, and what grows with them in pieces.
+"""Ensembles of scikit-learn as one piece for each tree, and what grows with them in pieces.
 
-A piece has a row for each node: the record as scikit-learn has it, with zeros where no field lies,
-then the node's values. All trees are read at once: 5,000 cost some 20 ms. What the estimators
-around the trees have in common is kept once; their differences, a few numbers each, in pieces of
-256 trees.
+A piece has a row for each node: scikit-learn's record of it, with zeros between the fields, then
+the node's values. All trees are read at once: 5,000 take about 20 ms. What the estimators around
+the trees have in common is stored once; their differences, a few numbers each, are stored in pieces
+of 256 trees.
 
-scikit-learn walks trees in C and checks nothing. A step may have been made by anybody, so
+scikit-learn walks trees in C without any checks. A step may come from an untrusted source, so
 everything that would lead out of a tree's memory is refused here as damage.
 """
 
@@ -74,13 +74,13 @@ class Predictors:
 
 @dataclass(frozen=True)
 class Growing:
-    """An array of numbers that becomes longer with every round."""
+    """An array of numbers that gets longer with every round."""
 
     array: Any
 
 
 def recognised(name: str, value: Any) -> Trees | Predictors | Growing | None:
-    """Return an attribute's value as something that grows at its end; None for anything else."""
+    """Return an attribute's value as something that grows at its end, or None for anything else."""
     import numpy as np
 
     if isinstance(value, np.ndarray):
@@ -120,7 +120,7 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 
 
 def trees_state(trees: Trees) -> Any:
-    """Return what all trees have in common, a series of trees and one of their differences."""
+    """Return what all trees have in common, a series of trees, and one of their differences."""
     first = vars(trees.estimators[0])
     if first[_TREE] is None:
         return {"several": _as_given(trees)}
@@ -274,7 +274,7 @@ def _unchunked(series: PieceSeries, count: int) -> list[Any]:
 
 
 def restore_trees(state: Any, kind: Any) -> Any:
-    """Make the list or array of estimators of a class that the caller has checked."""
+    """Rebuild the list or array of estimators, of a class that the caller has checked."""
     import numpy as np
 
     arguments = state["arguments"]
@@ -316,10 +316,10 @@ def _tree_of(item: Any, dtype: Any, arguments: Any, depth: int) -> Any:
 def made_tree(
     features: int, classes: Any, outputs: int, depth: int, nodes: Any, values: Any
 ) -> Any:
-    """Make a Tree.
+    """Build a scikit-learn Tree from its arrays.
 
     Raises:
-        DamagedStateError: a node leads out of it, which nothing else would check.
+        DamagedStateError: a node refers to one outside the tree, which nothing else would check.
     """
     from sklearn.tree._tree import Tree
 
@@ -358,7 +358,7 @@ def _predictor_columns(trees: Sequence[Any]) -> tuple[list[Any], ...]:
 
 
 def restore_predictors(state: Any, kind: type) -> list[list[Any]]:
-    """Make the rounds of trees."""
+    """Rebuild the rounds of trees."""
     items, width = state["trees"].items, state["width"]
     sizes = _unchunked(state["differences"], len(items))
     trees = [
@@ -384,7 +384,7 @@ def _predictor_parts(item: Any, dtype: Any, nodes: int, sets: int) -> Iterator[A
 
 
 def growing_state(growing: Growing) -> dict[str, object]:
-    """Return a series of parts, all of equal length but the last."""
+    """Return a series of parts, all of equal length except the last."""
     import numpy as np
 
     array = np.ascontiguousarray(growing.array)
@@ -395,14 +395,14 @@ def growing_state(growing: Growing) -> dict[str, object]:
 
 
 def restore_growing(state: Any) -> Any:
-    """Make the array again."""
+    """Rebuild the array from its series."""
     import numpy as np
 
     return np.frombuffer(bytearray().join(state["parts"].items), state["dtype"])
 
 
 def check_links(left: Any, right: Any, leaves: Any) -> None:
-    """Raise DamagedStateError unless every node leads to later ones, or nowhere."""
+    """Raise DamagedStateError unless every node's children are later nodes, or none."""
     import numpy as np
 
     numbers, count = np.arange(len(left)), len(left)
@@ -413,7 +413,7 @@ def check_links(left: Any, right: Any, leaves: Any) -> None:
 
 
 def check_object(held: Any) -> None:
-    """Raise DamagedStateError for an estimator or a tree that would read outside of its arrays."""
+    """Raise DamagedStateError for an estimator or a tree that would read outside its arrays."""
     kinds = type(held).__mro__
     modules, state = {kind.__module__ for kind in kinds}, getattr(held, "__dict__", {})
     if any(full_name(kind) == PREDICTOR for kind in kinds):
@@ -427,7 +427,7 @@ def check_object(held: Any) -> None:
 
 
 def check_predictor(tree: Any) -> None:
-    """Raise DamagedStateError for a histogram-based tree whose nodes lead out of it."""
+    """Raise DamagedStateError for a histogram-based tree whose nodes refer to outside nodes."""
     import numpy as np
 
     nodes, sets = tree.nodes, (tree.binned_left_cat_bitsets, tree.raw_left_cat_bitsets)

@@ -1,8 +1,8 @@
-"""Finding one's way in UBJSON as XGBoost writes it, without making Python objects of it.
+"""Navigating UBJSON as XGBoost writes it, without creating Python objects for its values.
 
-A value is a marker and its content: numbers of fixed size, `S` length text, `{` key value … `}`
-with keys as length and text, `[` with `$` type and `#` count, one of them or neither (then until
-`]`). Lengths and counts are numbers with their marker. Everything is big-endian.
+A value is a marker followed by its content: numbers of fixed size, `S` length text, `{` key value …
+`}` with keys as length and text, `[` with `$` type and `#` count, either of them or neither (then
+until `]`). Lengths and counts are numbers with their marker. Everything is big-endian.
 """
 
 import struct
@@ -32,7 +32,7 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
     """Return the end of the value that begins at `at`.
 
     Raises:
-        UnsupportedValueError: there is no such value.
+        UnsupportedValueError: there is no valid value.
     """
     try:
         return _skip(data, at, depth)
@@ -43,7 +43,8 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
 def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, None]:
     """Yield the key and the start of each value of the object at `at`, one at a time.
 
-    A caller that knows where a value ends may `send` that, so that it need not be skipped.
+    A caller that knows where a value ends may `send` that offset, so that the value need not be
+    scanned.
     """
     if data[at : at + 1] != b"{":
         raise _unknown(at)
@@ -56,7 +57,7 @@ def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, Non
 
 
 def find(data: Buffer, at: int, *path: str) -> int | None:
-    """Return where the value lies that these keys lead to, from the object at `at`, or None."""
+    """Return the offset of the value that these keys lead to, from the object at `at`, or None."""
     for key in path:
         if data[at : at + 1] != b"{":
             return None
@@ -68,7 +69,7 @@ def find(data: Buffer, at: int, *path: str) -> int | None:
 
 
 def array(data: Buffer, at: int) -> tuple[int, int] | None:
-    """Return the start of the items and their number, of an array with a count and mixed types."""
+    """Return the start and the number of the items of an array with a count and mixed types."""
     if data[at : at + 2] != b"[#":
         return None
     count, at = _integer(data, at + 2)
@@ -76,7 +77,7 @@ def array(data: Buffer, at: int) -> tuple[int, int] | None:
 
 
 def integers(data: bytes, at: int) -> list[bytes] | None:
-    """Return the integers of an array of mixed types, as they are written; None for others."""
+    """Return the integers of an array of mixed types, still encoded, or None for other arrays."""
     place = array(data, at)
     if place is None:
         return None
@@ -89,15 +90,15 @@ def integers(data: bytes, at: int) -> list[bytes] | None:
 
 
 def number(item: bytes) -> int:
-    """Return the value of one of `integers`."""
+    """Return the value of one of the items of `integers`."""
     return int(struct.unpack(_INTEGERS[chr(item[0])], item[1:])[0])
 
 
 def objects(data: Buffer, at: int, count: int) -> list[int]:
     """Return where each of `count` consecutive objects begins, and where the last one ends.
 
-    They are found by their first bytes, up to the first count: those of an object whose fields are
-    the same. Where that finds another number of them, each is skipped in turn.
+    They are found by their first bytes, up to the first count, which are equal for objects with the
+    same fields. If that finds another number of objects, each is scanned in turn.
     """
     if not count:
         return [at]

@@ -1,14 +1,14 @@
-"""XGBoost: a booster as one piece a tree, and a rest that hardly grows.
+"""XGBoost: a booster as one piece for each tree, and a remainder that hardly grows.
 
-The bytes of the model as XGBoost itself writes them are cut, never parsed into objects and never
-written anew: put together they are the same bytes. Trees stay as they are while more are added. The
-two lists that grow with every round become pieces of 1 KiB, of which only the last one changes; the
-rest, some 2 KB, is a plain value.
+The model's bytes, as XGBoost itself writes them, are cut into parts, never parsed into objects and
+never re-encoded: concatenated, they are the same bytes. Trees stay unchanged while more are added.
+The two lists that grow with every round become pieces of 1 KiB, of which only the last one changes;
+the remainder, about 2 KB, is a plain value.
 
 In append-only mode XGBoost writes only a slice of the booster, from the last known round on. A
-slice is a model of its own. It differs from the whole one in what is counted from its first round:
-the numbers of its trees, two lists, a count, and attributes that a slice may lack. Those are put
-into the bytes of the slice; nothing else is made here.
+slice is itself a model. It differs from the whole one in what is counted from its first round: the
+numbers of its trees, two lists, a count, and attributes that a slice may lack. Only those are
+patched into the bytes of the slice.
 """
 
 import struct
@@ -56,11 +56,11 @@ _PATHS: Final = {
 
 
 class XGBoostAdapter(GrowingAdapter):
-    """Boosters, XGBoost's scikit-learn estimators, and structures of them.
+    """The adapter for boosters, XGBoost's scikit-learn estimators, and structures of them.
 
-    Trees are pieces of bytes, `tree_000000` and on; predictions are the same to the last bit. With
-    `append_only`, XGBoost writes only the new rounds of a booster. The parameters of training are
-    saved, so that `update` goes on with them. `original` may be a booster, which is then filled;
+    Trees are pieces of bytes, named `tree_000000` and so on; predictions are bit-identical. With
+    `append_only`, XGBoost writes only the new rounds of a booster. The training parameters are
+    saved, so that `update` continues with them. `original` may be a booster, which is then filled;
     without one, a new one is made.
     """
 
@@ -68,10 +68,10 @@ class XGBoostAdapter(GrowingAdapter):
 
 
 class Parts(NamedTuple):
-    """A model that was cut, each part as it is written.
+    """A model cut into parts, each as XGBoost wrote it.
 
-    `rounds` has the number of the first tree of each round and of one more, `classes` each tree's
-    class; `spans` are the places that depend on how many rounds there are.
+    `rounds` has the number of the first tree of each round and of one more, `classes` the class of
+    each tree; `spans` are the ranges of bytes that depend on the number of rounds.
     """
 
     raw: bytes
@@ -202,9 +202,9 @@ def _parts(state: Any) -> Iterator[Any]:
 
 
 def parts_of(raw: bytes) -> Parts | None:
-    """Return the parts of a model of trees; None for other boosters and unknown layouts.
+    """Return the parts of a model of trees, or None for other boosters and unknown layouts.
 
-    None for DART too, whose weights change with each round.
+    DART is excluded too, because its weights change with each round.
     """
     try:
         return _parts_of(raw)
@@ -236,7 +236,7 @@ def _parts_of(raw: bytes) -> Parts | None:
 def joined(known: Parts, part: Parts, attributes: Mapping[str, str]) -> bytes | None:
     """Return the whole model: all rounds of `known` but the last, then those of `part`.
 
-    None where the first round of the part is not the last one that is known.
+    The result is None if the first round of the part differs from the last known one.
     """
     before = ubjson.number(known.rounds[-2])
     trees = [_numbered(tree, before + at) for at, tree in enumerate(part.trees)]
