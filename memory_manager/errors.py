@@ -1,4 +1,4 @@
-"""What can go wrong between an engine and its memory manager.
+"""The errors between an engine and its memory manager.
 
 MemoryManagerError
   - ManagerGoneError      nobody answers, or the connection broke: load privately, connect again
@@ -22,7 +22,7 @@ class MemoryManagerError(TensorDedupError):
 
 
 class ManagerGoneError(MemoryManagerError):
-    """Nobody answers at the socket, or the connection broke: load privately or connect again."""
+    """No manager answers, or the connection broke: load privately or connect again."""
 
 
 class UnsafeSocketError(MemoryManagerError):
@@ -34,7 +34,7 @@ class ManagerRunningError(MemoryManagerError):
 
 
 class ProtocolError(MemoryManagerError):
-    """The other side sent what is no message of this version. The connection is of no more use."""
+    """The other side sent no valid message of this version. The connection is unusable."""
 
 
 class RefusedError(MemoryManagerError):
@@ -42,16 +42,16 @@ class RefusedError(MemoryManagerError):
 
     @property
     def code(self) -> str:
-        """Why: a word that programs can compare."""
+        """The reason, as a word that programs can compare."""
         return str(self.facts.get("code", ""))
 
 
 class LeaseClosedError(MemoryManagerError):
-    """You used a lease, a put, a slab or a client after closing it: a bug in the caller."""
+    """A lease, a put, a slab or a client was used after it was closed: a bug in the caller."""
 
 
 class BackendError(MemoryManagerError):
-    """Memory could not be had, written, sealed or taken back."""
+    """Memory could not be allocated, written, sealed or reclaimed."""
 
 
 class NoMemoryError(BackendError):
@@ -63,7 +63,7 @@ class StillWritableError(BackendError):
 
 
 class NotSealedError(BackendError):
-    """An offered descriptor is not sealed memory of the size that was said."""
+    """An offered descriptor is not sealed memory of the stated size."""
 
 
 class DeviceError(BackendError):

@@ -1,1 +1,1 @@
-"""Where the memory comes from: one interface, several kinds (`base.Backend`)."""
+"""The backends of the memory manager: one interface (`base.Backend`), several kinds of memory."""

@@ -1,6 +1,6 @@
-"""What a backend, the maker of one kind of memory, must be able to do.
+"""The interface of a backend, which provides one kind of memory.
 
-Every backend is tested against the same contract.
+The same contract suite tests every backend.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ Pieces = Sequence[tuple[int, int, str]]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a client may rely on.
+    """The guarantees that a client may rely on.
 
-    `hardware_readonly`: a reader's mapping cannot be written; the hardware refuses. `seals`: after
-    sealing nobody at all, the writer included, can change a byte or map the memory writable.
-    Without it the writer's word and manners count, within one uid. `hashes_itself`: `digests` reads
-    the bytes; otherwise it returns what the writer announced, which is trusted within one uid.
-    `zeroed`: what nobody has written is zero. `outlives`: a mapping keeps the memory, whatever
-    becomes of the manager and its end of it. `device`: the GPU's UUID, "" for the machine's memory;
-    `device_bytes`: how much it has.
+    `hardware_readonly`: the hardware refuses writes through a reader's mapping. `seals`: after
+    sealing nobody, the writer included, can change a byte or map the memory writable; without it,
+    processes of one uid trust each other not to. `hashes_itself`: `digests` reads the bytes;
+    otherwise it returns what the writer announced, which is trusted within one uid. `zeroed`:
+    memory that nobody has written to is zero. `outlives`: a mapping keeps the memory even after the
+    manager has ended. `device`: the GPU's UUID, "" for the machine's memory; `device_bytes`: the
+    size of its memory.
     """
 
     name: str
@@ -38,45 +38,45 @@ class Capabilities:
 
 
 class Memory(Protocol):
-    """One slab. It is given back to the system when nothing refers to this object."""
+    """The memory of one slab, returned to the system with the last reference to this object."""
 
     @property
     def nbytes(self) -> int:
-        """Its size: a multiple of the layout's unit."""
+        """The size in bytes, a multiple of the layout's unit."""
 
     @property
     def fileno(self) -> int:
-        """The descriptor that clients are sent. It stays this object's.
+        """Return the descriptor that is sent to clients; this object keeps owning it.
 
-        It leads to the memory or, with `ipc`, to a ticket that says how to open it.
+        It refers to the memory or, with `ipc`, to a ticket with the handle to open it by.
         """
 
 
 class Backend(Protocol):
-    """Makes, seals, hashes and takes back slabs. Every method is safe from any thread."""
+    """A source of slabs, which it makes, seals, hashes and reclaims. Safe from any thread."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; the same for its whole life."""
+        """Return its capabilities, which never change."""
 
     def reserve(self, nbytes: int) -> Memory:
-        """Return a slab whose memory exists: writing to it never fails for want of memory.
+        """Return a slab whose memory is committed: writing to it never fails for want of memory.
 
-        Whoever gets its descriptor cannot change its size.
+        Holders of its descriptor cannot change its size.
 
         Raises:
             NoMemoryError: The system has no memory or no descriptor left.
-            BackendError: The memory cannot be had for another reason.
+            BackendError: The memory cannot be provided for another reason.
         """
 
     def seal(self, memory: Memory) -> None:
-        """Make the bytes immutable, for everybody and for ever; once more does nothing.
+        """Make the bytes immutable for everybody, for good; sealing twice has no effect.
 
-        A backend that cannot seal only ends the writing: it believes the writer's word that it has
-        unmapped the slab.
+        A backend that cannot seal only ends the writing, and trusts the writer to have unmapped the
+        slab.
 
         Raises:
-            StillWritableError: A writable mapping lives somewhere; the slab is as before.
+            StillWritableError: A writable mapping still exists; the slab is unchanged.
         """
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
@@ -89,12 +89,12 @@ class Backend(Protocol):
         """
 
     def reclaim(self, fd: int, nbytes: int) -> Memory:
-        """Take back a sealed slab of an earlier manager. It owns `fd`, also when it refuses.
+        """Reclaim a sealed slab of an earlier manager. It takes over `fd` even if it raises.
 
         Raises:
-            NotSealedError: It is not memory of this kind, or not of that size, or can be changed
-                (the last two are known only of a backend that seals).
+            NotSealedError: It is not memory of this kind, has another size, or can be changed; only
+                a backend that seals can tell the last two.
         """
 
     def close(self) -> None:
-        """Stop hashing at once: `digests` raises InterruptedError from now on."""
+        """Stop hashing at once: from now on `digests` raises InterruptedError."""

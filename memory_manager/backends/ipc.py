@@ -1,10 +1,11 @@
-"""Memory of one GPU by CUDA's older handles, for where descriptors of it are not to be had.
+"""Memory of one GPU by CUDA's legacy IPC handles, where descriptors are not available.
 
-Used on request only. cudaIpc handles come from a process with a CUDA context, so a helper process
-has one and the manager has none: the helper allocates, hands out handles, frees, and ends when the
-manager has hung up. What stands for the memory where the protocol wants a descriptor is a ticket, a
-sealed file with the handle. Nothing keeps a reader from writing, an address cannot be chosen, and
-all of the memory goes with the helper, and so with the manager: `vmm` is better wherever it works.
+This backend is used on request only. cudaIpc handles come from a process with a CUDA context, so a
+helper process has one and the manager has none: the helper allocates, hands out handles, frees, and
+ends when the manager hangs up. Where the protocol needs a descriptor of the memory, it sends a
+ticket, a sealed file with the handle. Nothing keeps a reader from writing, an address cannot be
+chosen, and all of the memory ends with the helper, and so with the manager: `vmm` is better
+wherever it works.
 """
 
 import errno
@@ -52,7 +53,7 @@ _PATIENCE_S: Final = 60.0
 
 
 class IpcSlab:
-    """An allocation of the helper's; it is freed when nothing refers to this object."""
+    """An allocation of the helper, freed with the last reference to this object."""
 
     def __init__(self, helper: "Helper", number: int, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -66,7 +67,7 @@ def _free(helper: "Helper", number: int, fd: int) -> None:
 
 
 class IpcBackend:
-    """The `ipc` backend: one GPU. The slab's descriptor is a ticket (`write_ticket`)."""
+    """The `ipc` backend for one GPU. A slab's descriptor is a ticket (`write_ticket`)."""
 
     def __init__(self, helper: "Helper") -> None:
         self._helper = helper
@@ -97,18 +98,18 @@ class IpcBackend:
         """Implement `Backend.seal`."""
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """Return what the writer announced: the manager cannot read this memory."""
+        """Return the announced digests: the manager cannot read this memory."""
         if self._closed.is_set():
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         return announced(pieces)
 
     def reclaim(self, fd: int, nbytes: int) -> IpcSlab:
-        """Raise NotSealedError: the memory went with the helper that had it."""
+        """Raise NotSealedError: the memory ended with the helper that allocated it."""
         os.close(fd)
         raise NotSealedError("memory of the backend `ipc` does not outlive its manager; load again")
 
     def close(self) -> None:
-        """End hashing; the helper, and the memory, go when the last slab and this object have."""
+        """End hashing; the helper ends with this object and its last slab."""
         self._closed.set()
 
 
@@ -116,7 +117,7 @@ class IpcBackend:
 
 
 def write_ticket(handle: bytes, nbytes: int) -> int:
-    """Return a descriptor, the caller's, of a sealed file that says how to open so much memory.
+    """Return a new descriptor of a sealed file with a handle and the size it opens.
 
     Raises:
         OSError: No descriptor is left.
@@ -132,10 +133,10 @@ def write_ticket(handle: bytes, nbytes: int) -> int:
 
 
 def read_ticket(fd: int) -> tuple[bytes, int]:
-    """Return the handle in a ticket, and how many bytes it opens.
+    """Return the handle in a ticket, and the number of bytes it opens.
 
     Raises:
-        NotSealedError: The descriptor leads to no ticket.
+        NotSealedError: The descriptor does not refer to a ticket.
     """
     try:
         data = os.pread(fd, _TICKET.size, 0)
@@ -151,33 +152,33 @@ def read_ticket(fd: int) -> tuple[bytes, int]:
 
 
 class HelperAllocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Order: get so much memory."""
+    """The request to allocate memory."""
 
     nbytes: int
 
 
 class HelperFree(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Order: let an allocation go. Has no answer."""
+    """The request to free an allocation. It has no answer."""
 
     number: int
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """The helper's first message: which GPU it has, and how much memory that has."""
+    """The helper's first message: its GPU, and the size of that GPU's memory."""
 
     device: str
     total: int
 
 
 class HelperAllocated(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Answer to HelperAllocate."""
+    """The answer to HelperAllocate."""
 
     number: int
     handle: bytes
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """Answer to what could not be done; `full`: for want of memory."""
+    """The answer to a request that failed; `full` if for want of memory."""
 
     text: str
     full: bool
@@ -190,12 +191,12 @@ _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class Helper:
-    """The manager's end of a helper process. Safe from any thread; `free` never waits."""
+    """The manager's end of a helper process. Safe from any thread; `free` never blocks."""
 
     def __init__(self, device: str, driver: str = "") -> None:
-        """Start the helper, and hear which GPU it has.
+        """Start the helper, and wait until it reports its GPU.
 
-        `device`: a UUID or an ordinal. `driver`: the `Driver` that it uses, as module:class.
+        `device` is a UUID or an ordinal. `driver` is the `Driver` that it uses, as module:class.
 
         Raises:
             DeviceError: There is no such GPU, or the helper does not answer.
@@ -221,11 +222,11 @@ class Helper:
 
     @property
     def pid(self) -> int:
-        """The number of the helper's process."""
+        """The process id of the helper."""
         return self._process.pid
 
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
-        """Get memory: return its number in the helper, and the handle that others open it by."""
+        """Allocate memory: return its number in the helper, and the handle to open it by."""
         with self._lock:
             try:
                 while not self._send_what_waits():  # first: the memory may be needed
@@ -265,7 +266,7 @@ class Helper:
                 return
 
     def free(self, number: int) -> None:
-        """Free an allocation, now or with the next one. For finalizers: it is never an error."""
+        """Free an allocation, now or with the next request. It never fails: finalizers call it."""
         self._unsent.append(number)
         with suppress(OSError):
             self._send_what_waits()
@@ -307,7 +308,7 @@ def _end(ours: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def serve(manager: socket.socket, driver: Driver, device: str) -> None:
-    """Do what the manager says until it has hung up, then give everything back."""
+    """Serve the manager's requests until it hangs up, then free everything."""
     driver.init()
     found = find_device(driver, device)
     with current(driver, found.ordinal), Undo() as always:
@@ -345,7 +346,7 @@ def _allocated(
 
 
 def main(device: str, driver: str) -> None:
-    """Be the helper, on the socket that is this process's standard input."""
+    """Run as the helper, on the socket that is this process's standard input."""
     module, _, name = driver.partition(":")
     with socket.socket(fileno=os.dup(0)) as manager:
         try:

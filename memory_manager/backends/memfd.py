@@ -1,6 +1,7 @@
-"""Sealed memory files: the kernel itself refuses every write after sealing. Linux only.
+"""Sealed memory files: after sealing, the kernel itself refuses every write. Linux only.
 
-The manager maps a slab only while it hashes it, so the bytes count once, wherever they are read.
+The manager maps a slab only while it hashes it, so the bytes are charged once, wherever they are
+read.
 """
 
 import errno
@@ -35,7 +36,7 @@ _FILL: Final = 256 << 20  # 0.1 s
 
 
 class MemfdSlab:
-    """One memory file; its descriptor is closed when nothing refers to this object."""
+    """A memory file, whose descriptor is closed with the last reference to this object."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -44,7 +45,7 @@ class MemfdSlab:
 
 
 class MemfdBackend:
-    """The `memfd` backend. Hashes on threads of its own, as many as this process may use."""
+    """The `memfd` backend. It hashes on its own threads, one for each available CPU."""
 
     capabilities: Final = Capabilities(
         "memfd", hardware_readonly=True, hashes_itself=True, seals=True

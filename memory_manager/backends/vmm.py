@@ -1,10 +1,11 @@
-"""Memory of one GPU, made and handed on as descriptors; this process never maps it.
+"""Memory of one GPU, allocated and passed on as descriptors; this process never maps it.
 
-cuMemCreate, cuMemExportToShareableHandle, cuMemRelease: from then on the descriptor is the memory.
-None of these calls takes or makes a context, so a manager of 80 GB costs a GPU nothing else. It
-also cannot look into it: nothing is zeroed, sealed or hashed here, and what is offered back is
-checked only to be memory of this GPU. Readers map it so that the hardware refuses their writes;
-that the writer has unmapped it, and what it wrote, is the writer's word.
+After cuMemCreate, cuMemExportToShareableHandle and cuMemRelease, the descriptor alone keeps the
+memory. None of these calls needs or creates a context, so a manager of 80 GB takes nothing else of
+a GPU. Nor can it read the memory: nothing is zeroed, sealed or hashed here, and slabs that are
+offered back are only checked to be memory of this GPU. Readers map it so that the hardware refuses
+their writes; the writer is trusted to have unmapped it, and to announce the digests of what it
+wrote.
 """
 
 import errno
@@ -22,7 +23,7 @@ ALIGNMENT: Final = 512  # what torch's own allocator gives, and more than any ke
 
 
 class VmmAllocation:
-    """One handle's memory; its descriptor is closed when nothing refers to this object."""
+    """The memory of one handle, whose descriptor is closed with the last reference to this."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -31,10 +32,10 @@ class VmmAllocation:
 
 
 class VmmBackend:
-    """The `vmm` backend: one GPU, named by its UUID (or its ordinal, for people)."""
+    """The `vmm` backend for one GPU, named by its UUID or ordinal."""
 
     def __init__(self, driver: Driver, device: str, handle: int = 0) -> None:
-        """`handle`: what slabs, a handle of the driver each, are multiples of; 0: the least it has.
+        """Slabs are multiples of `handle` bytes, one driver handle each; 0 is the driver's minimum.
 
         Raises:
             DeviceError: There is no such GPU or no driver, or its handles have another size.
@@ -82,7 +83,7 @@ class VmmBackend:
         """Implement `Backend.seal`."""
 
     def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """Return what the writer announced: the manager cannot read this memory."""
+        """Return the announced digests: the manager cannot read this memory."""
         if self._closed.is_set():
             raise InterruptedError(errno.EINTR, "the manager is about to end")
         return announced(pieces)

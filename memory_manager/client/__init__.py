@@ -1,4 +1,4 @@
-"""How an engine uses a memory manager: small, blocking, without torch.
+"""The client of a memory manager for engines: small, blocking, without torch.
 
 from tensor_dedup.memory_manager.client import NewLayer, NewTensor, connect
 

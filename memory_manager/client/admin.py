@@ -1,4 +1,4 @@
-"""What the command line asks of a manager: its totals and tables, to pin, to evict, to stop."""
+"""The administrative requests of the command line: totals, tables, pin, evict, stop."""
 
 import os
 from types import TracebackType
@@ -23,7 +23,7 @@ Table: TypeAlias = Literal["clients", "checkpoints", "residents", "builds"]
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """Everything a manager tells about itself, at about one moment. Sizes in bytes."""
+    """The totals and tables of a manager, taken at about the same time. Sizes in bytes."""
 
     totals: Totals
     clients: list[ClientRow]
@@ -32,16 +32,16 @@ class Overview(msgspec.Struct, frozen=True):
     residents: list[ResidentRow]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the overview as a JSON object."""
         tables = ("clients", "checkpoints", "builds", "residents")
         rows = {name: [msgspec.structs.asdict(r) for r in getattr(self, name)] for name in tables}
         return {"totals": msgspec.structs.asdict(self.totals), **rows}
 
 
 class Admin:
-    """A connection of the command line's. For one thread at a time.
+    """An administrative connection to a manager. One thread at a time.
 
-    Every method raises ManagerGoneError when nobody answers.
+    Every method raises ManagerGoneError when the manager does not answer.
     """
 
     def __init__(self, where: str | os.PathLike[str] | None = None) -> None:
@@ -54,11 +54,11 @@ class Admin:
 
     @property
     def device(self) -> str:
-        """The UUID of the GPU whose memory this manager lends; "" for the machine's memory."""
+        """The UUID of the GPU whose memory this manager serves; "" for the machine's memory."""
         return self._connection.welcome.device
 
     def overview(self, *, residents: bool = True) -> Overview:
-        """Return the totals and the tables, without commands such as this one among the clients."""
+        """Return the totals and the tables, with administrative clients left out."""
         clients = [row for page in self._pages("clients") for row in page.clients]
         return Overview(
             self.totals(),
@@ -82,15 +82,15 @@ class Admin:
                 return pages
 
     def pin(self, name: str, *, pinned: bool = True) -> Done:
-        """Keep a checkpoint or a digest in memory, or no longer; return how much that concerns."""
+        """Pin or unpin a checkpoint or a digest; return the number and bytes of its residents."""
         return self._connection.ask(Pin(name, pinned), Done)[0]
 
     def evict(self, name: str) -> Done:
-        """Drop what nobody uses of a checkpoint or a digest; return how much has gone."""
+        """Evict the unused residents of a checkpoint or a digest; return how many were evicted."""
         return self._connection.ask(Evict(name), Done)[0]
 
     def stop(self) -> None:
-        """End the manager; return when it has let go of its clients."""
+        """Stop the manager; return when it has closed its connections."""
         self._connection.ask(Stop(), Done)
         self._connection.wait_for_end()
 

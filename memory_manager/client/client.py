@@ -1,9 +1,9 @@
-"""An engine's connection to a memory manager: get layers by key, put those that are not there.
+"""An engine's connection to a memory manager: get layers by key, put those that are missing.
 
     leases = client.get(keys)                                 # one message for 256 keys
     result = client.put({key: NewLayer(record, tensors)})     # reserve, write, seal, publish
 
-What comes of either are leases: while one lives, its bytes stay where they are, and unchanged.
+Both return leases: as long as a lease exists, its bytes stay in place and unchanged.
 """
 
 import logging
@@ -82,7 +82,7 @@ class _Session(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerFound:
-    """A layer record, and a lease on each of its tensors, in the order they were published."""
+    """A layer record, and a lease on each of its tensors, in the order of publication."""
 
     record: bytes
     leases: tuple[Lease, ...]
@@ -95,15 +95,15 @@ def connect(
     keep_connected: bool = True,
     device: str = "",
 ) -> "Client":
-    """Connect to the manager at a socket's path; "auto": at the default one, started if need be.
+    """Connect to the manager at a socket's path; "auto" is the default one, started if needed.
 
-    `name` is for people who look at `tensor-dedup status`. `keep_connected`: when the manager
-    dies, connect to the next one without being asked, and offer it what is leased. `device`: the
-    UUID of a GPU, to borrow its memory: its manager's socket stands beside the one at `where`.
+    `name` is shown by `tensor-dedup status`. With `keep_connected`, when the manager dies, the
+    client connects to the next one by itself, and offers it what is leased. `device` is the UUID of
+    a GPU whose memory is wanted: its manager's socket is beside the one at `where`.
 
     Raises:
-        ManagerGoneError: Nobody answers; load privately.
-        UnsafeSocketError: The socket, its folder or its owner is not this user's alone.
+        ManagerGoneError: No manager answers; load privately.
+        UnsafeSocketError: The socket or its folder does not belong to this user alone.
     """
     auto = os.fspath(where) == AUTO
     beside = paths.socket_path(None if auto else where)
@@ -169,10 +169,10 @@ def _check_device(connection: Connection, device: str) -> None:
 
 
 class Client:
-    """One process's connection to a memory manager. Safe from any thread; none in a forked child.
+    """A process's connection to a memory manager. Safe from any thread, unusable after a fork.
 
-    Every method but `put`, which reports it, raises ManagerGoneError when the manager does not
-    answer: load privately then. What is leased stays mapped and valid.
+    Every method raises ManagerGoneError when the manager does not answer, except `put`, which
+    reports it: load privately then. What is leased stays mapped and valid.
     """
 
     def __init__(self, connection: Connection, name: str = "") -> None:
@@ -193,21 +193,21 @@ class Client:
 
     @property
     def welcome(self) -> Welcome:
-        """What the manager said of itself: its process, its backend, its device."""
+        """What the manager reported about itself: its process, its backend, its device."""
         return self._connection.welcome
 
     @property
     def closed(self) -> bool:
-        """Whether its user has closed it."""
+        """Whether `close` was called."""
         return self._closed.is_set()
 
     @property
     def connected(self) -> bool:
-        """Whether there is a manager at the other end, as far as is known."""
+        """Whether a manager is connected, as far as is known."""
         return self._connection.alive
 
     def watched(self) -> int:
-        """Return the socket's descriptor; -1 when there is no connection."""
+        """Return the socket's descriptor, or -1 without a connection."""
         return self._connection.fileno() if self._connection.alive else -1
 
     def keep_connected(self) -> None:
@@ -215,7 +215,7 @@ class Client:
         watch_manager(self, self._closed)
 
     def close(self) -> None:
-        """Hang up: the manager takes all leases back. What is mapped stays valid and charged."""
+        """Close the connection: all leases end. What is mapped stays valid and charged."""
         self._closed.set()
         self._connection.close()
 
@@ -233,10 +233,10 @@ class Client:
     # Get.
 
     def get(self, keys: Sequence[str], checkpoint: str = "") -> list[LayerFound | None]:
-        """Return the layers of these keys, in order; None for those that nobody has published.
+        """Return the layers of these keys, in order, with None for those nobody has published.
 
         Up to MAX_KEYS keys go in one message. The manager answers as many as fit its reply, and is
-        asked again for the others. `checkpoint`: the name under which people see what is leased.
+        asked again for the others. The leases are listed under the name `checkpoint`.
         """
         return [
             found for batch in _batches(keys, MAX_KEYS) for found in self._pages(batch, checkpoint)
@@ -256,9 +256,10 @@ class Client:
             keys = _rest(keys, len(reply.layers))
 
     def lease(self, digests: Sequence[str], checkpoint: str = "") -> list[Lease | None]:
-        """Lease the tensors with these digests, in order; None for those that are not there.
+        """Lease the tensors with these digests, in order, with None for those not resident.
 
-        A builder offers what it has computed this way, and writes only the rest.
+        A builder calls it with the digests that it has computed, and writes only the missing
+        tensors.
         """
         found: list[Lease | None] = []
         for batch in _batches(digests, MAX_PIECES):
@@ -282,11 +283,11 @@ class Client:
         """Put these layers into the manager's memory; each is built once, here or elsewhere.
 
         What the manager grants is written by `fill` (by default the `data` of the tensors is
-        copied), sealed and published. What another process is building is waited for, `wait_s`
-        seconds in all, and taken over when its builder gives up or falls silent. A layer that is
-        there under another record or with other digests is not used.
+        copied), sealed and published. Layers that another process is building are waited for,
+        `wait_s` seconds in all, and taken over when their builder gives up or falls silent. A layer
+        that exists under another record or with other digests is not used.
 
-        It raises no MemoryManagerError, but returns it with what was put before, which stays
+        A MemoryManagerError is not raised, but returned with what was put before it, which stays
         usable. While one thread of a client builds, the manager does not let another one wait
         ("holds_reservation").
         """
@@ -331,12 +332,12 @@ class Client:
                         result.layers[key] = PutLayer(found.leases, written=False)
 
     def reserve(self, keys: Sequence[str], checkpoint: str = "") -> Reservation:
-        """Ask to build these layers (at most MAX_KEYS): what is granted is one put.
+        """Request to build these layers (at most MAX_KEYS); the granted ones form one put.
 
         Publish or abandon the put before waiting for anything.
 
         Raises:
-            RefusedError: "limit"; this client holds as many puts as one may.
+            RefusedError: The code is "limit": this client holds the maximum number of puts.
         """
         connection = self._connection
         reply, _ = connection.ask(Reserve(list(keys), checkpoint), Reserved)
@@ -347,13 +348,13 @@ class Client:
         return Reservation(answers, Put(connection, reply.put, granted, checkpoint, self.lease))
 
     def wait(self, key: str, timeout_s: float) -> Outcome:
-        """Wait for a layer that another client builds, and return what has become of it.
+        """Wait for a layer that another client builds, and return the outcome.
 
         "ready": get it. "free": its builder gave up; reserve it. "stalled": the builder has been
         silent for too long; reserving takes over. "building": the time is up; build privately.
 
         Raises:
-            RefusedError: "holds_reservation"; this client has a put that is not finished.
+            RefusedError: The code is "holds_reservation": this client has an unfinished put.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -363,9 +364,9 @@ class Client:
                 return reply.outcome
 
     def remember(self, key: str, record: bytes, digests: Sequence[str]) -> bool:
-        """Publish this record again should the manager be replaced, if its tensors are leased.
+        """Publish this record again if the manager is replaced while its tensors are leased.
 
-        Return False when it is remembered already.
+        Return False if it is remembered already.
         """
         new = (record, tuple(digests))
         if self._records.get(key) == new:
@@ -374,19 +375,20 @@ class Client:
         return True
 
     def forget(self, key: str) -> None:
-        """Do not publish this layer's record again: the layer is gone from this process."""
+        """Stop publishing this layer's record again: the layer is gone from this process."""
         self._records.pop(key, None)
 
     # After the manager's death.
 
     def reconnect(self) -> int:
-        """Connect to the manager that is there now, and offer it every slab that is leased here.
+        """Connect to the current manager, and offer it every slab that is leased here.
 
-        Return how many slabs it has taken back. Nothing happens while the connection is good.
+        Return the number of slabs it has accepted. While the connection is good, this has no
+        effect.
 
         Raises:
-            ManagerGoneError: Nobody answers.
-            UnsafeSocketError: The socket, its folder or its owner is not this user's alone.
+            ManagerGoneError: No manager answers.
+            UnsafeSocketError: The socket or its folder does not belong to this user alone.
             LeaseClosedError: This client is closed.
         """
         with self._switch:

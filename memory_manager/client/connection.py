@@ -1,4 +1,4 @@
-"""One connection to the manager: requests and their replies, from any thread; closed by a fork."""
+"""One connection to the manager: requests and replies, from any thread; unusable after a fork."""
 
 import contextlib
 import os
@@ -43,9 +43,9 @@ CONNECT_TIMEOUT_S: Final = 10.0
 
 
 class Connection:
-    """A socket to the manager. Safe from any thread; a forked child has none.
+    """A socket to the manager. Safe from any thread; unusable in a forked child.
 
-    One request is under way at a time. After any failure the connection is closed for good and
+    One request is in progress at a time. After any failure the connection is closed for good, and
     every request raises ManagerGoneError.
     """
 
@@ -53,8 +53,8 @@ class Connection:
         """Connect and say hello.
 
         Raises:
-            ManagerGoneError: Nobody answers.
-            UnsafeSocketError: The socket, its folder or its owner is not this user's alone.
+            ManagerGoneError: No manager answers.
+            UnsafeSocketError: The socket or its folder does not belong to this user alone.
             RefusedError: The manager has no room for another client.
         """
         self.path: Final = path
@@ -72,13 +72,13 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether it is open, and this process's own."""
+        """Whether it is open, and was opened by this process."""
         return self._socket is not None and self._owner == os.getpid()
 
     def check(self) -> bool:
-        """Return whether the other side is there; close the connection when it has hung up.
+        """Return whether the other side is connected; close the connection if it has hung up.
 
-        While a request is under way its thread finds that out, and this returns True.
+        While a request is in progress its thread notices a hang-up, and this returns True.
         """
         if self.alive and self._lock.acquire(blocking=False):
             try:
@@ -89,7 +89,7 @@ class Connection:
         return self.alive
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, to watch; -1 when it is closed."""
+        """Return the socket's descriptor, to poll, or -1 when it is closed."""
         connection = self._socket
         return connection.fileno() if connection is not None else -1
 
@@ -100,15 +100,15 @@ class Connection:
         descriptors: tuple[int, ...] = (),
         extra_s: float = 0.0,
     ) -> tuple[_Answer, list[int]]:
-        """Send a request and return its reply, with the descriptors that came (the caller's now).
+        """Send a request; return its reply, and the received descriptors, which the caller owns.
 
-        `extra_s`: how much longer than usual the reply may take.
+        `extra_s` extends the usual timeout of the reply, in seconds.
 
         Raises:
-            RefusedError: The manager says no; `code` says why.
-            ManagerGoneError: It does not answer.
-            ProtocolError: It answers with something else; the connection is closed.
-            NoMemoryError: This process has no descriptor left for what came with the reply.
+            RefusedError: The manager refused the request; `code` says why.
+            ManagerGoneError: The manager does not answer.
+            ProtocolError: The reply is of another type; the connection is closed.
+            NoMemoryError: This process has no descriptors left for those of the reply.
         """
         data = _checked(request)
         with self._lock:
@@ -206,7 +206,7 @@ class Connection:
             raise ManagerGoneError(f"{self.path}: {error.strerror or error}") from error
 
     def wait_for_end(self) -> None:
-        """Return when the other side has hung up, or after the usual time of a reply."""
+        """Wait until the other side has hung up, or for the usual timeout of a reply."""
         with self._lock:
             connection = self._open()
             connection.settimeout(self._timeout_s)
@@ -217,9 +217,10 @@ class Connection:
                 return
 
     def release(self, lease: int) -> None:
-        """Give a lease back, now or with the next request. Never waits and never fails.
+        """Give a lease back, now or with the next request. Never blocks and never fails.
 
-        Finalizers call this: inside any allocation of any thread, one that is in here included.
+        Finalizers call this, and they may run inside any allocation of any thread, even one that is
+        inside this class.
         """
         self._released.append(lease)
         self._send_releases_if_free()
@@ -248,7 +249,7 @@ class Connection:
         return True
 
     def close(self) -> None:
-        """Hang up: all leases are gone. A second time does nothing."""
+        """Close the connection: all leases end. Closing twice has no effect."""
         connection, self._socket = self._socket, None
         if connection is not None:
             if self._owner == os.getpid():

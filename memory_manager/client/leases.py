@@ -1,4 +1,4 @@
-"""What an engine has borrowed: slabs, and leases on the tensors in them."""
+"""The memory that an engine has borrowed: slabs, and leases on the tensors in them."""
 
 import itertools
 import os
@@ -14,9 +14,10 @@ _Item = TypeVar("_Item")
 
 
 class WeakBag(Generic[_Item]):
-    """Objects that it does not keep alive. Unlike a WeakSet it may be filled while it is listed.
+    """A collection of weak references. Unlike a WeakSet it may change while it is listed.
 
-    Takes no lock: objects die in any thread, and a fork may happen in any moment.
+    It takes no lock, because objects are finalized in any thread, and a fork may happen at any
+    moment.
     """
 
     def __init__(self, items: Iterable[_Item] = ()) -> None:
@@ -26,20 +27,20 @@ class WeakBag(Generic[_Item]):
             self.add(item)
 
     def add(self, item: _Item) -> None:
-        """Add an object; it leaves when it dies."""
+        """Add an object; it is removed when it is garbage-collected."""
         items, number = self._items, next(self._numbers)
         items[number] = weakref.ref(item, lambda _: items.pop(number, None))
 
     def living(self) -> list[_Item]:
-        """Return the objects that are alive; the list keeps them so."""
+        """Return strong references to the objects that are alive."""
         return [item for each in list(self._items.values()) if (item := each()) is not None]
 
 
 class SharedSlab:
-    """A sealed slab of the manager: bytes that never change. Safe from any thread, after fork too.
+    """A sealed slab of the manager: immutable bytes. Safe from any thread, after a fork too.
 
-    Its descriptor is this object's and is closed with it; every lease refers to its slab. Map it
-    MAP_PRIVATE: reads are shared, writes are one's own. A mapping outlives the descriptor.
+    It owns its descriptor, which is closed with it; every lease references its slab. Map it
+    MAP_PRIVATE: reads are shared, writes are private. A mapping outlives the descriptor.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -49,7 +50,7 @@ class SharedSlab:
         weakref.finalize(self, os.close, fd).atexit = False
 
     def spans(self) -> list[DigestSpan]:
-        """Return what is leased in it now, to be offered to a manager that knows nothing of it."""
+        """Return what is currently leased in it, in order to offer it to another manager."""
         leases = self.leases.living()
         found = {each.offset: DigestSpan(each.offset, each.nbytes, each.digest) for each in leases}
         return [found[offset] for offset in sorted(found)]
@@ -58,9 +59,9 @@ class SharedSlab:
 class Lease:
     """The right to use one tensor: bytes `offset` to `offset + nbytes` of `slab`.
 
-    It ends with `close`, or when nothing refers to it any more: whatever maps the bytes must hold
-    it, and have unmapped them by then. After a fork the child's copy holds the memory, not the
-    right: the manager knows only the parent.
+    It ends with `close`, or with the last reference to it: code that maps the bytes must hold it
+    until it has unmapped them. After a fork the child's copy keeps the memory but is not a lease:
+    the manager knows only the parent.
     """
 
     __slots__ = ("__weakref__", "_end", "digest", "nbytes", "offset", "slab")
@@ -75,15 +76,15 @@ class Lease:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the lease has ended."""
         return not self._end.alive
 
     def close(self) -> None:
-        """Give it back. A second time does nothing."""
+        """Give the lease back. Closing twice has no effect."""
         self._end()
 
     def renew(self, number: int, connection: Connection) -> None:
-        """Become the lease of this number, of the manager that has taken the slab back.
+        """Continue as the lease of this number, of the manager that accepted the slab.
 
         Raises:
             LeaseClosedError: It was closed meanwhile.
@@ -102,18 +103,18 @@ def _finalizer(
 
 
 class SlabTable:
-    """The slabs of one connection, one descriptor each, by the manager's number of them.
+    """The slabs of one connection by the manager's numbers, with one descriptor each.
 
     Numbers of one manager mean nothing to another: every connection has a table of its own.
     """
 
     def __init__(self, older: Iterable[SharedSlab] = ()) -> None:
-        """`older`: slabs of an earlier connection, which keep no number here."""
+        """`older` has the slabs of an earlier connection, which have no number here."""
         self._slabs: weakref.WeakValueDictionary[int, SharedSlab] = weakref.WeakValueDictionary()
         self._all: WeakBag[SharedSlab] = WeakBag(older)
 
     def enter(self, refs: Sequence[SlabRef], descriptors: Sequence[int]) -> list[SharedSlab]:
-        """Return the slabs of a reply; close the descriptors of those that are known already."""
+        """Return the slabs of a reply; close the descriptors of those already known."""
         found = []
         for ref, fd in zip(refs, descriptors, strict=True):
             slab = self._slabs.get(ref.slab)
@@ -126,14 +127,14 @@ class SlabTable:
         return found
 
     def living(self) -> list[SharedSlab]:
-        """Return every slab that is still used in this process."""
+        """Return every slab that is still in use in this process."""
         return self._all.living()
 
 
 def lease_of(
     extent: Extent | None, slabs: Sequence[SharedSlab], connection: Connection
 ) -> Lease | None:
-    """Return the lease that an extent of a reply speaks of."""
+    """Return the lease for an extent in a reply, or None if there is none."""
     if extent is None:
         return None
     place = (extent.offset, extent.nbytes, extent.digest)

@@ -1,4 +1,4 @@
-"""The names by which a manager, and the people who look at it, know checkpoints and processes."""
+"""Names of checkpoints and processes, as a manager stores and displays them."""
 
 import os
 
@@ -6,10 +6,10 @@ from tensor_dedup.memory_manager.protocol.limits import MAX_NAME
 
 
 def checkpoint_name(given: str) -> str:
-    """Return a checkpoint's name: the absolute path of one that exists, or else what was given.
+    """Return the name of a checkpoint: the absolute path of an existing one, or the given text.
 
-    Processes that start in other folders then agree on it. Only as much of its end is kept as a
-    name may have.
+    So processes in different working directories agree on it. A name that is too long keeps only
+    its end.
     """
     # Not pathlib's: a link keeps its name, and what is too long for a path is no error.
     there = os.path.exists(given)  # noqa: PTH110
@@ -17,5 +17,5 @@ def checkpoint_name(given: str) -> str:
 
 
 def printed(text: str) -> str:
-    """Return the printable characters of a text, as many from its end as a name may have."""
+    """Return the printable characters of a text, only its end if that is too long for a name."""
     return "".join(char for char in text if char.isprintable())[-MAX_NAME:]

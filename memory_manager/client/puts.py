@@ -1,4 +1,4 @@
-"""Putting layers into the manager's memory: what is put, the right to build it, and its slab.
+"""Putting layers into the manager's memory: the layers, the right to build them, and their slab.
 
 `Client.put` does all of it. The steps below it, which a put of another shape may use on their own,
 are those of PROTOCOL.md: reserve, allocate, write, seal, publish.
@@ -50,9 +50,9 @@ it takes more than a few seconds, and leaves no writable mapping of the slab.
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor to be put: its size in bytes (at least 1), and its digest where that is known.
+    """A tensor to put: its size in bytes (at least 1), and its digest if that is known.
 
-    `digest` is "" where it becomes known while the tensor is written. `data` is what `write_data`
+    `digest` is "" if it becomes known only while the tensor is written. `data` is what `write_data`
     copies; a `Fill` of another kind may leave it out.
     """
 
@@ -63,7 +63,7 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewLayer:
-    """A layer to be put: its record, which the manager does not read, and its tensors."""
+    """A layer to put: its record, which the manager does not read, and its tensors."""
 
     record: bytes
     tensors: tuple[NewTensor, ...]
@@ -71,9 +71,9 @@ class NewLayer:
 
 @dataclass(frozen=True, slots=True)
 class PutLayer:
-    """A layer that is in the manager's memory now, and a lease on each of its tensors.
+    """A layer that is now in the manager's memory, and a lease on each of its tensors.
 
-    `written`: whether this call wrote any of it; otherwise all of it was there already.
+    `written` tells whether this call wrote any of it; otherwise all of it was there already.
     """
 
     leases: tuple[Lease, ...]
@@ -82,7 +82,7 @@ class PutLayer:
 
 @dataclass(slots=True)
 class PutResult:
-    """What became of a call of `Client.put`.
+    """The result of `Client.put`.
 
     `layers` has the layers that are in the manager's memory; those that it lacks are to be kept in
     private memory. The reasons are `error`, which ended the call, and `still_building`: the layers
@@ -96,9 +96,9 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The manager's answer to each key that was reserved, and the put of those it granted, if any.
+    """The manager's answer for each reserved key, and the put of the granted ones, if any.
 
-    "building": another client builds that layer; wait for it. "ready": it is there; get it.
+    "building": another client builds that layer; wait for it. "ready": it is published; get it.
     """
 
     answers: dict[str, Answer]
@@ -110,7 +110,7 @@ class Reservation:
 
 
 class Put:
-    """The right to build some layers, and the slab for their tensors. For one thread at a time.
+    """The right to build some layers, and the slab for their tensors. One thread at a time.
 
     `build` does everything; its steps are allocate, write, seal, and publish for each layer. A put
     whose tensors are all resident already only publishes. Leaving the context abandons what was
@@ -143,7 +143,7 @@ class Put:
         Tensors that are resident already are leased; `fill` writes only the others.
 
         Raises:
-            RefusedError: There is no room, or the bytes do not have the digest that was announced.
+            RefusedError: There is no room, or the bytes do not match the announced digest.
             BackendError: A tensor of another size is resident under the digest of one of these.
         """
         tensors = {
@@ -187,13 +187,13 @@ class Put:
         return leases
 
     def allocate(self, sizes: Sequence[int], digests: Sequence[str] | None = None) -> None:
-        """Get a slab for tensors of these sizes (bytes, at least 1; at most MAX_PIECES of them).
+        """Get a slab for tensors of these sizes (in bytes, at least 1; at most MAX_PIECES of them).
 
-        `digests`: what their bytes will be, "" where that is not known; the manager checks them
+        `digests` announces the digests of their bytes, "" for unknown ones; the manager checks them
         when the slab is sealed.
 
         Raises:
-            RefusedError: "no_room" or "no_memory"; build privately.
+            RefusedError: The code is "no_room" or "no_memory"; build privately.
         """
         names = digests if digests is not None else [""] * len(sizes)
         pieces = [PutPiece(nbytes, digest) for nbytes, digest in zip(sizes, names, strict=True)]
@@ -207,18 +207,18 @@ class Put:
 
     @property
     def place(self) -> tuple[int, int, tuple[int, ...]]:
-        """The slab's descriptor, its size, and the offset of each tensor in it.
+        """The slab's descriptor, its size in bytes, and the offset of each tensor in it.
 
-        For writers that map the slab themselves, as those to a GPU do: every writable mapping must
-        be gone before `seal`.
+        It is for writers that map the slab themselves, as those to a GPU do; every writable mapping
+        must be gone before `seal`.
         """
         self._check_range(0, 0, 0)
         return self._fd, self._nbytes, self._offsets
 
     def write(self, index: int, data: "Buffer", at: int = 0) -> None:
-        """Copy contiguous bytes into tensor `index`, `at` bytes from its beginning.
+        """Copy contiguous bytes into tensor `index`, from offset `at` in the tensor.
 
-        This is the fastest way to fill a slab: it neither zeroes nor faults pages.
+        This is the fastest way to fill a slab: it neither zeroes pages nor takes page faults.
         """
         with memoryview(data) as view, view.cast("B") as rest:
             self._check_range(index, at, rest.nbytes)
@@ -238,15 +238,15 @@ class Put:
             )
 
     def progress(self) -> None:
-        """Tell the manager that the build goes on: at least every few seconds of a long one."""
+        """Report that the build goes on; call it every few seconds of a long one."""
         self._connection.tell(Progress(self.number))
 
     def seal(self, digests: Sequence[str] = ()) -> list[Lease]:
         """Make the tensors resident; return a lease on each, in the order of `allocate`.
 
-        `digests`: those of all of them, where `allocate` did not announce them. A GPU's manager,
-        which cannot hash, needs one or the other. A lease may lead into another slab, because
-        another client had equal bytes first.
+        `digests` has the digests of all tensors, if `allocate` did not announce them. A GPU's
+        manager, which cannot hash, needs one or the other. A lease may lead into another slab,
+        because another client had equal bytes first.
 
         Raises:
             RefusedError: "still_writable" (unmap the slab everywhere, then seal again) or
@@ -261,12 +261,12 @@ class Put:
         return found
 
     def publish(self, key: str, record: bytes, digests: Sequence[str]) -> None:
-        """Enter a layer's record (at most MAX_RECORD bytes), whose tensors are leased or sealed."""
+        """Publish a layer's record (up to MAX_RECORD bytes); its tensors are leased or sealed."""
         self._connection.ask(Publish(self.number, key, record, list(digests)), Done)
         self.open_keys.discard(key)
 
     def abandon(self) -> None:
-        """Give up what was not published, and the memory. Never fails; once more does nothing."""
+        """Give up the unpublished layers and the memory. Never fails; may be called twice."""
         if not self.open_keys:
             return
         self.open_keys.clear()

@@ -1,4 +1,4 @@
-"""What a client does when its manager dies: connect to the next one, and offer it what is held.
+"""Reconnecting when a manager dies: connect to the next one, and offer it the leased slabs.
 
 The bytes that are mapped stay valid meanwhile. A thread of each client watches the connection;
 `Client.reconnect`, which it calls, offers every slab that a living lease leads into.
@@ -30,21 +30,21 @@ _CHECK_MS: Final = 60_000
 
 
 class ReconnectingClient(Protocol):
-    """What the watching thread needs of a client."""
+    """The part of a client that the watching thread uses."""
 
     @property
     def closed(self) -> bool:
-        """Whether its user has closed it."""
+        """Whether the client was closed."""
 
     def watched(self) -> int:
-        """Return the descriptor that hangs up when the manager does; -1 without a connection."""
+        """Return the descriptor that hangs up when the manager dies, or -1 without a connection."""
 
     def reconnect(self) -> object:
-        """Connect again and offer what is held. Raise MemoryManagerError where nobody answers."""
+        """Connect again and offer the leased slabs. Raise MemoryManagerError if that fails."""
 
 
 def watch_manager(client: ReconnectingClient, stop: threading.Event) -> None:
-    """Start the thread that keeps this client connected; it does not keep the client alive."""
+    """Start the thread that keeps this client connected, without keeping the client alive."""
     threading.Thread(
         target=_run, args=(weakref.ref(client), stop), name="tensor-dedup-watch", daemon=True
     ).start()
@@ -81,9 +81,9 @@ def _wait_for_hang_up(fd: int) -> None:
 
 
 def offer_slab(connection: Connection, slab: SharedSlab) -> bool:
-    """Offer a slab of a manager that is gone to the one behind this connection.
+    """Offer a slab of a dead manager to the one behind this connection.
 
-    Return whether it was taken back; then every living lease in it is one of this connection's.
+    Return whether it was accepted; every living lease in it then belongs to this connection.
     """
     leases = [lease for lease in slab.leases.living() if not lease.closed]
     spans = slab.spans()

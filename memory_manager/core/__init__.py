@@ -1,4 +1,4 @@
-"""The protocol without I/O: messages and time in, effects out. See PROTOCOL.md."""
+"""The protocol without I/O: messages and time in, effects out. PROTOCOL.md specifies it."""
 
 from tensor_dedup.memory_manager.core.core import Core, Settings
 

@@ -1,4 +1,4 @@
-"""The requests of people: totals, tables, to pin, to evict, to stop."""
+"""The administrative requests: totals, tables, pin, evict, stop."""
 
 from collections.abc import Iterator
 
@@ -58,7 +58,7 @@ def _nbytes(residents: "list[ResidentEntry] | Iterator[ResidentEntry]") -> int:
 
 
 def status(state: ManagerState, now: float, connection: ClientState, _message: Status) -> None:
-    """The totals. The core knows no start: `uptime_s` is since time 0 of its clock."""
+    """Answer with the totals. `uptime_s` counts from time 0 of the core's clock."""
     state.send(connection, totals(state, now, 0.0))
 
 
@@ -147,7 +147,7 @@ def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin)
 
 
 def evict(state: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
-    """Drop the slabs of a name that nobody uses and nobody pinned; answer with what has gone."""
+    """Drop the unused, unpinned slabs of a name; answer with what was dropped."""
     ledger = state.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]
     idle = [slab for slab in slabs if not slab.held and not ledger.pinned_slab(slab)]

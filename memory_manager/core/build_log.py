@@ -1,6 +1,6 @@
-"""What a client has built of a checkpoint: one line in the log, when it is quiet again.
+"""The log of what a client has built of a checkpoint: one line, once the client is quiet again.
 
-A load makes a put for each batch and each large tensor, hundreds in all, which nobody reads.
+A load makes a put for each batch and each large tensor, hundreds in all, too many lines to read.
 """
 
 from typing import Final
@@ -18,7 +18,7 @@ QUIET_S: Final = 3.0
 
 
 def count(connection: ClientState, put: PutState, now: float, slab: SlabState) -> None:
-    """A put has made tensors of its slab resident."""
+    """Count the tensors of a slab that a put has made resident."""
     tally = connection.tallies.setdefault(put.checkpoint, Tally(put.opened, now))
     tally.tensors += len(slab.residents)
     tally.nbytes += slab.nbytes
@@ -26,7 +26,7 @@ def count(connection: ClientState, put: PutState, now: float, slab: SlabState) -
 
 
 def look(state: ManagerState, now: float) -> None:
-    """Say what is complete by now, as far as anybody can tell."""
+    """Log the builds that seem to be complete by now."""
     for connection in state.connections.values():
         busy = {put.checkpoint for put in connection.puts.values() if put.active}
         for name, tally in list(connection.tallies.items()):
@@ -36,7 +36,7 @@ def look(state: ManagerState, now: float) -> None:
 
 
 def say_all(state: ManagerState, connection: ClientState) -> None:
-    """Say everything: the client, or the manager, ends."""
+    """Log everything that was counted, because the client or the manager ends."""
     for name, tally in connection.tallies.items():
         _say(state, connection, name, tally)
     connection.tallies.clear()

@@ -1,4 +1,4 @@
-"""The entry to the core: what happens outside comes in, with the time, and effects go out."""
+"""The entry to the core: events from outside come in, with the time, and effects go out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -67,8 +67,8 @@ _HANDLERS: Final[Mapping[type[Message], _Handler]] = {
 class Core:
     """The memory manager without sockets, memory, threads or a clock. One thread at a time.
 
-    Every method takes the time (seconds, monotonic) and returns what is to be done, in order.
-    Numbers of connections and processes are the caller's and never used twice.
+    Every method takes the time (seconds, monotonic) and returns the effects to perform, in order.
+    The caller chooses the numbers of connections and processes, and never uses one twice.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -77,7 +77,7 @@ class Core:
 
     @property
     def state(self) -> ManagerState:
-        """The state, to be read only: by tests, and to be handed over."""
+        """The state, read-only: for tests, and for the handover."""
         return self._state
 
     def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
@@ -138,14 +138,14 @@ class Core:
         state.forget_if_idle(connection.process)
 
     def garbage(self, now: float, number: int, code: Code, text: str) -> list[Effect]:
-        """Handle what is no message: tell the client why, and hang up."""
+        """Handle an invalid message: tell the client why, and hang up."""
         connection = self._state.connections.get(number)
         if connection is not None:
             self._hang_up(now, connection, code, text)
         return self._effects()
 
     def disconnected(self, now: float, number: int) -> list[Effect]:
-        """Note that a connection is closed, by whichever side. Its process may go on."""
+        """Note that a connection is closed, by either side. Its process may still run."""
         connection = self._state.connections.get(number)
         if connection is not None:
             self._drop(now, connection)
@@ -170,7 +170,7 @@ class Core:
         del state.connections[connection.number]
 
     def ended(self, now: float, process: int) -> list[Effect]:
-        """Note that a process has ended: whatever it held is free."""
+        """Note that a process has ended, and free whatever it held."""
         state = self._state
         known = state.processes.get(process)
         if known is not None:
@@ -186,12 +186,12 @@ class Core:
     def allocated(
         self, now: float, slab: int, failure: tuple[Code, str] | None = None
     ) -> list[Effect]:
-        """Take the outcome of an AllocateSlab: done, or why not."""
+        """Handle the outcome of an AllocateSlab: done, or the reason of the failure."""
         puts.allocated(self._state, now, slab, failure)
         return self._effects()
 
     def hashed(self, now: float, slab: int, result: list[str] | tuple[Code, str]) -> list[Effect]:
-        """Take the outcome of a SealAndHash or a ReclaimSlab: the digests, or why not."""
+        """Handle the outcome of a SealAndHash or a ReclaimSlab: the digests, or the failure."""
         handed_back = slab in self._state.offers
         (reclaim if handed_back else puts).hashed(self._state, now, slab, result)
         return self._effects()
@@ -210,7 +210,7 @@ class Core:
         spans: Sequence[DigestSpan],
         checkpoints: Sequence[Sequence[str]],
     ) -> tuple[int, list[Effect]]:
-        """Take a slab of the last manager; return the number that its ReclaimSlab has.
+        """Inherit a slab of the last manager; return the number in its ReclaimSlab.
 
         Raises:
             RefusedError: There is no room for it.
@@ -219,7 +219,7 @@ class Core:
         return number, self._effects()
 
     def tick(self, now: float) -> list[Effect]:
-        """Note that time has passed: end waits, hang up on those who never said hello."""
+        """Note that time has passed: end waits, disconnect clients that never said hello."""
         wait_queue.look(self._state, now)
         build_log.look(self._state, now)
         limit = self._state.settings.hello_timeout_s
@@ -229,13 +229,13 @@ class Core:
         return self._effects()
 
     def ending(self) -> list[Effect]:
-        """End: return what the manager still has to say."""
+        """End the manager: return the last effects."""
         for connection in self._state.connections.values():
             build_log.say_all(self._state, connection)
         return self._effects()
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when `tick` has something to do if nothing happens before; None: never."""
+        """Return the time by which `tick` must be called, or None if there is none."""
         limit = self._state.settings.hello_timeout_s
         silent = [c.since + limit for c in self._state.connections.values() if c.name is None]
         wait = wait_queue.next_deadline(self._state, now)

@@ -1,4 +1,4 @@
-"""What the core asks the server to do, in the order given."""
+"""The effects: what the core asks the server to do, in the order given."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -17,7 +17,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close a connection, after what was sent to it before. The core has forgotten it."""
+    """Close a connection, after the replies that were sent before. The core has forgotten it."""
 
     connection: int
     reason: str
@@ -50,21 +50,21 @@ class ReclaimSlab:
 
 @dataclass(frozen=True, slots=True)
 class FreeSlab:
-    """Close a slab's descriptor. Nothing of the backend is under way on it."""
+    """Close a slab's descriptor. No backend job is running on it."""
 
     slab: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Nothing is charged to this process any more: stop watching it."""
+    """Stop watching this process, to which nothing is charged any more."""
 
     process: int
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that a person wants to read in the log; `detail`: only when asked for."""
+    """Write an event to the log; `detail` events only if details are asked for."""
 
     event: str
     facts: dict[str, object] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End the manager."""
+    """Stop the manager."""
 
 
 Effect: TypeAlias = (

@@ -1,7 +1,7 @@
-"""Slabs and residents: what is here, who holds it, what it costs. No protocol in this file.
+"""Slabs and residents: what exists, who holds it, what it costs. Independent of the protocol.
 
-A slab is charged from the moment it is asked for until the manager has let it go *and* no process
-can have it mapped: a process whose connection broke lingers on what it held until it has ended.
+A slab is charged from the moment it is requested until the manager has released it *and* no process
+can have it mapped: a process whose connection broke is charged for what it held until it has ended.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _MAX_CHECKPOINTS = 64  # names remembered for one tensor
 
 @dataclass(slots=True, eq=False)
 class ResidentEntry:
-    """One tensor in memory. `holds`: leases, and puts that have not been closed."""
+    """A tensor in memory. `holds` counts leases, and puts that have not been closed."""
 
     digest: str
     slab: int
@@ -26,9 +26,10 @@ class ResidentEntry:
 
 @dataclass(slots=True, eq=False)
 class SlabState:
-    """Memory of one put.
+    """The memory of one put.
 
-    `busy`: the backend works on it. `released_but_mapped`: let go, but perhaps mapped somewhere.
+    `busy`: a backend job runs on it. `released_but_mapped`: released, but perhaps still mapped
+    somewhere.
     """
 
     number: int
@@ -72,7 +73,7 @@ class Ledger:
         self._next = 1
 
     def add(self, nbytes: int, now: float) -> SlabState | None:
-        """Charge a new slab, evicting what is not in use; return None when there is no room."""
+        """Charge a new slab, evicting unused ones; return None when there is no room."""
         if not self._make_room(nbytes):
             return None
         slab = SlabState(self._next, nbytes, used=now)
@@ -101,12 +102,12 @@ class Ledger:
         )
 
     def evict(self, slab: SlabState) -> None:
-        """Let a slab go that is not held."""
+        """Release a slab that is not held."""
         self.evicted_bytes += slab.nbytes
         self.drop(slab)
 
     def drop(self, slab: SlabState) -> None:
-        """Let a slab go. What the backend works on goes when that has ended."""
+        """Release a slab, after the backend job on it if there is one."""
         for digest, resident in slab.residents.items():
             del self.residents[digest]
             self.orphans |= resident.records
@@ -129,23 +130,23 @@ class Ledger:
                 self.freed.append(slab.number)
 
     def idle(self, slab: SlabState) -> bool:
-        """Note that the backend is done with a slab; return False when it was let go meanwhile."""
+        """Note that a slab's backend job is done; return False if it was released meanwhile."""
         slab.busy = False
         if slab.doomed:
             self.drop(slab)
         return not slab.doomed
 
     def linger(self, slab: SlabState, process: int) -> None:
-        """The process may have this slab mapped, and no connection speaks for it any more."""
+        """Note that a process without a connection may have this slab mapped."""
         slab.lingering.add(process)
 
     def unlinger(self, slab: SlabState, process: int) -> None:
-        """The process has ended, or said that it has let the slab go."""
+        """Note that a process has ended, or has said that it unmapped the slab."""
         slab.lingering.discard(process)
         self._settle(slab)
 
     def enter(self, slab: SlabState, offset: int, nbytes: int, digest: str) -> ResidentEntry:
-        """Make a tensor of a sealed slab resident; return the one that was there first, if any."""
+        """Make a tensor of a sealed slab resident; return an older one of its digest, if any."""
         first = self.residents.get(digest)
         if first is not None:
             return first
@@ -160,13 +161,13 @@ class Ledger:
         self.slabs[resident.slab].used = now
 
     def let_go(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
-        """Take back one `hold`."""
+        """Undo one `hold`."""
         resident.holds -= 1
         resident.leases -= leased
         self.slabs[resident.slab].used = now
 
     def attribute(self, resident: ResidentEntry, checkpoint: str) -> None:
-        """Remember that a checkpoint consists of this tensor, among others."""
+        """Record that this tensor is a part of a checkpoint."""
         if checkpoint and len(resident.checkpoints) < _MAX_CHECKPOINTS:
             resident.checkpoints.add(checkpoint)
 

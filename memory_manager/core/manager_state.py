@@ -1,4 +1,4 @@
-"""The state that all parts of the core share. One thread; time comes in as seconds, monotonic."""
+"""The state shared by all parts of the core. One thread; times are seconds, monotonic."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from tensor_dedup.memory_manager.protocol.messages import DigestSpan, Refused, R
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the manager is told when it starts; sizes in bytes, times in seconds."""
+    """The settings of a manager; sizes in bytes, times in seconds."""
 
     budget: int
     pid: int = 0
@@ -56,11 +56,11 @@ class PutState:
         return self.state in ACTIVE
 
     def step(self, event: Event) -> None:
-        """Go to the next state, or raise BadTransition."""
+        """Go to the next state; raise BadTransition if the event is not allowed."""
         self.state = advance(self.state, event)
 
     def silent(self, now: float) -> float:
-        """Return the seconds since its builder was heard of; 0 while the manager is at work."""
+        """Return the seconds since the builder's last message; 0 while the manager works on it."""
         if self.state in (State.ALLOCATING, State.SEALING):
             return 0.0
         return max(0.0, now - self.progress)
@@ -68,7 +68,7 @@ class PutState:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What a client has built of a checkpoint since it was last said."""
+    """What a client has built of a checkpoint since it was last logged."""
 
     since: float
     until: float
@@ -78,7 +78,7 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A parked Wait."""
+    """A Wait that has not been answered yet."""
 
     key: str
     until: float
@@ -107,7 +107,7 @@ class ClientState:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A process that is charged. It outlives its connections while it may have memory mapped."""
+    """A process with charged memory. It outlives its connections while it may have it mapped."""
 
     number: int
     connections: set[int] = field(default_factory=set)
@@ -116,7 +116,7 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class PendingOffer:
-    """A slab that was handed back and is being hashed: by a client, or (0) by an earlier manager.
+    """A slab being hashed that was offered by a client or, with connection 0, inherited.
 
     `checkpoints`: those of each tensor, where an earlier manager knew.
     """
@@ -129,7 +129,7 @@ class PendingOffer:
 
 @dataclass(slots=True, eq=False)
 class ManagerState:
-    """Everything the core knows, and what it wants done."""
+    """Everything the core knows, and the effects to perform."""
 
     settings: Settings
     ledger: Ledger
@@ -149,7 +149,7 @@ class ManagerState:
     next_lease: int = 1
 
     def send(self, connection: ClientState, reply: Reply, slabs: Iterable[int] = ()) -> None:
-        """Answer a client, if it is still there."""
+        """Answer a client, if it is still connected."""
         if connection.number in self.connections:
             self.effects.append(Send(connection.number, reply, tuple(slabs)))
 
@@ -159,21 +159,21 @@ class ManagerState:
         self.send(connection, Refused(code, text[:2048]))
 
     def note(self, event: str, **facts: object) -> None:
-        """Have a line written to the log."""
+        """Add a line to the log."""
         self.effects.append(Note(event, facts))
 
     def detail(self, event: str, **facts: object) -> None:
-        """Have a line of detail written to the log."""
+        """Add a line of detail to the log."""
         self.effects.append(Note(event, facts, detail=True))
 
     def may_lease(self, connection: ClientState, count: int) -> bool:
-        """Return whether this client may have so many more leases."""
+        """Return whether this client may have this many more leases."""
         return len(connection.leases) + count <= self.settings.max_leases
 
     def lease(
         self, connection: ClientState, resident: ResidentEntry, checkpoint: str, now: float
     ) -> int:
-        """Lend a tensor and return the lease's number. `may_lease` was asked before."""
+        """Lease a tensor; return the lease's number. Call `may_lease` before."""
         self.ledger.hold(resident, now, leased=True)
         self.ledger.attribute(resident, checkpoint)
         number = self.next_lease
@@ -183,7 +183,7 @@ class ManagerState:
         return number
 
     def unlease(self, connection: ClientState, number: int, now: float) -> None:
-        """Take a lease back; an unknown number is nothing: it may have been released before."""
+        """Take a lease back; an unknown number, perhaps released before, is ignored."""
         resident = connection.leases.pop(number, None)
         if resident is None:
             return
@@ -199,7 +199,7 @@ class ManagerState:
             self.processes[process].lingering.add(slab.number)
 
     def enter_record(self, key: str, record: KeyRecord) -> bool:
-        """Enter a record whose tensors are resident; False when the key has one."""
+        """Enter a record whose tensors are resident; return False if the key has one."""
         if not self.records.put(key, record):
             return False
         for digest in record.digests:
@@ -209,7 +209,7 @@ class ManagerState:
         return True
 
     def drop_record(self, key: str) -> None:
-        """Forget a record; its tensors stay."""
+        """Remove a record; its tensors stay."""
         record = self.records.drop(key)
         for digest in record.digests if record else ():
             resident = self.ledger.residents.get(digest)
@@ -217,14 +217,14 @@ class ManagerState:
                 resident.records.discard(key)
 
     def forget_if_idle(self, number: int) -> None:
-        """Stop watching a process that has neither a connection nor memory."""
+        """Stop watching a process that has neither a connection nor charged memory."""
         process = self.processes.get(number)
         if process is not None and not process.connections and not process.lingering:
             del self.processes[number]
             self.effects.append(Forget(number))
 
     def settle(self) -> None:
-        """Turn what the ledger let go into effects."""
+        """Turn the slabs that the ledger released into effects."""
         for key in list(self.ledger.orphans):
             self.drop_record(key)
         self.ledger.orphans.clear()

@@ -1,4 +1,4 @@
-"""What may happen to a put, and when: everything that affects it is in this table.
+"""The states of a put, with every event that affects them, in one table.
 
     RESERVED -> ALLOCATING -> WRITING -> SEALING -> SEALED -> CLOSED
 
@@ -25,7 +25,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happens to a put."""
+    """An event in the life of a put."""
 
     ALLOCATE = "allocate"
     ALLOCATED = "allocated"
@@ -74,7 +74,7 @@ ACTIVE: Final = frozenset(State) - {State.REVOKED, State.CLOSED}
 
 
 class BadTransition(ProtocolError):
-    """This event has no place in that state."""
+    """The event is not allowed in that state."""
 
 
 def advance(state: State, event: Event) -> State:

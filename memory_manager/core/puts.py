@@ -1,4 +1,4 @@
-"""Puts: to reserve, allocate, seal and publish, and to take over from a silent builder."""
+"""Puts: reserve, allocate, seal and publish, and taking over from a silent builder."""
 
 from tensor_dedup.memory_manager.core import build_log
 from tensor_dedup.memory_manager.core.effects import AllocateSlab, SealAndHash
@@ -30,7 +30,7 @@ from tensor_dedup.memory_manager.protocol.messages import Allocate as AllocateRe
 
 
 def reserve(state: ManagerState, now: float, connection: ClientState, message: Reserve) -> None:
-    """Grant what nobody has built or is building; take over from builders that fell silent."""
+    """Grant the layers that are neither built nor being built; take over from silent builders."""
     if len(connection.puts) >= state.settings.max_puts:
         raise refusal("limit", "this client holds as many puts as one may; finish or abandon some")
     answers = Reserved(0, [])
@@ -136,7 +136,7 @@ def _start(state: ManagerState, put: PutState, slab: SlabState) -> None:
 def allocated(
     state: ManagerState, now: float, number: int, failure: tuple[Code, str] | None
 ) -> None:
-    """The backend has made a slab, or could not."""
+    """Handle the backend's result: a slab was allocated, or could not be."""
     put, slab = state.filling.pop(number), state.ledger.slabs[number]
     connection = state.connections.get(put.connection)
     if not state.ledger.idle(slab) or connection is None:
@@ -161,7 +161,7 @@ def _refuse_late(state: ManagerState, connection: ClientState | None, put: PutSt
 
 
 def progress(_state: ManagerState, now: float, connection: ClientState, message: Progress) -> None:
-    """The builder is alive. A put that was taken over is told so at its next request."""
+    """Note that the builder is alive. A put that was taken over learns it at its next request."""
     put = connection.puts.get(message.put)
     if put is not None:
         put.progress = now
@@ -195,7 +195,7 @@ def _announced(
 def hashed(
     state: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
 ) -> None:
-    """The backend has sealed and hashed a slab, or could not."""
+    """Handle the backend's result: a slab was sealed and hashed, or could not be."""
     put, slab = state.filling.pop(number), state.ledger.slabs[number]
     connection = state.connections.get(put.connection)
     if not state.ledger.idle(slab) or connection is None:
@@ -227,7 +227,7 @@ def hashed(
 def announced_problem(
     spans: tuple[tuple[int, int, str], ...], result: list[str] | tuple[Code, str]
 ) -> tuple[Code, str] | None:
-    """What is wrong with a hashed slab: the backend's refusal, or other bytes than announced."""
+    """Return what is wrong with a hashed slab: an error of the backend, or a wrong digest."""
     if isinstance(result, tuple):
         return result
     for index, ((_, _, announced), found) in enumerate(zip(spans, result, strict=True)):
@@ -305,7 +305,7 @@ def _published(
 
 
 def abandon(state: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
-    """End a put. The client says that it has let the memory go, so it is not charged further."""
+    """End a put. The client says that it has unmapped the memory, so it is charged no longer."""
     put = connection.puts.get(message.put)
     if put is None:
         state.send(connection, Done())
@@ -321,7 +321,7 @@ def abandon(state: ManagerState, now: float, connection: ClientState, message: A
 
 
 def gone(state: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
-    """The connection of a put is closed; its process may still have the memory mapped."""
+    """End the put of a closed connection; its process may still have the memory mapped."""
     slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
     if slab is not None and put.state in (State.WRITING, State.SEALING):
         state.charge(slab, put.process)

@@ -1,4 +1,4 @@
-"""The requests that look up layers and tensors, and give leases back."""
+"""The requests that look up layers and tensors, and release leases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class _Page:
 
 
 def lookup(state: ManagerState, now: float, connection: ClientState, message: Lookup) -> None:
-    """Answer as many layers as fit one reply."""
+    """Answer with as many layers as fit one reply."""
     page, layers = _Page(), list[LayerHit | None]()
     lend = _lender(state, now, connection, message.checkpoint, page)
     for key in message.keys:
@@ -68,7 +68,7 @@ def lookup(state: ManagerState, now: float, connection: ClientState, message: Lo
 def lookup_digests(
     state: ManagerState, now: float, connection: ClientState, message: LookupDigests
 ) -> None:
-    """Answer as many digests as fit one reply."""
+    """Answer with as many digests as fit one reply."""
     page, extents = _Page(), list[Extent | None]()
     lend = _lender(state, now, connection, message.checkpoint, page)
     for digest in message.digests:

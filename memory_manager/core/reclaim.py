@@ -20,7 +20,7 @@ _NOBODY = 0  # the connection of what was inherited
 
 
 def offer(state: ManagerState, now: float, connection: ClientState, message: Offer) -> None:
-    """Take a slab of an earlier manager back, if there is room and it is what it is said to be."""
+    """Reclaim a slab of an earlier manager, if there is room and it is what the client says."""
     slab = _slab_for(state, now, message.nbytes, message.pieces)
     pieces = tuple(message.pieces)
     state.offers[slab.number] = PendingOffer(connection.number, pieces, message.checkpoint)
@@ -33,7 +33,7 @@ def inherit(
     spans: Sequence[DigestSpan],
     checkpoints: Sequence[Sequence[str]],
 ) -> int:
-    """Take a slab that the last manager of this service has left; return its number.
+    """Reclaim a slab that the last manager of this service has left; return its number.
 
     Raises:
         RefusedError: There is no room for it.
@@ -62,7 +62,7 @@ def _slab_for(
 def hashed(
     state: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
 ) -> None:
-    """The backend has checked and hashed a slab that was handed back, or could not."""
+    """Handle the backend's result: an offered slab was checked and hashed, or could not be."""
     pending, slab = state.offers.pop(number), state.ledger.slabs[number]
     state.ledger.idle(slab)
     slab.owned = False
@@ -116,6 +116,6 @@ def _enter_inherited_records(state: ManagerState) -> None:
 
 
 def expect(state: ManagerState, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
-    """The records and pins of the last manager."""
+    """Take over the records and pins of the last manager."""
     state.inherited.update(records)
     state.ledger.pins.update(pins)

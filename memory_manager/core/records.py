@@ -1,4 +1,4 @@
-"""Layer records by key. The manager does not read them: they mean something to engines only."""
+"""Layer records by key. Their content is opaque to the manager, and for engines only."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ _ENTRY_BYTES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """What a layer key leads to: opaque bytes, and the tensors they speak of."""
+    """The record of a layer key: opaque bytes, and the tensors they refer to."""
 
     record: bytes
     digests: tuple[str, ...]
 
     @property
     def cost(self) -> int:
-        """About how many bytes of memory it takes."""
+        """The approximate memory it takes, in bytes."""
         return len(self.record) + 100 * len(self.digests) + _ENTRY_BYTES
 
 
@@ -43,7 +43,7 @@ class Records:
         return self._table.get(key)
 
     def put(self, key: str, record: KeyRecord) -> bool:
-        """Enter a record; return False when the key has one."""
+        """Enter a record; return False if the key has one."""
         if key in self._table:
             return False
         self._table[key] = record
@@ -51,11 +51,11 @@ class Records:
         return True
 
     def oldest_in_excess(self) -> str | None:
-        """Return the key to drop next, while the table is larger than it may be."""
+        """Return the key to drop next, while the table is larger than its limit."""
         return next(iter(self._table)) if self._nbytes > self._max_bytes else None
 
     def drop(self, key: str) -> KeyRecord | None:
-        """Forget a key; return what it led to."""
+        """Remove the record of a key, and return it."""
         record = self._table.pop(key, None)
         if record is not None:
             self._nbytes -= record.cost

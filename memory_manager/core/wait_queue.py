@@ -25,7 +25,7 @@ def wait(state: ManagerState, now: float, connection: ClientState, message: Wait
 
 
 def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
-    """The client asks for something else: answer its wait first, replies keep their order."""
+    """End a client's wait because of its next request: replies keep their order."""
     waiting, connection.waiting = connection.waiting, None
     if waiting is not None:
         put = state.builders.get(waiting.key)
@@ -33,7 +33,7 @@ def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
 
 
 def wake(state: ManagerState, key: str, outcome: str) -> None:
-    """Tell everybody who waits for a layer that it was published ("ready") or given up ("free")."""
+    """Tell all waiting clients that a layer was published ("ready") or given up ("free")."""
     for connection in state.connections.values():
         if connection.waiting is not None and connection.waiting.key == key:
             connection.waiting = None
@@ -41,7 +41,7 @@ def wake(state: ManagerState, key: str, outcome: str) -> None:
 
 
 def look(state: ManagerState, now: float) -> None:
-    """End the waits whose time has come."""
+    """End the waits whose deadline has passed."""
     for connection in list(state.connections.values()):
         if connection.waiting is not None:
             _look(state, now, connection)
@@ -65,7 +65,7 @@ def _look(state: ManagerState, now: float, connection: ClientState) -> None:
 
 
 def next_deadline(state: ManagerState, now: float) -> float | None:
-    """Return when the next wait ends if nothing happens before; None: there is none."""
+    """Return when the next wait ends by time, or None if there is none."""
     deadlines = [
         min(c.waiting.until, now + state.settings.build_timeout_s - put.silent(now))
         for c in state.connections.values()

@@ -1,1 +1,1 @@
-"""The few calls of the CUDA driver that device memory needs: a protocol, and NVIDIA's driver."""
+"""The calls of the CUDA driver that device memory needs: a protocol, and NVIDIA's driver."""

@@ -1,4 +1,4 @@
-"""The CUDA driver as this package uses it: some thirty calls behind one protocol.
+"""The CUDA driver as this package uses it: about thirty calls behind one protocol.
 
 Every method is one call of the driver, which its docstring names. The results of all drivers, that
 of the tests included, become errors here: NoMemoryError when the device is full, DeviceError for
@@ -20,7 +20,7 @@ IPC_HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
 class Result(IntEnum):
-    """The CUresults that this package returns or decides by."""
+    """The CUresult codes that this package returns or branches on."""
 
     SUCCESS = 0
     INVALID_VALUE = 1
@@ -40,7 +40,7 @@ class Result(IntEnum):
 
 
 class Access(IntEnum):
-    """CUmemAccess_flags."""
+    """The CUmemAccess_flags."""
 
     NONE = 0
     READ = 1
@@ -57,54 +57,54 @@ class GpuInfo(NamedTuple):
 
 
 class Driver(Protocol):
-    """Safe from any thread. Useless in a forked child, as CUDA is: every call then fails."""
+    """The calls of the CUDA driver. Safe from any thread; in a forked child every call fails."""
 
     def init(self) -> None:
-        """Make the driver ready (cuInit); once more does nothing.
+        """Initialise the driver (cuInit); a second call has no effect.
 
         Raises:
             DeviceError: There is no driver, or it has no device.
         """
 
     def devices(self) -> list[GpuInfo]:
-        """What this process may use (cuDeviceGetCount, cuDeviceGetUuid, cuDeviceTotalMem)."""
+        """Return the visible GPUs (cuDeviceGetCount, cuDeviceGetUuid, cuDeviceTotalMem)."""
 
     # Memory without addresses. None of these calls needs a context.
 
     def granularity(self, device: int) -> int:
-        """What sizes and addresses are multiples of (cuMemGetAllocationGranularity, minimum)."""
+        """Return the unit of sizes and addresses (cuMemGetAllocationGranularity, minimum)."""
 
     def create(self, device: int, nbytes: int) -> int:
-        """A handle of new memory that can be exported (cuMemCreate)."""
+        """Return a handle of new memory that can be exported (cuMemCreate)."""
 
     def release(self, handle: int) -> None:
-        """Forget a handle; mappings and descriptors of its memory stay (cuMemRelease)."""
+        """Release a handle; mappings and descriptors of its memory stay (cuMemRelease)."""
 
     def export(self, handle: int) -> int:
-        """A new descriptor of the memory, the caller's (cuMemExportToShareableHandle)."""
+        """Return a new descriptor of the memory, for the caller (cuMemExportToShareableHandle)."""
 
     def import_(self, fd: int) -> int:
-        """A handle of a descriptor's memory (cuMemImportFromShareableHandle). It stays open."""
+        """Return a handle of a descriptor's memory (cuMemImportFromShareableHandle)."""
 
     def device_of(self, handle: int) -> int:
-        """The ordinal of a handle's GPU (cuMemGetAllocationPropertiesFromHandle)."""
+        """Return the ordinal of a handle's GPU (cuMemGetAllocationPropertiesFromHandle)."""
 
     # Addresses.
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        """A range of addresses with nothing behind it (cuMemAddressReserve)."""
+        """Reserve a range of addresses without memory (cuMemAddressReserve)."""
 
     def free(self, address: int, nbytes: int) -> None:
-        """Give a range back, as it was reserved (cuMemAddressFree)."""
+        """Free a range exactly as it was reserved (cuMemAddressFree)."""
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Put a whole handle there; nobody may touch it yet (cuMemMap)."""
+        """Map a whole handle, not yet accessible to any device (cuMemMap)."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Take one or more whole mappings away (cuMemUnmap)."""
+        """Unmap one or more whole mappings (cuMemUnmap)."""
 
     def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
-        """Say what a GPU may do there (cuMemSetAccess)."""
+        """Set a GPU's access to a range (cuMemSetAccess)."""
 
     # With a context: of the device that is `entered` in this thread.
 
@@ -115,50 +115,50 @@ class Driver(Protocol):
         """Undo the last `enter` of this thread (cuCtxPopCurrent). The context stays."""
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
-        """From host to device; done when this returns and `synchronize` has (cuMemcpyHtoD)."""
+        """Copy from host to device; complete after `synchronize` (cuMemcpyHtoD)."""
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
-        """From device to host (cuMemcpyDtoH)."""
+        """Copy from device to host (cuMemcpyDtoH)."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """From device to device; done after `synchronize` (cuMemcpyDtoD)."""
+        """Copy from device to device; complete after `synchronize` (cuMemcpyDtoD)."""
 
     def synchronize(self) -> None:
         """Wait for all work of the context (cuCtxSynchronize)."""
 
     def mark(self) -> int:
-        """An event after all work of the context so far (cuEventCreate, cuCtxRecordEvent).
+        """Return an event after all work of the context so far (cuEventCreate, cuCtxRecordEvent).
 
-        It ends a capture of a graph that is under way: not from a finalizer.
+        It invalidates a graph capture in progress, so finalizers must not call it.
         """
 
     def done(self, event: int) -> bool:
-        """Return whether that work has ended (cuEventQuery)."""
+        """Return whether the work before an event has ended (cuEventQuery)."""
 
     def wait(self, event: int) -> None:
-        """Wait until it has (cuEventSynchronize)."""
+        """Wait until the work before an event has ended (cuEventSynchronize)."""
 
     def forget(self, event: int) -> None:
         """Destroy an event (cuEventDestroy)."""
 
     def allocate(self, nbytes: int) -> int:
-        """Memory of the old kind, mapped (cuMemAlloc): what `ipc_handle` takes."""
+        """Allocate mapped memory of the kind that `ipc_handle` accepts (cuMemAlloc)."""
 
     def deallocate(self, address: int) -> None:
-        """Free it (cuMemFree)."""
+        """Free memory from `allocate` (cuMemFree)."""
 
     def ipc_handle(self, address: int) -> bytes:
-        """What another process opens it by: IPC_HANDLE_BYTES (cuIpcGetMemHandle)."""
+        """Return the IPC_HANDLE_BYTES by which another process opens memory (cuIpcGetMemHandle)."""
 
     def ipc_open(self, handle: bytes) -> int:
-        """Map another process's memory, or count once more (cuIpcOpenMemHandle)."""
+        """Map another process's memory, or count one more use (cuIpcOpenMemHandle)."""
 
     def ipc_close(self, address: int) -> None:
         """Undo one `ipc_open` (cuIpcCloseMemHandle)."""
 
 
 def refused(call: str, code: int, nbytes: int = 0) -> BackendError:
-    """Return the error for what a call returned."""
+    """Return the error for the result code of a call."""
     try:
         name = f"CUDA_ERROR_{Result(code).name}"
     except ValueError:
@@ -178,12 +178,12 @@ def refused(call: str, code: int, nbytes: int = 0) -> BackendError:
 
 
 def device_uuid(raw: bytes) -> str:
-    """Return a UUID as nvidia-smi and NVML write it."""
+    """Return a UUID in the notation of nvidia-smi and NVML."""
     return f"GPU-{uuid.UUID(bytes=raw)}"
 
 
 def find_device(driver: Driver, name: str) -> GpuInfo:
-    """Return the GPU with this UUID or, for people, this ordinal.
+    """Return the GPU with this UUID or ordinal.
 
     Raises:
         DeviceError: No such GPU is visible to this process.
@@ -201,7 +201,7 @@ def find_device(driver: Driver, name: str) -> GpuInfo:
 
 @contextmanager
 def current(driver: Driver, device: int) -> Iterator[None]:
-    """Make the context of a GPU current in this thread, and afterwards the one that was."""
+    """Make a GPU's context current in this thread; restore the previous one afterwards."""
     driver.enter(device)
     try:
         yield
@@ -210,25 +210,25 @@ def current(driver: Driver, device: int) -> Iterator[None]:
 
 
 class Undo:
-    """Steps that are taken back, last first, unless all went well. One thread.
+    """Steps that are undone, last first, unless `keep` is called. One thread.
 
-    A step that cannot be taken back does not keep the others from it; its error goes into the notes
-    of the one that is raised, or into the log.
+    A step that cannot be undone does not prevent the others from being undone; its error goes into
+    the notes of the one that is raised, or into the log.
     """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 
     def add(self, step: Callable[[], None]) -> None:
-        """What takes the last thing back."""
+        """Add a step that undoes the last action."""
         self._steps.append(step)
 
     def keep(self) -> None:
-        """All went well: nothing is taken back."""
+        """Undo nothing, because everything succeeded."""
         self._steps.clear()
 
     def run(self) -> list[BackendError]:
-        """Take everything back; what could not be."""
+        """Undo everything; return the errors."""
         failed: list[BackendError] = []
         while self._steps:
             try:

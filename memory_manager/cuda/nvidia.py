@@ -24,7 +24,7 @@ _MODULE: Final = "cuda.bindings.driver"
 
 
 class NvidiaDriver:
-    """The driver that is installed here, by NVIDIA's own bindings for Python."""
+    """The installed driver, called by NVIDIA's own bindings for Python."""
 
     def __init__(self) -> None:
         self._api: Any = None

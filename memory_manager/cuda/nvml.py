@@ -1,7 +1,7 @@
-"""How much memory of a GPU is in use, and by which processes, as NVIDIA's NVML counts it.
+"""The used memory of a GPU, and the processes that use it, as reported by NVIDIA's NVML.
 
-Optional: without the package nvidia-ml-py, the library or the right to ask, it says why instead.
-Nothing of it makes a context, or is loaded before somebody asks.
+This is optional: without the package nvidia-ml-py, the library or the permission to query it, the
+result says why. Nothing here creates a context, and NVML is loaded by the first query.
 """
 
 import importlib
@@ -13,7 +13,7 @@ _MODULE: Final = "pynvml"  # what nvidia-ml-py is imported as
 
 
 class ProcessUse(msgspec.Struct, frozen=True):
-    """What a process has of a GPU, in bytes; None where the library does not say, as in containers.
+    """A process's use of a GPU, in bytes; None if the library does not tell, as in containers.
 
     Memory that several processes map counts for the one that made it, if that still has it open.
     """
@@ -32,27 +32,27 @@ class DeviceUse(msgspec.Struct, frozen=True):
     processes: list[ProcessUse]
 
     def of(self, pid: int) -> ProcessUse | None:
-        """What that process has; None when it has no context on this GPU."""
+        """Return the use of a process, or None if it has no context on this GPU."""
         return next((each for each in self.processes if each.pid == pid), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the use as a JSON object."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
 
 class NotAvailable(msgspec.Struct, frozen=True):
-    """Why nobody can say."""
+    """The reason why the use of a GPU is unknown."""
 
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the reason as a JSON object."""
         return {"not_available": self.reason}
 
 
 def use_of(uuid: str, api: Any = None) -> DeviceUse | NotAvailable:
-    """The memory of a GPU, by its UUID. `api`: pynvml, or what stands for it."""
+    """Return the memory use of a GPU, by its UUID. `api` is pynvml or a substitute."""
     if api is None:
         try:
             api = importlib.import_module(_MODULE)

@@ -1,8 +1,8 @@
-"""Messages as datagrams, and back. No I/O.
+"""Encoding messages as datagrams, and decoding them. No I/O.
 
 A datagram is `MAGIC`, the version (2 bytes, little-endian) and one msgspec struct in MessagePack.
-The version stands outside of the struct, so that a peer of another version is told so instead of
-being taken for garbage. Any bytes are either a message or a ProtocolError.
+The version is outside the struct, so that a peer of another version can be told so. Any bytes
+decode to a message or raise ProtocolError.
 """
 
 from typing import Final, TypeVar
@@ -28,7 +28,7 @@ def encode(message: Request | Reply) -> bytes:
     """Return the datagram of a message.
 
     Raises:
-        ProtocolError: It is larger than the other side accepts.
+        ProtocolError: It is larger than the receiver accepts.
     """
     data = _HEADER + _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
@@ -43,8 +43,8 @@ def decode_request(data: bytes) -> Request:
     """Return the request in a datagram.
 
     Raises:
-        ProtocolError: There is none. Where the other side speaks another version, the fact
-            `version` is theirs.
+        ProtocolError: It is not a valid request. If the other side has another version, the fact
+            `version` names it.
     """
     return _decode(data, _requests)
 
@@ -53,7 +53,7 @@ def decode_reply(data: bytes) -> Reply:
     """Return the reply in a datagram.
 
     Raises:
-        ProtocolError: There is none.
+        ProtocolError: It is not a valid reply.
     """
     return _decode(data, _replies)
 

@@ -1,4 +1,4 @@
-"""Where tensors lie in a slab. Pure arithmetic, in bytes."""
+"""The layout of tensors in a slab. Pure arithmetic, in bytes."""
 
 import mmap
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ PAGE_ALIGNED_FROM: Final = 64 << 10  # from here on a neighbour's page costs les
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:
-    """The smallest multiple of `unit` that holds `nbytes`."""
+    """Return the smallest multiple of `unit` that is at least `nbytes`."""
     return -(-nbytes // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """How slabs of a kind of memory are cut, in bytes."""
+    """The alignment rules for slabs of a kind of memory, in bytes."""
 
     unit: int = PAGE  # of slabs
     alignment: int = ALIGNMENT  # of tensors

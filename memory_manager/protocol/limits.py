@@ -1,4 +1,4 @@
-"""The limits of the protocol, and what its messages are made of."""
+"""The limits of the protocol, and the base classes of its messages."""
 
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -51,4 +51,4 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class WirePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Base of what messages consist of: values in order, without names."""
+    """Base of the parts of messages, encoded as arrays of values without names."""

@@ -1,8 +1,7 @@
 """Every message between a client and the manager. No I/O.
 
-Unknown fields and tags, wrong types and sizes over the limits are refused (see `codec`).
-Descriptors travel beside the message they belong to (see `wire`). PROTOCOL.md says what the
-messages mean.
+`codec` refuses unknown fields and tags, wrong types and sizes over the limits. `wire` sends
+descriptors beside the message they belong to. PROTOCOL.md specifies what the messages mean.
 """
 
 from typing import Annotated, Final, Literal, TypeAlias
@@ -29,7 +28,7 @@ from tensor_dedup.memory_manager.protocol.tables import Page, Totals
 
 
 class PutPiece(WirePart, frozen=True):
-    """One tensor of a slab to be written. `digest`: what its bytes will be, "" when not known."""
+    """A tensor of a slab to be written. `digest` announces its digest, "" if it is unknown."""
 
     nbytes: Size
     digest: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{64})?\Z")] = ""
@@ -71,22 +70,22 @@ class LayerHit(WirePart, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message. `name` is for people: which program, model and rank this is."""
+    """The first message. `name` tells people which program, model and rank this is."""
 
     name: Name
 
 
 class Lookup(Message, frozen=True):
-    """Ask which of these layers are there, and lease what their records name."""
+    """Ask which of these layers are published, and lease the tensors of their records."""
 
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     checkpoint: Name = ""
 
 
 class LookupDigests(Message, frozen=True):
-    """Ask which tensors with these digests are there, and lease them.
+    """Ask which tensors with these digests are resident, and lease them.
 
-    A writer offers what it has computed in this way, too.
+    A writer also sends the digests that it has computed.
     """
 
     digests: Annotated[list[Digest], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
@@ -94,7 +93,7 @@ class LookupDigests(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Ask to build these layers. What is granted makes one put."""
+    """Ask to build these layers. The granted ones form one put."""
 
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     checkpoint: Name = ""
@@ -108,13 +107,13 @@ class Allocate(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """The builder of a put is alive and getting on. Has no reply."""
+    """Report that the builder of a put is alive and making progress. Has no reply."""
 
     put: Number
 
 
 class Seal(Message, frozen=True):
-    """All is written and unmapped: seal, hash, make it resident.
+    """Ask to seal and hash a slab that is written and unmapped, and make it resident.
 
     `digests`: of the pieces, all of them, where they became known while writing.
     """
@@ -126,7 +125,7 @@ class Seal(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Enter a layer record. With `put` 0: a record of old, when nobody builds that layer."""
+    """Publish a layer record. With `put` 0, republish one when nobody builds that layer."""
 
     put: Number
     key: Key
@@ -148,13 +147,13 @@ class Wait(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """These leases are no longer used, their mappings are gone. Has no reply."""
+    """Release leases whose mappings are gone. Has no reply."""
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
 
 
 class Offer(Message, frozen=True):
-    """Hand back a sealed slab of a manager that is gone; its descriptor travels with this."""
+    """Offer a sealed slab of a dead manager; its descriptor travels with this message."""
 
     nbytes: Size
     pieces: Annotated[list[DigestSpan], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
@@ -180,7 +179,7 @@ class Pin(Message, frozen=True):
 
 
 class Evict(Message, frozen=True):
-    """Drop what belongs to a checkpoint or has that digest, unless it is in use."""
+    """Evict the residents of a checkpoint or a digest, unless they are in use."""
 
     name: Name
 
@@ -213,7 +212,7 @@ Request: TypeAlias = (
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello. `build_timeout_s`: how long a builder may be silent.
+    """The answer to Hello. `build_timeout_s`: how long a builder may be silent, in seconds.
 
     `hashes_itself`: digests are the manager's word; else every digest must be announced, and is the
     writer's. `device`: the UUID of the GPU whose memory this is, "" for the machine's memory.
@@ -229,54 +228,54 @@ class Welcome(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answer to Lookup: the first `len(layers)` of the keys; ask again for the others."""
+    """The answer to Lookup: the first `len(layers)` of the keys; ask again for the others."""
 
     layers: list[LayerHit | None]
     slabs: list[SlabRef]
 
 
 class FoundDigests(Message, frozen=True):
-    """Answer to LookupDigests: the first `len(extents)` of the digests; ask for the others."""
+    """The answer to LookupDigests: the first `len(extents)` of the digests."""
 
     extents: list[Extent | None]
     slabs: list[SlabRef]
 
 
 class Reserved(Message, frozen=True):
-    """Answer to Reserve, key by key; `put` is 0 when nothing was granted."""
+    """The answer to Reserve, key by key; `put` is 0 if nothing was granted."""
 
     put: Number
     answers: list[Literal["granted", "building", "ready"]]
 
 
 class Allocated(Message, frozen=True):
-    """Answer to Allocate: where each piece goes in the slab whose descriptor comes along."""
+    """The answer to Allocate: the offset of each piece in the slab whose descriptor comes along."""
 
     slab: SlabRef
     offsets: list[Number]
 
 
 class Sealed(Message, frozen=True):
-    """Answer to Seal: what the bytes are, piece by piece. They are resident and held by the put."""
+    """The answer to Seal: the digest of each piece. All are resident and held by the put."""
 
     digests: list[Digest]
 
 
 class Waited(Message, frozen=True):
-    """Answer to Wait. `silent_s`: seconds since the builder was last heard of."""
+    """The answer to Wait. `silent_s`: seconds since the builder's last message."""
 
     outcome: Literal["ready", "free", "building", "stalled"]
     silent_s: float = 0.0
 
 
 class Offered(Message, frozen=True):
-    """Answer to Offer: a lease for each piece; 0 where the bytes could not be taken."""
+    """The answer to Offer: a lease for each piece, 0 for those that were not accepted."""
 
     leases: list[Number]
 
 
 class Done(Message, frozen=True):
-    """Answer to what has nothing to tell. `count` and `nbytes`: what was concerned."""
+    """The answer to a request without data to return. `count` and `nbytes` were affected."""
 
     count: Number = 0
     nbytes: Number = 0
@@ -310,7 +309,7 @@ WITHOUT_REPLY: Final = (Progress, Release)
 
 
 def descriptors_of_reply(reply: Reply) -> int:
-    """How many descriptors come with a reply."""
+    """Return the number of descriptors that come with a reply."""
     if isinstance(reply, Allocated):
         return 1
     return len(reply.slabs) if isinstance(reply, Found | FoundDigests) else 0

@@ -1,6 +1,7 @@
-"""Where the socket is, and whether it may be trusted. The same for the manager and its clients.
+"""The path of the socket, and whether it can be trusted, for the manager and its clients.
 
-One socket is one uid is one domain of trust: its folder is this user's and nobody else's.
+A socket serves one uid, which is one domain of trust: its folder belongs to this user and to nobody
+else.
 """
 
 import os
@@ -19,7 +20,7 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def default_socket() -> Path:
-    """Return the one path that `serve` and "auto" use when none is given."""
+    """Return the path that `serve` and "auto" use when none is given."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # It is often named where it does not exist (containers, su), or is another user's.
     if runtime.startswith("/") and _is_own_folder(Path(runtime)):
@@ -52,7 +53,7 @@ def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def device_socket(path: Path, device: str) -> Path:
-    """Return the socket of a GPU's manager, beside `path`, the one for the machine's memory.
+    """Return the path of the socket of a GPU's manager, beside `path`, the one for host memory.
 
     `device` is the GPU's UUID; "" stands for the machine's memory. The name has only the beginning
     of the UUID, since a socket's path is short; the manager's Welcome says all of it. Each GPU has
@@ -70,11 +71,11 @@ def device_socket(path: Path, device: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the socket's folder, or check the one that is there.
+    """Make the socket's folder, or check an existing one.
 
     Raises:
-        UnsafeSocketError: It is not this user's alone.
-        OSError: It cannot be made or looked at.
+        UnsafeSocketError: It does not belong to this user alone.
+        OSError: It cannot be made or inspected.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -86,7 +87,7 @@ def check_folder(folder: Path) -> None:
 
     Raises:
         UnsafeSocketError: It is not.
-        OSError: It cannot be looked at.
+        OSError: It cannot be inspected.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -1,4 +1,4 @@
-"""What a manager tells about itself: its totals, and the rows of its tables. Sizes in bytes."""
+"""What a manager reports about itself: its totals, and the rows of its tables. Sizes in bytes."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from tensor_dedup.memory_manager.protocol.limits import Message, Number, WirePar
 
 
 class Totals(Message, frozen=True):
-    """Answer to Status; sizes in bytes."""
+    """The answer to Status; sizes in bytes."""
 
     pid: Number
     name: str
@@ -55,7 +55,7 @@ class CheckpointRow(WirePart, frozen=True):
 
 
 class ResidentRow(WirePart, frozen=True):
-    """One tensor."""
+    """A resident tensor."""
 
     digest: str
     nbytes: int
@@ -65,7 +65,7 @@ class ResidentRow(WirePart, frozen=True):
 
 
 class BuildRow(WirePart, frozen=True):
-    """A put that is under way."""
+    """A put in progress."""
 
     put: int
     pid: int
@@ -76,7 +76,7 @@ class BuildRow(WirePart, frozen=True):
 
 
 class Page(Message, frozen=True):
-    """Answer to Rows: the list of that table, `total` rows in all."""
+    """The answer to Rows: rows of that table, which has `total` rows in all."""
 
     total: Number
     clients: list[ClientRow] = msgspec.field(default_factory=list)

@@ -1,7 +1,7 @@
 """Datagrams with descriptors over a Unix socket, for both sides. No policy.
 
-SOCK_SEQPACKET keeps the bounds of messages and the descriptors of each message with it. Whoever
-receives owns the descriptors: every one that is not handed on is closed here.
+SOCK_SEQPACKET preserves message boundaries, and keeps the descriptors of each message with it. The
+receiver owns the descriptors: those that are not passed on are closed here.
 """
 
 import array
@@ -23,14 +23,14 @@ _ANCILLARY: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
 
 
 class Peer(NamedTuple):
-    """The process at the other end, as the kernel knows it."""
+    """The process at the other end, as reported by the kernel."""
 
     pid: int
     uid: int
 
 
 class Datagram(NamedTuple):
-    """One message as it came. `data` is empty when the other side has hung up.
+    """One received message. `data` is empty if the other side has hung up.
 
     `truncated`: descriptors were lost, because there were too many or this process has none left.
     """
@@ -46,20 +46,20 @@ def new_socket() -> socket.socket:
 
 
 def configure(connection: socket.socket) -> socket.socket:
-    """Make sure that the largest message fits."""
+    """Make the socket's buffers large enough for the largest message."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     return connection
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return who has connected, or listens; raise OSError when the kernel does not say."""
+    """Return the process that has connected or listens. Raises OSError if it is unknown."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
     return Peer(pid, uid)
 
 
 def pidfd_of(connection: socket.socket, pid: int) -> int | None:
-    """Return a descriptor that tells when the peer's process has ended; None when it has already.
+    """Return a descriptor that signals the end of the peer, or None if it has ended already.
 
     Raises:
         OSError: There is no descriptor left.
@@ -77,7 +77,7 @@ def pidfd_of(connection: socket.socket, pid: int) -> int | None:
 
 
 def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send one message, whole or not at all.
+    """Send one message, entirely or not at all.
 
     Raises:
         BlockingIOError: The socket does not block, and sending would have to wait.
@@ -91,7 +91,7 @@ def receive(connection: socket.socket) -> Datagram:
     """Receive one message.
 
     Raises:
-        ProtocolError: It was larger than a message may be; its rest is lost.
+        ProtocolError: The message was too large; its rest is lost.
         OSError: The connection is broken.
     """
     try:
@@ -121,6 +121,6 @@ def _rights(level: int, kind: int, raw: bytes) -> list[int]:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that nobody takes."""
+    """Close descriptors that nobody takes over."""
     for fd in descriptors:
         os.close(fd)

@@ -1,7 +1,8 @@
-"""`python -m tensor_dedup.memory_manager.server`: a manager in the background, as clients start it.
+"""Command `python -m tensor_dedup.memory_manager.server`: a manager in the background.
 
-The parent returns when the manager can be connected to (0), when another one owns the socket (3),
-or when it could not start (1, the reason on stderr). The manager itself is nobody's child.
+Clients start it this way. The parent exits when the manager accepts connections (0), when another
+one owns the socket (3), or when it could not start (1, with the reason on stderr). The manager is
+detached from it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Who may connect: the socket's file is this user's alone, and the kernel says who the peer is.
+"""Access control: the socket's file is this user's alone, and the kernel identifies the peer.
 
 The folder has mode 0700 and the socket 0600 (`protocol.paths`), a lock says which process may make
 and remove the socket, and a peer of another user is refused by SO_PEERCRED.
@@ -91,7 +91,7 @@ def _bind(listener: socket.socket, path: Path) -> None:
 
 
 class AcceptedConnection(NamedTuple):
-    """A connection that was let in. `pidfd` is None when its process has ended already."""
+    """An accepted connection. `pidfd` is None if its process has ended already."""
 
     socket: socket.socket
     pid: int
@@ -99,7 +99,7 @@ class AcceptedConnection(NamedTuple):
 
 
 class Acceptor:
-    """Accepts connections. Keeps one descriptor in reserve, to say no when there is no other."""
+    """Accepts connections. Keeps one descriptor in reserve, to refuse when none is left."""
 
     def __init__(
         self, listener: socket.socket, peer_of: Callable[[socket.socket], wire.Peer] = wire.peer_of
@@ -110,7 +110,7 @@ class Acceptor:
         self.refused = 0
 
     def accept(self) -> AcceptedConnection | None:
-        """Return the next connection; None when there is none or it was refused.
+        """Return the next connection, or None if there is none or it was refused.
 
         Raises:
             BlockingIOError: There is no descriptor left even to refuse with; try again later.
@@ -161,7 +161,7 @@ class Acceptor:
         connection.close()
 
     def close(self) -> None:
-        """Give the descriptor in reserve back."""
+        """Close the descriptor in reserve."""
         if self._spare is not None:
             os.close(self._spare)
 

@@ -35,7 +35,7 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What `tensor-dedup serve` was told; sizes in bytes, times in seconds.
+    """The options of `tensor-dedup serve`; sizes in bytes, times in seconds.
 
     `device`: a GPU's UUID or ordinal; its socket then stands beside `socket`. "" for the machine's
     memory. `backend`: for a GPU, "vmm" or "ipc"; `handle`: with "vmm", what handles are
@@ -54,7 +54,7 @@ class Start:
 
 
 def backend_for(start: Start) -> Backend:
-    """Return the backend that was asked for.
+    """Return the backend for these options.
 
     Raises:
         DeviceError: There is no such GPU, or no driver to call.
@@ -71,14 +71,14 @@ def serve(
     ready: Callable[[], None] = lambda: None,
     make: Callable[[Start], Backend] = backend_for,
 ) -> None:
-    """Be a memory manager until SIGTERM, SIGINT or a client's Stop. Call it in the main thread.
+    """Run a memory manager until SIGTERM, SIGINT or a client's Stop, in the main thread.
 
     `ready` is called as soon as clients can connect; `make` makes the backend.
 
     Raises:
         ManagerRunningError: Another manager owns the socket.
         UnsafeSocketError: The socket's folder is not this user's alone.
-        OSError: The socket or the port for metrics cannot be had.
+        OSError: The socket or the port for metrics is unavailable.
     """
     raise_descriptor_limit()
     servers: list[Server] = []
@@ -131,7 +131,7 @@ def _settings(start: Start, backend: Backend, path: Path) -> Settings:
 
 
 def log_to(*, details: bool = False) -> None:
-    """Readable lines on stderr, with the time; `details`: of every put and layer too."""
+    """Log readable lines with the time to stderr; with `details`, for every put and layer too."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
     log.addHandler(handler)
@@ -140,7 +140,7 @@ def log_to(*, details: bool = False) -> None:
 
 
 def default_budget() -> int:
-    """Return half of the bytes that this process may use, of the machine or of its container."""
+    """Return half of the memory in bytes that the machine or its container grants this process."""
     return min([psutil.virtual_memory().total, *_cgroup_limits()]) // 2
 
 
@@ -167,7 +167,7 @@ def _text(path: Path) -> str:
 
 
 def raise_descriptor_limit() -> int:
-    """Allow this process as many descriptors as the system permits; return how many."""
+    """Raise this process's limit on descriptors to the maximum; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

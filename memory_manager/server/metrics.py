@@ -1,4 +1,4 @@
-"""The totals for Prometheus, on the loopback address only. They name no data, only sizes."""
+"""The totals for Prometheus, on the loopback address only. They contain sizes and counts only."""
 
 from collections.abc import Iterator
 from types import TracebackType
@@ -39,21 +39,21 @@ _COUNTERS: Final = {
 
 
 class MetricsSource(Protocol):
-    """An object that has the numbers."""
+    """A source of totals."""
 
     @property
     def totals(self) -> Totals:
-        """A recent copy, safe to read from any thread."""
+        """Return a recent copy of the totals. Safe from any thread."""
 
 
 class TotalsCollector(Collector):
-    """One family for each number of `Totals`."""
+    """A collector with one metric family for each number of `Totals`."""
 
     def __init__(self, source: MetricsSource) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        """Read one copy of the numbers."""
+        """Yield the metrics of one copy of the totals."""
         totals = self._source.totals
         for field, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(_PREFIX + name, text, value=getattr(totals, field))
@@ -62,10 +62,10 @@ class TotalsCollector(Collector):
 
 
 class Metrics:
-    """An HTTP server beside the manager while the context is open; nothing without a port."""
+    """An HTTP server that runs while the context is open; without a port it does nothing."""
 
     def __init__(self, source: MetricsSource, port: int | None) -> None:
-        """Start serving; raise OSError when the port is taken."""
+        """Start serving. Raises OSError if the port is taken."""
         self._stop = None
         self.where = ""
         if port is not None:

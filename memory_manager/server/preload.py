@@ -1,4 +1,4 @@
-"""Filling a manager before anybody asks: one process for each checkpoint, one after the other."""
+"""Preloading checkpoints into a manager, in one process after the other."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def _signal(group: int, number: int) -> None:
 
 
 class Preload:
-    """Runs a helper for each checkpoint, in order, in a thread. `close` ends what still runs."""
+    """Runs a helper for each checkpoint, in order, in a thread. `close` ends the running one."""
 
     def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
         self._command = [sys.executable, "-m", _MODULE, "--socket", str(socket)]
@@ -38,7 +38,7 @@ class Preload:
         threading.Thread(target=self._run, name="tensor-dedup-preload", daemon=True).start()
 
     def close(self) -> None:
-        """End the helper that runs, and start no other."""
+        """End the running helper, and start no other."""
         with self._lock:
             self._closed = True
             running = self._running

@@ -1,7 +1,7 @@
 """The event loop: one thread that moves messages, memory and time into the core and effects out.
 
-Nothing in it waits for one client: sockets do not block, memory is made and hashed on threads, and
-who does not read its replies is not read from, and is cut off after a while.
+Nothing in it waits for one client: sockets do not block, memory is allocated and hashed on threads,
+and a client that does not read its replies is not read from, and is disconnected after a while.
 """
 
 import errno
@@ -49,7 +49,7 @@ _TOTALS_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """When a client is cut off that does not read, and when the manager ends since none is there.
+    """The timeouts in seconds after which a stalled client is cut off, and an unused manager ends.
 
     Both in seconds.
     """
@@ -60,7 +60,7 @@ class Options:
 
 @dataclass(slots=True, eq=False)
 class ClientSocket:
-    """One connection as the event loop sees it: its socket, and what has still to go out.
+    """A connection as the event loop sees it: its socket, and the messages still to be sent.
 
     The outbox holds the memory whose descriptors it will send.
     """
@@ -75,7 +75,7 @@ class ClientSocket:
     events: int = 0  # what the selector watches for
 
     def flush(self, now: float) -> bool:
-        """Send what the socket takes; return False when the connection is broken."""
+        """Send as much as the socket accepts; return False if the connection is broken."""
         self.retry_at = None
         while self.outbox:
             data, memories = self.outbox[0]
@@ -137,12 +137,12 @@ class Server:
         """A copy of the numbers for other threads, at most about a second old."""
 
     def stop(self) -> None:
-        """End `run` soon. Safe from any thread and from signal handlers."""
+        """Make `run` end soon. Safe from any thread and from signal handlers."""
         self._ending = True
         self._jobs.ring()
 
     def run(self) -> None:
-        """Serve until stopped; then close everything. Memory that clients mapped stays theirs."""
+        """Serve until stopped; then close everything. Memory that clients mapped stays valid."""
         self._watch_listener()
         self._selector.register(self._jobs.wake_up, selectors.EVENT_READ, self._jobs_done)
         try:
@@ -152,7 +152,7 @@ class Server:
             self._close()
 
     def inherit(self, left: Inherited) -> None:
-        """Take what the last manager of this service has left with systemd; before `run`."""
+        """Take over what the last manager of this service left with systemd, before `run`."""
         records = {r.key: KeyRecord(r.record, tuple(r.digests)) for r in left.index.records}
         self._core.expect(records, left.index.pins)
         for slab in left.index.slabs:

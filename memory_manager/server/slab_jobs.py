@@ -1,4 +1,4 @@
-"""What may take long, on threads: to make slabs, seal and hash them, check those handed back.
+"""Slow jobs on threads: allocating, sealing and hashing slabs, and checking offered ones.
 
 A job never touches the core: its outcome is queued, and the event loop is woken to fetch it.
 """
@@ -29,7 +29,7 @@ _JOBS_AT_ONCE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job on a slab. `memory` is set when the job made or took back one."""
+    """The outcome of a job on a slab. `memory` is set if the job allocated or reclaimed one."""
 
     kind: Literal["allocated", "hashed"]
     slab: int
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class SlabJobs:
-    """The jobs of one manager. Start them in the loop's thread; `outcomes` there, too."""
+    """The jobs of one manager. Start them, and call `outcomes`, in the loop's thread."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -50,11 +50,11 @@ class SlabJobs:
         self._bell.setblocking(False)
 
     def allocate(self, slab: int, nbytes: int) -> None:
-        """Have memory reserved for a slab."""
+        """Start allocating memory for a slab."""
         self._start(lambda: Outcome("allocated", slab, self._backend.reserve(nbytes)), slab)
 
     def seal_and_hash(self, slab: int, memory: Memory, pieces: Pieces) -> None:
-        """Have a slab sealed, then hashed."""
+        """Start sealing a slab, and then hashing it."""
 
         def job() -> Outcome:
             self._backend.seal(memory)
@@ -63,7 +63,7 @@ class SlabJobs:
         self._start(job, slab, "hashed")
 
     def reclaim(self, slab: int, fd: int, nbytes: int, pieces: Pieces) -> None:
-        """Have a slab that was handed back checked and hashed. Owns the descriptor."""
+        """Start checking and hashing an offered slab. Takes ownership of the descriptor."""
 
         def job() -> Outcome:
             memory = self._backend.reclaim(fd, nbytes)
@@ -99,7 +99,7 @@ class SlabJobs:
             self._bell.send(b"!")
 
     def outcomes(self) -> list[Outcome]:
-        """Return what has been done since the last call."""
+        """Return the outcomes since the last call."""
         with contextlib.suppress(BlockingIOError):
             while self.wake_up.recv(4096):
                 pass

@@ -1,9 +1,9 @@
-"""Tensors survive a restart under systemd: descriptors wait in its store (FDSTORE).
+"""Keeping tensors across a restart under systemd, in its store of descriptors (FDSTORE).
 
-At the end the manager sends every sealed slab to systemd, and an index (a memory file, too) of what
-lies where. The next one finds them as inherited descriptors. It trusts neither: the index is
-decoded strictly, and slabs are checked like any that a client hands back, and hashed where the
-manager can. A GPU's it cannot: what ties them to their digests is the names of their descriptors,
+When it ends, the manager sends every sealed slab to systemd, and an index of their contents, also a
+memory file. The next manager finds them as inherited descriptors, and trusts neither: the index is
+decoded strictly, and slabs are checked like any that a client offers, and hashed if the manager
+can. It cannot hash a GPU's slabs: they are tied to their digests by the names of their descriptors,
 which are never used twice.
 """
 
@@ -39,14 +39,14 @@ _NOTIFY_S: Final = 5.0
 
 
 class HandoverTensor(WirePart, frozen=True):
-    """Where a tensor lies, and which checkpoints consist of it."""
+    """The place of a tensor in its slab, and the checkpoints it is a part of."""
 
     span: DigestSpan
     checkpoints: list[Name]
 
 
 class HandoverSlab(WirePart, frozen=True):
-    """A slab; its descriptor is stored under this name and the index's generation."""
+    """A slab, whose descriptor is stored under this name and the index's generation."""
 
     name: Name
     nbytes: Size
@@ -64,8 +64,8 @@ class HandoverRecord(WirePart, frozen=True):
 class HandoverIndex(Message, frozen=True, tag="Index"):
     """Everything that the next manager is told.
 
-    `generation`: random, and in the names of the descriptors that belong to this index. systemd may
-    still have older ones, and their slabs have the same numbers.
+    `generation` is random, and part of the names of the descriptors that belong to this index.
+    systemd may still have older ones, whose slabs have the same numbers.
     """
 
     generation: Name
@@ -79,7 +79,7 @@ _NOTHING: Final = HandoverIndex("", [], [], [])
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What an earlier manager has left: the index, and descriptors (the caller's now) by slab."""
+    """What an earlier manager left: the index, and descriptors by slab, owned by the caller."""
 
     index: HandoverIndex
     descriptors: dict[str, int]
@@ -119,7 +119,7 @@ def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> 
 
 
 def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
-    """Leave the slabs with systemd, if it keeps descriptors for this service; return how many."""
+    """Leave the slabs with systemd, if it keeps descriptors; return their number."""
     room = _room()
     if room < 1:
         return 0
@@ -140,7 +140,7 @@ def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
 
 
 def inherit() -> Inherited:
-    """Take what systemd has kept, and take it out of its store. Nothing, when there is nothing."""
+    """Take what systemd has kept, and remove it from its store. It may be nothing."""
     descriptors = _inherited_descriptors()
     for name in descriptors:
         notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
@@ -187,7 +187,7 @@ def _inherited_descriptors() -> dict[str, int]:
 
 
 def notify(state: str, descriptors: tuple[int, ...] = ()) -> None:
-    """Tell systemd, where it asked to be told."""
+    """Send a notification to systemd, if it has asked for them."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
