@@ -98,6 +98,8 @@ def load(
         UnsupportedError: The model has to be loaded plainly; `vllm_config` may have changed.
         IncompleteCheckpointError: No tensor of the checkpoint fills a parameter.
         StaleHintError: A hint was wrong; load again without hints.
+        ChangedFileError: A file of the checkpoint changed meanwhile.
+        AuditError: An audit found a resident that differs from its checkpoint.
     """
     model = run.build(create, device)
     told = run.trace(model, load_weights, updated=vllm_config.weight_transfer_config is not None)
