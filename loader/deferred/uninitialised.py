@@ -49,10 +49,12 @@ class UninitialisedStorages:
         return number_of(tensor.untyped_storage()) in self._storages
 
     def made(self, tensor: torch.Tensor) -> None:
+        """Record that the storage of a tensor was made without content."""
         storage = tensor.untyped_storage()
         self._storages[number_of(storage)] = WeakStorage(storage)
 
     def touched(self, value: Any) -> None:
+        """Record a write to a tensor, or to those in a list or tuple."""
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             self._storages.pop(number_of(value.untyped_storage()), None)
         elif isinstance(value, (list, tuple)):
