@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deferring
-import programs
 
 _STEP = st.tuples(*(st.integers(0, 9999),) * 4)
 PROGRAMS = st.lists(_STEP, min_size=1, max_size=14)
@@ -20,12 +19,12 @@ _SEEN: dict[str, bytes] = {}
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folder = tmp_path_factory.mktemp("programs")
     return {
-        seed: deferring.save(folder / f"{seed}.safetensors", programs.sources(seed))
+        seed: deferring.save(folder / f"{seed}.safetensors", deferring.random_sources(seed))
         for seed in SEEDS
     }
 
 
-def check(files: dict[int, Path], program: list[programs.Step]) -> None:
+def check(files: dict[int, Path], program: list[deferring.Step]) -> None:
     recipes = [check_one(path, program) for path in files.values()]
     for name in recipes[0].keys() & recipes[1].keys():
         # Over other bytes in any source it follows from, a recipe has another name.
@@ -33,12 +32,14 @@ def check(files: dict[int, Path], program: list[programs.Step]) -> None:
         assert not used or first != second
 
 
-def check_one(path: Path, program: list[programs.Step]) -> dict[str, tuple[str, set[str]]]:
+def check_one(path: Path, program: list[deferring.Step]) -> dict[str, tuple[str, set[str]]]:
     skip: set[int] = set()
-    wanted = deferring.real(programs.model(), path, programs.loader(program, skip, real=True))
-    load = programs.loader(program, skip, real=False)
+    wanted = deferring.real(
+        deferring.random_model(), path, deferring.loader(program, skip, real=True)
+    )
+    load = deferring.loader(program, skip, real=False)
     found = {}
-    with deferring.deferred(programs.model(), path, load) as run:
+    with deferring.deferred(deferring.random_model(), path, load) as run:
         assert deferring.raw(run.model.get_buffer("buffer")) == wanted["buffer"]
         used = {
             name: {source.spec.name for source in each.sources}
@@ -56,7 +57,7 @@ def check_one(path: Path, program: list[programs.Step]) -> dict[str, tuple[str, 
 @settings(max_examples=250, derandomize=True)
 @given(program=PROGRAMS)
 def test_any_program_gives_the_bytes_of_plain_loading(
-    files: dict[int, Path], program: list[programs.Step]
+    files: dict[int, Path], program: list[deferring.Step]
 ) -> None:
     check(files, program)
 
@@ -65,6 +66,6 @@ def test_any_program_gives_the_bytes_of_plain_loading(
 @settings(max_examples=5_000)
 @given(program=st.lists(_STEP, min_size=1, max_size=40))
 def test_any_long_program_gives_the_bytes_of_plain_loading(
-    files: dict[int, Path], program: list[programs.Step]
+    files: dict[int, Path], program: list[deferring.Step]
 ) -> None:
     check(files, program)

@@ -16,7 +16,6 @@ import torch
 import engines
 import fresh
 import loads
-import ranks
 import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.report import ModelReport
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.vllm
 
 PLAIN: dict[str, Any] = {"cpu_weights": "plain"}
 Digests = dict[str, str]
-Place = tuple[ranks.Kind, int, int]
+Place = tuple[loads.Kind, int, int]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def load(
 ) -> loads.Model:
     with ExitStack() as stack:
         for place in places:
-            stack.enter_context(ranks.standing(*place))
+            stack.enter_context(loads.as_rank(*place))
         return loads.load(path, config, settings(*places) if parallel is None else parallel)
 
 

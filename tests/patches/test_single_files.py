@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import single_files
 import tiny_pipelines
 from tensor_dedup import enable, report, verify
 from tiny_pipelines import equal, image, nbytes, parameters, shared
@@ -20,14 +19,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("single")
     tiny_pipelines.make(root)
     for name in ("sd", "tuned"):
-        single_files.write(tiny_pipelines.load(root / name), root / f"{name}.safetensors")
+        tiny_pipelines.write_single_file(
+            tiny_pipelines.load(root / name), root / f"{name}.safetensors"
+        )
     return root
 
 
 def load(folder: Path, name: str, **options: Any) -> Any:
     """A folder, or a file by its suffix."""
     if name.endswith(".safetensors"):
-        return single_files.load(folder / name, folder / "sd", **options)
+        return tiny_pipelines.load_single_file(folder / name, folder / "sd", **options)
     return tiny_pipelines.load(folder / name, **options)
 
 

@@ -1,9 +1,13 @@
 """Models loaded by vLLM's own loaders without an engine around them: in hundredths of a second.
 
-with engines.quick(path):
-    loads.prepare(path)
-    model = loads.load(path)                        # plain
-    shared = loads.load(path, tensor_dedup={})
+    with engines.quick(path), loads.prepared(path):
+        model = loads.load(path)                        # plain
+        shared = loads.load(path, tensor_dedup={})
+        with loads.as_rank("tp", 1, 2):
+            module = loads.load(path, parallel={"tensor_parallel_size": 2, "rank": 1}).module
+
+As one rank of several nothing can be computed, for the other ranks do not exist; but a model is
+built and loaded as that rank's, by vLLM's own code.
 """
 
 import copy
@@ -12,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
 from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
@@ -76,7 +82,7 @@ def load(
 ) -> Model:
     """Load as an engine would; plainly without `tensor_dedup`.
 
-    `parallel`: what is different in the configuration of ranks; see `ranks` for their groups.
+    `parallel`: what is different in the configuration of ranks; see `as_rank` for their groups.
     """
     config = copy.copy(_prepared[-1])
     config.parallel_config = copy.copy(config.parallel_config)
@@ -96,3 +102,21 @@ def load(
         loader = get_model_loader(config.load_config)
         module = loader.load_model(vllm_config=config, model_config=config.model_config)
     return Model(module, config)
+
+
+Kind = Literal["tp", "pp", "dp", "ep"]
+
+
+@contextmanager
+def as_rank(kind: Kind, rank: int, size: int) -> Iterator[None]:
+    """While active, this process is that rank of so many in its group of this kind."""
+    group: Any = getattr(parallel_state, f"_{kind.upper()}")
+    # The first and the last of a pipeline are found by global ranks.
+    place: dict[str, Any] = {
+        "rank_in_group": rank,
+        "world_size": size,
+        "rank": rank,
+        "ranks": list(range(size)),
+    }
+    with mock.patch.multiple(group, **place):
+        yield
