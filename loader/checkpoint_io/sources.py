@@ -273,8 +273,7 @@ class SourceReader:
         self.counters.read_seconds += time.perf_counter() - began
 
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
-        """Read a tensor in pieces, pass each to `write(piece, offset)`, and return its BLAKE3
-        digest.
+        """Read a tensor in pieces, pass each to `write(piece, offset)`; return its BLAKE3 digest.
 
         The whole tensor exists only where `write` puts it. Threads of the hash pool call `write`
         and hash the same piece. Returns when all reads in progress have finished, and raises what
