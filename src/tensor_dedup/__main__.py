@@ -1,4 +1,4 @@
-"""`python -m tensor_dedup`: the command line, where its script is not on the path."""
+"""Command `python -m tensor_dedup`: the command line, for when its script is not on the path."""
 
 from tensor_dedup.cli import main
 

@@ -1,6 +1,7 @@
-"""What a user can set, checked once, where it is set.
+"""The configuration of a load, validated where it is set.
 
-Imports neither torch nor vllm: worker processes and the command line read a config before either.
+It imports neither torch nor vllm: worker processes and the command line read a config before
+either.
 """
 
 import difflib
@@ -133,16 +134,16 @@ class TensorDedupConfig:
 
     @property
     def store_folder(self) -> str | None:
-        """The folder that `store` names; None where it is the user's own, or there is none."""
+        """The folder that `store` names, or None for the user's own or no store."""
         return self.store if isinstance(self.store, str) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as JSON can hold it; `from_any` of the result equals this config."""
+        """Return the fields as a JSON object; `from_any` of the result equals this config."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_any(cls, value: object) -> Self:
-        """Return the config that a value stands for, wherever a user may give one.
+        """Return the config that a value stands for, in any form that users may pass.
 
         None and True are the defaults, False is the defaults switched off; a mapping or JSON text
         sets the fields it names. A caller for whom None means "not asked for" tests that first.

@@ -1,4 +1,4 @@
-"""The one name every tensor has: a digest of its bytes, in a tree of 2 MiB leaves.
+"""The digest of a tensor's bytes, which identifies it everywhere: a tree of 2 MiB leaves.
 
 leaf   = BLAKE3-256 of one piece of at most 2 MiB, at offsets that are multiples of 2 MiB
 digest = BLAKE3-256 in derive-key mode over u64le(nbytes) and the leaf digests, at every size
@@ -8,7 +8,8 @@ contiguous and little-endian. The other algorithms hash u64le(nbytes) and the by
 carries the algorithm's name, so it never equals a BLAKE3 digest.
 
 One pool of threads serves the whole process. Nothing that runs in it ever waits for it: work is
-cut into chunks and the chunk that ends last combines them, so no number of callers can deadlock it.
+split into chunks, and the chunk that finishes last combines them, so no number of callers can
+deadlock it.
 """
 
 import hashlib
@@ -41,10 +42,14 @@ _INLINE_BYTES = 128 << 10
 
 
 def digest(data: "Buffer", algorithm: str = "blake3") -> str:
-    """The digest of all of `data`, in text form; spread over the pool when it is large.
+    """Return the digest of all of `data`, in text form; large data is hashed on the pool.
 
-    `data` is any C-contiguous buffer (TypeError otherwise) that nobody writes meanwhile. Safe from
-    any thread, those of the pool included. ConfigError: no such algorithm.
+    `data` is any C-contiguous buffer that nobody writes to meanwhile. Safe from any thread, those
+    of the pool included.
+
+    Raises:
+        ConfigError: the algorithm is unknown.
+        TypeError: `data` is not a C-contiguous buffer.
     """
     _check(algorithm)
     if not _splits(memoryview(data).nbytes, algorithm) or _in_pool():
@@ -56,15 +61,17 @@ def digest(data: "Buffer", algorithm: str = "blake3") -> str:
 def submit(data: "Buffer", algorithm: str = "blake3", fill: Fill | None = None) -> "Future[str]":
     """Start digest(data, algorithm) on the pool; the result is its text form.
 
-    `fill(piece, offset)` puts the bytes from `offset` of the whole into `piece`, just before they
-    are hashed, while they are warm in a cache: leaf by leaf, from several threads at once, in no
-    order, each once. What it raises, this call or the future raises. For blake3 it may return the
-    32-byte digest of a leaf that it has compared the bytes with; that leaf is not hashed again.
+    `fill(piece, offset)` writes the bytes from `offset` of the whole into `piece` just before they
+    are hashed, so that they are still in a cache. It is called leaf by leaf, from several threads
+    at once, in any order, once for each leaf. Its errors are raised by this call or by the future.
+    For blake3 it may return the 32-byte digest of a leaf that it has compared the bytes with; that
+    leaf is not hashed again.
 
-    The buffer is held until the work is done and let go before the result can be seen, so an mmap
-    may be closed as soon as result() returned. Small buffers, and whatever a thread of the pool
-    asks for, are hashed before this returns: waiting inside the pool is safe. The future cannot be
-    cancelled. A forked child has a pool of its own; the futures of its parent never end there.
+    The buffer is referenced until the work is done and released before the result is set, so an
+    mmap may be closed as soon as result() has returned. Small buffers, and all requests from
+    threads of the pool, are hashed before this returns, so waiting inside the pool is safe. The
+    future cannot be cancelled. A forked child has a pool of its own; the futures of its parent
+    never complete there.
     """
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
@@ -73,26 +80,29 @@ def submit(data: "Buffer", algorithm: str = "blake3", fill: Fill | None = None) 
 
 
 def stream(nbytes: int, fill: Fill) -> "Future[str]":
-    """Start the BLAKE3 digest of `nbytes` bytes that are nowhere whole; the result as of submit.
+    """Start the BLAKE3 digest of `nbytes` bytes that are never in memory as a whole.
 
-    `fill(piece, offset)` puts the bytes from `offset` on into `piece`, memory of the pool's that is
-    used again for another leaf as soon as this one is hashed: it must also take them where they are
-    to go. As for submit it is called from several threads, may return a digest that it has compared
-    with, and may raise. Not to be waited for inside the pool.
+    The result is that of `submit`. `fill(piece, offset)` writes the bytes from `offset` on into
+    `piece`, a buffer of the pool that is reused for another leaf as soon as this one is hashed: it
+    must also copy them to their destination. As in `submit`, it is called from several threads, may
+    return a digest that it has compared with, and may raise. Do not wait for the result inside the
+    pool.
     """
     return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill).future
 
 
 def leaf_digests(data: "Buffer") -> list[bytes]:
-    """The 32-byte leaf digests of `data`, in order; none for 0 bytes. In the calling thread."""
+    """Return the 32-byte leaf digests of `data`, in order, computed in the calling thread."""
     with _bytes_of(data) as view:
         return _leaves(view)
 
 
 def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
-    """The digest of `nbytes` bytes that have these leaf digests.
+    """Return the digest of `nbytes` bytes that have these leaf digests.
 
-    IntegrityError when that many bytes cannot have that many leaves, or one is not 32 bytes.
+    Raises:
+        IntegrityError: the number of leaves does not match `nbytes`, or a leaf is not 32 bytes
+            long.
     """
     if nbytes < 0 or len(leaves) != -(-nbytes // LEAF_BYTES):
         raise IntegrityError(
@@ -108,10 +118,13 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
 
 
 class StreamDigest:
-    """The digest of bytes that arrive in pieces, however they are split. One thread at a time.
+    """The digest of bytes that arrive in pieces of any size. One thread at a time.
 
-    `nbytes` is how many will come: optional for blake3, needed by the other algorithms, which hash
-    the size first (ConfigError without it).
+    `nbytes` is the total size: optional for blake3, required by the other algorithms, which hash
+    the size first.
+
+    Raises:
+        ConfigError: the algorithm is unknown, or it needs `nbytes`.
     """
 
     def __init__(self, algorithm: str = "blake3", nbytes: int | None = None) -> None:
@@ -124,7 +137,7 @@ class StreamDigest:
         self._flat = None if algorithm == "blake3" else _flat(algorithm, nbytes)
 
     def update(self, data: "Buffer") -> None:
-        """Add the next bytes: any C-contiguous buffer, not kept."""
+        """Add the next bytes: any C-contiguous buffer, which is not kept."""
         with _bytes_of(data) as view:
             if self._flat is not None:
                 self._flat.update(view)
@@ -145,9 +158,10 @@ class StreamDigest:
                 self._leaf = blake3()
 
     def hexdigest(self) -> str:
-        """The text form of what has come so far; more may follow.
+        """Return the text form of the digest of all bytes so far; more may follow.
 
-        IntegrityError when `nbytes` was given and another number of bytes came.
+        Raises:
+            IntegrityError: `nbytes` was given, and another number of bytes was added.
         """
         if self._declared not in (None, self._seen):
             raise IntegrityError(

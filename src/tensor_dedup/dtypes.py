@@ -1,4 +1,4 @@
-"""Element types: their names here, their sizes, and what torch calls them. No framework.
+"""Element types: their names in this package, their sizes, and torch's names. No framework.
 
 The names are safetensors' where it has one. Each format accepts a set of its own, on purpose: the
 reader of pickles lists what it trusts, and safetensors has no complex type but C64.

@@ -1,4 +1,4 @@
-"""Every error this package raises.
+"""All errors that this package raises.
 
 TensorDedupError
   - ConfigError                 a setting is wrong, unknown, or cannot be combined with another
@@ -14,14 +14,15 @@ TensorDedupError
   - StoreError                  the store cannot do what was asked, or is not what it says it is
   - UnsupportedError            this engine, version or device cannot do what was asked
 
-All are picklable (worker processes), carry their facts as attributes and end in the next step.
+All are picklable, for worker processes, carry their facts as attributes, and end in the next step
+to take.
 """
 
 from typing import Any
 
 
 class TensorDedupError(Exception):
-    """Base of all errors of this package. `facts` holds what the message was made from."""
+    """Base of all errors of this package. `facts` has the values in the message."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -40,7 +41,7 @@ def _rebuild(cls: type[TensorDedupError], message: str, facts: dict[str, Any]) -
 
 
 class ConfigError(TensorDedupError):
-    """A setting is wrong, unknown, or cannot be combined with another one."""
+    """A setting is invalid, unknown, or cannot be combined with another one."""
 
 
 class CheckpointError(TensorDedupError):
@@ -56,7 +57,7 @@ class NoSuchPathError(CheckpointNotFoundError):
 
 
 class FormatError(CheckpointError):
-    """The file lies about itself; one subclass a format, in `tensor_dedup.formats.errors`."""
+    """The file is malformed; `tensor_dedup.formats.errors` has one subclass for each format."""
 
 
 class ChangedFileError(CheckpointError):
@@ -64,7 +65,7 @@ class ChangedFileError(CheckpointError):
 
 
 class UnreadableFileError(CheckpointError):
-    """The system fails to read a file that is there: a bad disk, or a share that went away."""
+    """An existing file cannot be read: a disk failed, or a network share is gone."""
 
 
 class IncompleteCheckpointError(CheckpointError):
@@ -72,7 +73,7 @@ class IncompleteCheckpointError(CheckpointError):
 
     @classmethod
     def of(cls, path: str, lacking: list[tuple[str, int]]) -> "IncompleteCheckpointError":
-        """`lacking`: parameters of the model, each with the bytes of it that nothing fills."""
+        """Return the error about `lacking`: parameters, each with its count of unfilled bytes."""
         shown = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in lacking[:4])
         more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
         return cls(

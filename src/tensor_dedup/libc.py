@@ -1,4 +1,4 @@
-"""Calls of libc on memory and files that Python does not have, or has with a catch.
+"""Memory and file calls of libc that Python lacks, or has with a catch.
 
 Python's mmap duplicates the descriptor, and its close() unmaps memory under live tensors.
 """
@@ -39,8 +39,9 @@ if _sync_range is not None:
 
 
 class MappingLine(NamedTuple):
-    """Where a mapping lies, and the rest of what the kernel writes of it: permissions, offset,
-    device, inode, path.
+    """The range of a mapping, and the kernel's text about it.
+
+    The text has the permissions, offset, device, inode and path.
     """
 
     start: int
@@ -58,7 +59,11 @@ class _Pages(ctypes.Structure):
 
 
 def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
-    """The address of a mapping; `at` 0: anywhere. OSError."""
+    """Map memory and return its address, anywhere if `at` is 0.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     found = _libc.mmap(at or None, nbytes, protection, flags, fd, offset)
     if found is None or found == _FAILED:
         raise _error()
@@ -66,40 +71,44 @@ def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset
 
 
 def munmap(address: int, nbytes: int) -> None:
-    """Take a range away. Whoever still has its address must not use it."""
+    """Unmap a range. Its addresses must not be used any more."""
     _libc.munmap(address, nbytes)
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:
-    """Tell the kernel how a range is used."""
+    """Advise the kernel on the use of a range."""
     _libc.madvise(address, nbytes, advice)
 
 
 def mprotect(address: int, nbytes: int, protection: int) -> None:
-    """Say what may be done with a range."""
+    """Set the protection of a range."""
     _libc.mprotect(address, nbytes, protection)
 
 
 def punch(fd: int, offset: int, nbytes: int) -> None:
-    """Give a range of a file back to its file system, where that can be; it is zeros from then."""
+    """Free a range of a file on its file system if possible; it reads as zeros afterwards."""
     _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
 
 
 def begin_writing(fd: int, start: int, nbytes: int) -> None:
-    """Have the kernel begin to write a range of a file to the disk, where it can; nothing waits."""
+    """Start writing a range of a file to disk, if the kernel can, without waiting."""
     if _sync_range is not None:
         _sync_range(fd, start, nbytes, _SYNC_RANGE_WRITE)
 
 
 def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:
-    """How much of a range of a file is in the page cache; None where the kernel does not say."""
+    """Return how much of a range of a file is in the page cache, or None if unknown."""
     pages, wanted = _Pages(), _Range(start, nbytes)
     failed = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(pages), 0)
     return None if failed else min(nbytes, int(pages.cached) * _mmap.PAGESIZE)
 
 
 def mappings() -> Iterator[MappingLine]:
-    """All mappings of this process, by address. OSError where the kernel does not tell."""
+    """Yield all mappings of this process, by address.
+
+    Raises:
+        OSError: the kernel does not provide them.
+    """
     lines = MAPS.read_text(errors="surrogateescape").splitlines()
     return map(_mapping, lines)
 
@@ -111,7 +120,11 @@ def _mapping(line: str) -> MappingLine:
 
 
 def own_memory(nbytes: int, at: int = 0) -> int:
-    """Zeroed memory of this process alone. With `at`: there, where nothing may lie. OSError."""
+    """Return the address of zeroed private memory, mapped at `at` if given, which must be free.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     found = mmap(at, nbytes, _WRITABLE, _OWN | (MAP_FIXED_NOREPLACE if at else 0))
     if at and found != at:
         munmap(found, nbytes)  # an old kernel, which takes the flag for a hint
@@ -120,10 +133,13 @@ def own_memory(nbytes: int, at: int = 0) -> int:
 
 
 def move_over(source: int, target: int, nbytes: int, name: str) -> None:
-    """Let what lies at `source` lie at `target` in place of a mapping of a file with that name.
+    """Move the mapping at `source` over one at `target`, of a file with that name, in one step.
 
-    One step for whoever reads there. OSError: both are as they were. Where the kernel has left
-    nothing at `target`, the bytes are put there; if it cannot be, the process ends.
+    Readers of `target` see one or the other. If the kernel has left nothing mapped at `target`, a
+    copy is put there, and a reader in between gets SIGSEGV; if that fails too, the process ends.
+
+    Raises:
+        OSError: the move failed, and both mappings are unchanged.
     """
     try:
         _mremap(source, target, nbytes)

@@ -1,7 +1,7 @@
-"""Names of a framework that we replace or rely on, compared with what is installed.
+"""Names of a framework that this package replaces or relies on, compared with the installed ones.
 
 A signature is compared by the names, kinds and defaults of its parameters; annotations may change.
-What follows from a difference is up to the user of a seam: `usable` and `Replacements` leave one
+The user of a seam decides what follows from a difference: `usable` and `Replacements` leave one
 function alone, vLLM's table (`tensor_dedup.patches.vllm.seams`) gives up a whole part.
 """
 
@@ -48,7 +48,7 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A seam that is not what was recorded; `found` says what is there instead."""
+    """A seam that differs from what was recorded; `found` describes what is installed."""
 
     seam: Seam
     found: str
@@ -97,7 +97,7 @@ def _plain(signature: inspect.Signature) -> str:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """Return what has that name. Raises `ImportError` or `AttributeError` if it is gone."""
+    """Return the object of this name. Raises `ImportError` or `AttributeError` if it is gone."""
     holder, name = holder_of(target)
     return cast("Callable[..., Any]", getattr(holder, name))
 
@@ -114,7 +114,7 @@ def holder_of(target: str) -> tuple[Any, str]:
 
 @functools.cache
 def usable(seam: Seam) -> bool:
-    """Return whether a function is as recorded; otherwise say so once in this process."""
+    """Return whether a function is as recorded; if not, log it once in this process."""
     mismatch = compare(seam)
     if mismatch is not None:
         _log.warning(
@@ -125,10 +125,10 @@ def usable(seam: Seam) -> bool:
 
 
 class Replacements:
-    """A context manager that puts functions in the place of others. One thread."""
+    """A context manager that replaces functions. One thread."""
 
     def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:
-        """Take seams, each with what makes the new function out of the one that is there."""
+        """Take seams, each with a function that makes the replacement from the original."""
         self._wanted = list(wanted)
         self._originals: list[tuple[Any, str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""What our SQLite files have in common: whole transactions, and forks that hang nobody."""
+"""The common behaviour of our SQLite files: atomic transactions, and forks that cannot hang."""
 
 import collections
 import contextlib
@@ -95,9 +95,10 @@ class _Connection(sqlite3.Connection):
 
 
 def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3.Connection:
-    """A connection in autocommit: threads may fork while others use it; a child may not use it.
+    """Open a connection in autocommit mode. Threads may fork while others use it.
 
-    `timeout_s`: how long another process's write is waited for, and how long a fork may take then.
+    A forked child must not use it. `timeout_s` is how long to wait for another process's write, and
+    how long a fork may be delayed then.
     """
     with _inside():
         # Who keeps a connection uses it from one thread at a time, not always from the same one.
@@ -112,7 +113,7 @@ def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of the block's changes, or none. For connections of `connect`."""
+    """Run the block as one transaction, all or nothing, on a connection of `connect`."""
     # From the first statement to the last: a thread that waited for this transaction's end would
     # hold what its next statement needs.
     with _inside():

@@ -1,4 +1,4 @@
-"""A report as a table for people."""
+"""A report as a text table."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _REASONS_SHOWN: Final = 10
 
 
 def human(nbytes: int) -> str:
-    """A size with a unit of 1024: `512 B`, `1.5 KiB`, `3.0 GiB`."""
+    """Return a size with a unit of 1024: `512 B`, `1.5 KiB`, `3.0 GiB`."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size = float(nbytes)
@@ -42,7 +42,7 @@ def human(nbytes: int) -> str:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The table of a report (its `to_dict()`), and what it comes to. No colours, no terminal."""
+    """Return the table of a report (its `to_dict()`) and its totals, as plain text."""
     models: list[Mapping[str, Any]] = report["models"]
     devices = [f"{name}: {reason}" for name, reason in report.get("devices", {}).items()]
     if not models:

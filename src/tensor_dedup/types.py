@@ -1,11 +1,11 @@
-"""Values that every layer of the package speaks of. No torch here."""
+"""Value types that every layer of the package uses. No torch here."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor as a checkpoint file holds it.
+    """One tensor in a file of a checkpoint.
 
     `dtype` is a safetensors name (`BF16`, `F8_E4M3`) or `gguf:Q4_K` and so on; `start` is the
     offset of its first byte from the beginning of the file; `nbytes` its size in the file.
@@ -20,7 +20,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What two source tensors have in common when their bytes are equal."""
+    """The properties that two source tensors share if their bytes are equal."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -29,7 +29,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class ResidentKey:
-    """Identity of a tensor in memory: its dtype, geometry (in elements) and its storage's bytes."""
+    """Identity of a tensor in memory: its dtype, geometry (in elements) and storage digest."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -30,7 +30,7 @@ class _Silent:
 
 @dataclass(frozen=True, slots=True)
 class PairOverlap:
-    """What two checkpoints have in common; names counted by multiset intersection."""
+    """The overlap of two checkpoints; names are counted by multiset intersection."""
 
     a: str
     b: str
@@ -73,11 +73,11 @@ class Analysis:
 
     @property
     def saving(self) -> float:
-        """Share of all bytes that need not be held when all these checkpoints are, 0.0 to 1.0."""
+        """The share of all bytes that loading all these checkpoints together saves, 0.0 to 1.0."""
         return self.shared_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def to_dict(self, top: int = 10) -> dict[str, Any]:
-        """Plain values, as `--json` prints them; `top` bounds `largest_shared`."""
+        """Return the analysis as a JSON object; `top` limits `largest_shared`."""
         return {
             "checkpoints": [
                 {"path": c.path, "tensors": len(c.tensors), "bytes": c.nbytes}
@@ -113,14 +113,17 @@ def analyze(
     store: StrPath | None = None,
     progress: ProgressListener | None = None,
 ) -> Analysis:
-    """Hash each tensor of these checkpoints once and say what they have in common.
+    """Hash each tensor of these checkpoints once, and return what they have in common.
 
     A path is one checkpoint: a file, a directory with its sub-folders, or `store://NAME`, one of
     the store in the folder `store` (by default the environment's, or the user's own), whose digests
     are known. Tensors smaller than `min_tensor_bytes` are left out of every number. With `hints`,
-    remembered files are not read. Safe from any thread; nothing is kept. ConfigError: a setting is
-    wrong. CheckpointError: a checkpoint is missing, lies about itself, or changed meanwhile.
-    StoreError: the store, or the checkpoint in it, is not there or damaged.
+    files whose digests are remembered are not read. Safe from any thread.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        CheckpointError: a checkpoint is missing, malformed, or changed meanwhile.
+        StoreError: the store, or the checkpoint in it, is missing or damaged.
     """
     _check(min_tensor_bytes, hash_algorithm)
     stored = dict.fromkeys(os.fspath(path) for path in paths if is_stored(path))
@@ -144,7 +147,7 @@ def analyze(
 def compare(
     checkpoints: Sequence[Measured], bytes_read: int = 0, bytes_hashed: int = 0
 ) -> Analysis:
-    """The analysis of checkpoints whose tensors are known. No I/O."""
+    """Return the analysis of checkpoints whose digests are known. No I/O."""
     sizes = {t.fingerprint.digest: t.nbytes for c in checkpoints for t in c.tensors}
     return Analysis(
         checkpoints=tuple(checkpoints),

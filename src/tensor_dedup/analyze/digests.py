@@ -33,7 +33,7 @@ Place = tuple[int, int]  # where a tensor begins in its file, and its size, in b
 
 @dataclass
 class Digests:
-    """The digest of every tensor asked for, by file and place; bytes read and hashed for it."""
+    """The digest of every requested tensor, by file and place, and the bytes read and hashed."""
 
     by_file: dict[Path, dict[Place, str]] = field(default_factory=dict)
     bytes_read: int = 0
@@ -46,10 +46,14 @@ def read_digests(
     hints: HintIndex | None,
     progress: ProgressListener,
 ) -> Digests:
-    """Hash the given tensors of each file on all threads this process may use.
+    """Hash the given tensors of each file, on all threads this process may use.
 
-    What is hashed is remembered in `hints`, what they know is not read. ChangedFileError: a file
-    changed meanwhile. CheckpointNotFoundError: one is gone. Memory: 4 MiB a thread.
+    New digests are remembered in `hints`, and files with known digests are not read. It takes 4 MiB
+    of memory for each thread.
+
+    Raises:
+        ChangedFileError: a file changed meanwhile.
+        CheckpointNotFoundError: a file is gone.
     """
     digests = Digests()
     read: dict[tuple[int, int], Path] = {}
@@ -169,10 +173,10 @@ class _File:
 
 
 def runs(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Neighbours in the file, or nearly so, that fit one buffer together; a larger tensor alone.
+    """Yield runs of neighbouring tensors that fit into one buffer; a larger tensor is alone.
 
-    `specs` in the order of their start. Small tensors are read many at a time, so a checkpoint of
-    ten thousand costs some hundred system calls.
+    `specs` are in the order of their start. Small tensors are read many at a time, so a checkpoint
+    of ten thousand needs only some hundred system calls.
     """
     run: list[TensorSpec] = []
     for spec in specs:

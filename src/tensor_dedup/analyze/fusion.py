@@ -1,8 +1,8 @@
 """How much of the sharing survives in vLLM, which fuses several tensors into one parameter.
 
 A fused parameter is shared when all its parts are equal, so a changed q makes k and v private too.
-The groups are known by the names that checkpoints use, without vLLM: an estimate. What a load
-really shared is in `tensor_dedup.report()`.
+The groups are recognised by the names in checkpoints, without vLLM, so this is an estimate.
+`tensor_dedup.report()` has what a load really shared.
 """
 
 import re
@@ -42,9 +42,9 @@ _MODULE = re.compile(r"^(.*\.)?(\w+)\.(\w+)$")
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """One parameter as vLLM holds it. `suffix` is the fused module, or "" for a tensor alone.
+    """A parameter as vLLM holds it. `suffix` is the fused module, or "" for a single tensor.
 
-    `complete`: every part is large enough to be shared at all.
+    `complete` tells whether every part is large enough to be shared.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Final:
 
 @dataclass(slots=True)
 class FusedGroup:
-    """All fused parameters of one kind: how many there are, are shared, and lost shared parts.
+    """All fused parameters of one kind: their count, the shared ones, and the lost shared parts.
 
     `followers` counts those of all checkpoints but the first that has any: only they could find
     another one in memory, so of two equal checkpoints all followers are shared.
@@ -79,7 +79,7 @@ class FusedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What vLLM shares when these checkpoints are loaded in this order.
+    """The sharing in vLLM when these checkpoints are loaded in this order.
 
     `shared_bytes` counts final tensors that were in memory already; `lost_bytes` sources that
     were, but whose fused parameter is another one; `broken` is how many such parameters.
@@ -100,7 +100,7 @@ class Fused:
 
 
 def fuse(checkpoint: Measured) -> list[Final]:
-    """The final tensors of one checkpoint."""
+    """Return the final parameters of one checkpoint."""
     members: defaultdict[tuple[str, str], list[AnalyzedTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors:
         members[_target(tensor.name)].append(tensor)
@@ -121,7 +121,7 @@ def fuse(checkpoint: Measured) -> list[Final]:
 
 
 def survives(checkpoints: Sequence[Measured]) -> Fused:
-    """What of the sharing between these checkpoints is left after fusing."""
+    """Return how much of the sharing between these checkpoints is left after fusing."""
     finals_held, sources_held = Residents(), Residents()
     groups: dict[str, FusedGroup] = {}
     total = shared_tensors = shared_bytes = 0

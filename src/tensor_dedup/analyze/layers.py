@@ -1,4 +1,4 @@
-"""Layers that checkpoints share whole: every tensor under one numbered block, or one module."""
+"""Layers that checkpoints share as a whole: all tensors of one numbered block, or one module."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ class SharedLayer:
 
 
 def split(name: str) -> tuple[str, str]:
-    """The layer of a tensor and its name within: `model.layers.7` and `mlp.up_proj.weight`.
+    """Return a tensor's layer and its name within: `model.layers.7` and `mlp.up_proj.weight`.
 
     Outside numbered blocks a layer is a module: `lm_head` and `weight`.
     """
@@ -38,7 +38,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def shared_layers(checkpoints: Sequence[Measured]) -> list[SharedLayer]:
-    """Layers that at least two checkpoints hold equally, largest first."""
+    """Return the layers that at least two checkpoints have in common, largest first."""
     found: defaultdict[str, list[tuple[int, str, list[AnalyzedTensor]]]] = defaultdict(list)
     for number, checkpoint in enumerate(checkpoints):
         for layer, tensors in _layers(checkpoint).items():

@@ -1,4 +1,4 @@
-"""The order in which people count: layer 10 comes after layer 9."""
+"""Natural sort order: layer 10 comes after layer 9."""
 
 import re
 
@@ -6,5 +6,5 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """What to sort a name by."""
+    """Return the sort key of a name."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]

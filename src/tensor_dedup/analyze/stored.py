@@ -1,4 +1,4 @@
-"""Checkpoints of a store: their digests are in its manifests, nothing is read or hashed."""
+"""Checkpoints of a store: their digests are in the manifests, so nothing is read or hashed."""
 
 import os
 from pathlib import Path
@@ -14,12 +14,16 @@ StrPath = str | os.PathLike[str]
 
 
 def is_stored(path: StrPath) -> bool:
-    """Whether this names a checkpoint of a store: store://NAME."""
+    """Return whether a path names a checkpoint of a store: store://NAME."""
     return os.fspath(path).startswith(SCHEME)
 
 
 def measure_stored(path: StrPath, store: Store, min_tensor_bytes: int) -> Measured:
-    """The checkpoint `store://NAME`, as its manifest has it. StoreError: it is not there."""
+    """Return the checkpoint `store://NAME`, from its manifest.
+
+    Raises:
+        StoreError: the checkpoint is missing or damaged.
+    """
     name = os.fspath(path).removeprefix(SCHEME)
     tensors, small = [], []
     with store.checkpoint(name) as checkpoint:
@@ -35,7 +39,11 @@ def measure_stored(path: StrPath, store: Store, min_tensor_bytes: int) -> Measur
 
 
 def open_store(store: StrPath | None, algorithm: str) -> Store:
-    """The store that `store://` means. ConfigError: digests of another algorithm are asked for."""
+    """Open the store that `store://` refers to.
+
+    Raises:
+        ConfigError: digests of an algorithm other than the store's are requested.
+    """
     if algorithm != "blake3":
         raise ConfigError(
             f"a store names bytes by blake3, not {algorithm}; leave the hash algorithm as it is",

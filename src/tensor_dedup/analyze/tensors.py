@@ -1,4 +1,4 @@
-"""The words of this package: a tensor of a checkpoint with its identity, and sets of them."""
+"""The vocabulary of this package: a tensor of a checkpoint with its identity, and sets of them."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ class AnalyzedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One checkpoint as it was given: `tensors` are those large enough to count, `small` others."""
+    """One checkpoint: `tensors` are those large enough to count, `small` the others."""
 
     path: str
     tensors: Sequence[AnalyzedTensor]
@@ -33,16 +33,16 @@ class Measured:
 
 
 class Residents:
-    """What is in memory after loading in order, where a model never shares with itself.
+    """The tensors in memory after loading in order, where a model never shares with itself.
 
-    Two equal tensors of one model stay two: its n-th one shares with the n-th of another model.
+    Equal tensors of one model stay separate: the n-th one shares with the n-th of another model.
     """
 
     def __init__(self) -> None:
         self._held: Counter[object] = Counter()
 
     def take(self, wanted: Iterable[Key]) -> Counter[Key]:
-        """How often each key is there already; afterwards all of `wanted` is."""
+        """Return how many of each key are in memory already; then add all of `wanted`."""
         counts = Counter(wanted)
         found = Counter({key: min(n, self._held[key]) for key, n in counts.items()})
         for key, n in counts.items():

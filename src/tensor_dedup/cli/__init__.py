@@ -67,20 +67,20 @@ _COMMANDS: Mapping[str, str] = {
 
 
 class BadData(click.ClickException):
-    """Something is wrong with the data: click prints one line on stderr and ends with 1."""
+    """An error about the data: click prints one line on stderr and exits with status 1."""
 
     exit_code = 1
 
 
 class WrongUse(click.ClickException):
-    """The command was called wrongly: click prints one line on stderr and ends with 2."""
+    """An error about the usage: click prints one line on stderr and exits with status 2."""
 
     exit_code = 2
 
 
 @contextmanager
 def data_errors() -> Iterator[None]:
-    """Turn what a verb raises about its data, its settings or its files into an exit status."""
+    """Turn a verb's errors about data, settings or files into an exit status."""
     try:
         yield
     except (ConfigError, NoSuchPathError) as error:
@@ -98,7 +98,7 @@ def _one_line(error: Exception) -> str:
 
 
 def printable(name: str) -> str:
-    """The text with what no reader can see (escapes, controls, direction marks) written out."""
+    """Return the text with invisible characters (escapes, controls, direction marks) escaped."""
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
@@ -128,12 +128,12 @@ class _Context(click.Context):
 
 
 class Verbs(click.Group):
-    """Lists each verb with a whole sentence, and says which verb was perhaps meant."""
+    """A group that lists each verb with a whole sentence, and suggests similar verbs."""
 
     context_class = _Context
 
     def sentence(self, ctx: click.Context, verb: str) -> str:
-        """What the help says of a verb."""
+        """Return the help's sentence about a verb."""
         command = self.get_command(ctx, verb)
         return command.get_short_help_str(_WHOLE) if command is not None else ""
 
@@ -157,7 +157,7 @@ class Verbs(click.Group):
 
 
 class Program(Verbs):
-    """Turns what went wrong, and Ctrl-C, into one line and an exit status."""
+    """A group that turns errors, and Ctrl-C, into one line and an exit status."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -170,7 +170,7 @@ class Program(Verbs):
 
 
 class VerbGroup(Program):
-    """Knows its verbs by name and one line, and imports the one that is called."""
+    """A group with a line for each verb, which imports the module of the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(VERBS)

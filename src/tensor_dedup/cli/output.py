@@ -31,12 +31,12 @@ _PART: Final = re.compile(r"[^./]*[./]*")
 
 
 def cell(name: str) -> Text:
-    """For a cell of a table: the name itself, whatever brackets it has."""
+    """Return a table cell with exactly this name, whatever brackets it has."""
     return Text(printable(name))
 
 
 class Dotted:
-    """For a cell of a table: a name that takes several lines breaks after a dot or a slash."""
+    """A table cell with a name, which wraps after a dot or a slash."""
 
     def __init__(self, name: str) -> None:
         self._name = printable(name)
@@ -57,12 +57,12 @@ class Dotted:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
+    """Return a count with its noun: `1 tensor`, `2 tensors`."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def listing(name: str, *others: str) -> Table:
-    """A table of names, which may take several lines, and of what stays on one."""
+    """Return a table of names, which may wrap, and of columns that may not."""
     table = Table(name)
     for each in others:
         table.add_column(each, no_wrap=True)
@@ -70,7 +70,7 @@ def listing(name: str, *others: str) -> Table:
 
 
 def short(path: Path) -> str:
-    """As people write it: `~` for their home."""
+    """Return a path with `~` for the user's home."""
     try:
         home = Path.home()
     except RuntimeError:  # a user without one
@@ -79,7 +79,7 @@ def short(path: Path) -> str:
 
 
 def console() -> Console:
-    """Where tables go. For other programs a line stays a line, and nothing is cut."""
+    """Return the console for tables. When piped, a line is neither wrapped nor cut."""
     found = Console()
     return found if found.is_terminal else Console(width=_WIDE)
 
@@ -100,7 +100,7 @@ def yes_option(verb: _Verb) -> _Verb:
 
 
 def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
-    """One JSON document, or lines for people, on stdout."""
+    """Print one JSON document, or lines of text, on stdout."""
     if as_json:
         click.echo(json.dumps(document, indent=2))
     else:

@@ -3,12 +3,12 @@
 Files may be safetensors, those of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`) or GGUF. In each
 folder safetensors come first, then files of torch.save that are called as libraries call weights,
 then the data files of a tensor_index.json. Others of torch.save, and then GGUF, count where a tree,
-or a component of a pipeline, has none of these.
-Tensors of a sub-folder carry its path: "unet/conv_in.weight". In a Diffusers pipeline (a folder
-with a model_index.json) the weights are those of the components it names; single-file versions of
-the whole pipeline beside them are left out. Which of several copies in one folder is taken:
-formats/naming.py. A sub-folder `original`, beside weights, is the publisher's own layout of them
-and left out; so are hidden folders.
+or a component of a pipeline, has none of these. Tensors of a sub-folder carry its path:
+"unet/conv_in.weight". In a Diffusers pipeline (a folder with a model_index.json) the weights are
+those of the components it names; single-file versions of the whole pipeline beside them are left
+out. `tensor_dedup.formats.naming` chooses among several copies in one folder. A sub-folder
+`original`, beside weights, is the publisher's own layout of them and left out; so are hidden
+folders.
 """
 
 import os
@@ -60,14 +60,14 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything a checkpoint says about itself, checked. Files are by folder, then by name."""
+    """The checked headers of a checkpoint. Files are ordered by folder, then by name."""
 
     path: Path
     files: tuple[CheckpointFile, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, headers not counted."""
+        """The size in bytes of all tensors, without headers."""
         return sum(spec.nbytes for _, _, spec in self.tensors())
 
     @property
@@ -89,8 +89,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         CheckpointNotFoundError: There are no weights at that path.
-        UnsupportedError: There are weights, in formats that this version does not read.
-        FormatError: A file, or an index, lies about itself.
+        UnsupportedError: The weights are in formats that this version does not read.
+        FormatError: A file or an index is malformed.
     """
     root = Path(path)
     files = _open_tree(root) if root.is_dir() else _open_file(root)

@@ -1,4 +1,4 @@
-"""The ways in which the files of a checkpoint can be wrong: an error a format, a `kind` each.
+"""Errors about the files of a checkpoint: one class for each format, with a `kind`.
 
 LocatedError                the file that is wrong, and perhaps the tensor in it
   - CheckpointFilesError      the files of a checkpoint do not fit together
@@ -21,7 +21,7 @@ MAX_NAME: Final = 200
 
 
 class FormatFault(Enum):
-    """One way in which a file can be wrong. Its value is the sentence that says which."""
+    """A way in which a file can be malformed. Its value is the sentence that says so."""
 
     advice: str  # the next step, where it is not that of the format
 
@@ -36,7 +36,7 @@ _Kind = TypeVar("_Kind", bound=FormatFault)
 
 
 class LocatedError(FormatError, Generic[_Kind]):
-    """A file is wrong, perhaps in one tensor; `kind` says in which way."""
+    """A file is malformed, perhaps in one tensor; `kind` says in which way."""
 
     advice: ClassVar[str] = "download or save this file again"
 
@@ -49,7 +49,7 @@ class LocatedError(FormatError, Generic[_Kind]):
     def at(
         cls, kind: _Kind, path: str, what: str, tensor: str | None = None, /, **facts: object
     ) -> Self:
-        """Return the error for `path` (and `tensor`), its message ending in the next step."""
+        """Return the error for `path` (and `tensor`); its message ends in the next step."""
         where = path
         if tensor is not None:
             facts["tensor"] = shown = shorten(tensor)
@@ -68,13 +68,13 @@ def _rebuild(
 
 
 def shorten(text: str) -> str:
-    """Return `text`, or its beginning when it is too long for a message."""
+    """Return `text`, cut if it is too long for a message."""
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 
 @unique
 class CheckpointFault(FormatFault):
-    """How the files of a checkpoint do not fit together."""
+    """The ways in which the files of a checkpoint can be inconsistent."""
 
     NOT_A_FILE = (
         "It is a directory, a pipe or a device, not a regular file.",
@@ -91,14 +91,14 @@ class CheckpointFault(FormatFault):
 
 
 class CheckpointFilesError(LocatedError[CheckpointFault]):
-    """The files of a checkpoint are not there, or do not fit together."""
+    """The files of a checkpoint are missing or inconsistent."""
 
     advice = "download or save this checkpoint again"
 
 
 @unique
 class JsonFault(FormatFault):
-    """How JSON can be wrong that is a header or an index."""
+    """The ways in which the JSON of a header or an index can be malformed."""
 
     ENCODING = "The text is not UTF-8, or holds an escaped half of a surrogate pair."
     SYNTAX = "The text is not JSON."
@@ -111,12 +111,12 @@ class JsonFault(FormatFault):
 
 
 class JsonTextError(LocatedError[JsonFault]):
-    """The JSON of a header or an index is broken, or a trap."""
+    """The JSON of a header or an index is malformed, or made to exhaust the reader."""
 
 
 @unique
 class SafetensorsFault(FormatFault):
-    """How a safetensors file can be wrong."""
+    """The ways in which a safetensors file can be malformed."""
 
     # Of the file.
     EMPTY_FILE = "The file has no bytes."
@@ -143,12 +143,12 @@ class SafetensorsFault(FormatFault):
 
 
 class SafetensorsError(LocatedError[SafetensorsFault]):
-    """A safetensors file lies about itself."""
+    """A safetensors file is malformed."""
 
 
 @unique
 class GgufFault(FormatFault):
-    """How a GGUF file can be wrong."""
+    """The ways in which a GGUF file can be malformed."""
 
     # Of the file.
     MAGIC = "The file does not begin with `GGUF` and a version."
@@ -191,12 +191,12 @@ class GgufFault(FormatFault):
 
 
 class GgufError(LocatedError[GgufFault]):
-    """A GGUF file lies about itself, or is of a kind that is not read."""
+    """A GGUF file is malformed, or of a kind that is not supported."""
 
 
 @unique
 class PytorchFault(FormatFault):
-    """How a file of torch.save can be wrong."""
+    """The ways in which a file of torch.save can be malformed."""
 
     # Of the file.
     NOT_PYTORCH = "The file is no zip archive, as torch.save writes them, and nothing older either."
@@ -273,12 +273,12 @@ class PytorchFault(FormatFault):
 
 
 class PytorchError(LocatedError[PytorchFault]):
-    """A file of torch.save lies about itself, or is of a kind that is not read."""
+    """A file of torch.save is malformed, or of a kind that is not supported."""
 
 
 @unique
 class TensorIndexFault(FormatFault):
-    """How a folder of `tensor.data_N` files can be wrong."""
+    """The ways in which a folder of `tensor.data_N` files can be malformed."""
 
     # Of the index.
     TOO_LARGE = "The index is larger than any honest one."
@@ -303,6 +303,6 @@ class TensorIndexFault(FormatFault):
 
 
 class TensorIndexError(LocatedError[TensorIndexFault]):
-    """A folder of data files with a `tensor_index` lies about itself."""
+    """A folder of data files with a `tensor_index` is malformed."""
 
     advice = "save or copy this folder again"

@@ -1,4 +1,4 @@
-"""Open files whose ranges are read: they may be hostile, or shrink meanwhile."""
+"""Reading ranges of open files that may be hostile, or shrink meanwhile."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """An open regular file and the size it had when it was looked at."""
+    """An open regular file, and its size when it was opened."""
 
     path: str
     fd: int
@@ -21,7 +21,7 @@ class OpenFile:
     def read(self, start: int, nbytes: int) -> bytes:
         """Return exactly these bytes.
 
-        The caller has compared the range with `size`: nothing larger is ever allocated.
+        The caller has checked the range against `size`, so nothing larger is ever allocated.
 
         Raises:
             ChangedFileError: The file has become shorter.
@@ -45,7 +45,7 @@ class OpenFile:
 
 @contextmanager
 def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[OpenFile]:
-    """Open a regular file for a moment, or use `fd`, its position left alone and left open.
+    """Open a regular file for a moment, or use `fd`, without moving its position or closing it.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.

@@ -1,13 +1,13 @@
-"""The header of a GGUF file (version 2 or 3, little-endian), read as if an enemy had written it.
+"""The header of a GGUF file (version 2 or 3, little-endian), read from an untrusted file.
 
 File := `GGUF`, u32 version, u64 number of tensors, u64 number of metadata entries, the entries
 (key, type, value), the tensors (name, dimensions, type, offset), padding, data. Offsets count from
 the start of the data, which is aligned, as every tensor is, to `general.alignment` (else 32).
 
-A tensor's dimensions are turned round, so that a shape reads as in every other format, the last
-dimension being the one whose elements are neighbours. Types that are plain numbers are called as in
-safetensors (`F32`, `BF16`, `I8`): their bytes are the same, so a tensor that both formats hold is
-found to be one. All others are `gguf:Q4_K` and so on.
+A tensor's dimensions are reversed, so that the last dimension is the contiguous one, as in every
+other format. Types that are plain numbers have their safetensors names (`F32`, `BF16`, `I8`): their
+bytes are the same, so equal tensors of both formats are found to be equal. All others are called
+`gguf:Q4_K` and so on.
 
 Stricter than common readers: tensors and padding must cover the data exactly, in any order; a key
 or a name may appear once; a truth value is 0 or 1; lists nest at most MAX_NESTING deep. Nothing is
@@ -50,7 +50,7 @@ Fetch = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of a type of tensors: `block_elements` neighbours take `block_bytes` together."""
+    """The layout of a tensor type: `block_elements` neighbours take `block_bytes` together."""
 
     dtype: str
     block_elements: int
@@ -114,7 +114,7 @@ REMOVED: Mapping[int, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says about itself, checked.
+    """The checked header of a GGUF file.
 
     `header_bytes` is the offset of the data. `metadata` has the entries that are one number or one
     text, no lists. `tensors` are ordered by where they start; between them is nothing but padding.
@@ -130,14 +130,14 @@ class GgufHeader:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufHeader:
-    """Read and check the header of a file, and nothing behind it but the end of its last chunk.
+    """Read and check the header of a file; no tensor data is parsed.
 
     With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
     named in errors.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
-        FormatError: It lies about itself.
+        FormatError: The file is malformed.
         ChangedFileError: It shrank meanwhile.
     """
     with opened(path, fd) as file:
@@ -145,18 +145,19 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufH
 
 
 def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
-    """Check a header that has been read; `blob` is the beginning of the file, or all of it. No I/O.
+    """Check a header in memory; `blob` is the beginning of the file, or all of it. No I/O.
 
     `file_size` in bytes is that of the whole file; `path` is only named in errors.
 
     Raises:
-        FormatError: The file lies about itself. Nothing else, when `blob` holds the header whole.
+        FormatError: The file is malformed. No other error is raised if `blob` holds the whole
+            header.
     """
     return _parse(lambda start, nbytes: blob[start : start + nbytes], file_size, path)
 
 
 class Cursor:
-    """Walks through the header, fetching a chunk at a time, never beyond the file or the limit."""
+    """A cursor in the header that fetches a chunk at a time, within the file and the limit."""
 
     def __init__(self, fetch: Fetch, file_size: int, path: str) -> None:
         self._fetch = fetch
@@ -171,7 +172,7 @@ class Cursor:
         return self._blob[start : self.at]
 
     def skip(self, nbytes: int) -> int:
-        """Go over the next bytes, which are then in memory, and return where they began."""
+        """Skip the next bytes, which are then in memory, and return where they began."""
         start, end = self.at, self.at + nbytes
         if end > len(self._blob):
             self._load(end)
@@ -200,7 +201,7 @@ class Cursor:
         self._blob += self._fetch(have, wanted - have)
 
     def check_count(self, count: int, least: int, what: str) -> None:
-        """Check that the rest of the file can hold so many entries."""
+        """Check that the rest of the file can hold `count` entries of at least `least` bytes."""
         if count * least > self.size - self.at:
             raise GgufError.at(
                 GgufFault.COUNT,
@@ -232,7 +233,7 @@ class Cursor:
         )
 
     def text(self, what: str) -> str:
-        """Return the next text: a length and UTF-8."""
+        """Return the next string: a length and UTF-8."""
         start = self.at
         raw = self.take(self.length(what))
         try:
@@ -243,7 +244,7 @@ class Cursor:
             ) from error
 
     def skip_texts(self, count: int) -> None:
-        """Go over texts: vocabularies have hundreds of thousands, which are bytes, not UTF-8."""
+        """Skip strings, which may be hundreds of thousands (vocabularies) and need not be UTF-8."""
         for _ in range(count):
             if self.at + 8 > len(self._blob):
                 self._load(self.at + 8)

@@ -1,4 +1,4 @@
-"""JSON from a file nobody trusts: the standard, nothing beyond it, in bounded memory."""
+"""Strict JSON decoding of untrusted files, in bounded memory."""
 
 import json
 import math
@@ -26,12 +26,12 @@ _ESCAPE = re.compile(
 def decode_object(blob: bytes, path: str) -> dict[str, Any]:
     """Return the JSON object in `blob`.
 
-    What Python's decoder takes beyond the standard is refused: NaN, other encodings, halves of
-    surrogate pairs, numbers out of range; so is every key that appears twice in one object.
-    Whole numbers that 64 bits cannot hold come back as floats.
+    What Python's decoder accepts beyond the standard is refused: NaN, other encodings, lone
+    surrogates, numbers out of range; so are duplicate keys in one object. Integers that do not fit
+    into 64 bits are returned as floats.
 
     Raises:
-        JsonTextError: It is anything else; the error names `path`.
+        JsonTextError: It is not such an object; the error names `path`.
     """
     try:
         text = blob.decode("utf-8")
@@ -128,7 +128,7 @@ def _constant(path: str, text: str) -> float:
 
 
 def depth_of(values: Iterable[object]) -> int:
-    """Return how many objects and lists the deepest of these decoded values nests."""
+    """Return the nesting depth of objects and lists in these decoded values."""
     depth, level = 0, list(values)
     while level := [value for value in level if isinstance(value, dict | list)]:
         depth += 1

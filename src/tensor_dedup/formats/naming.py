@@ -1,4 +1,4 @@
-"""Which of a folder's files are its weights, decided by their names alone. No I/O.
+"""The choice of a folder's weight files by their names alone. No I/O.
 
 A folder often holds the same weights several times. One copy is chosen, the one that the libraries
 load when they are not asked for another:
@@ -109,7 +109,7 @@ def called_weights(names: Iterable[str]) -> list[str]:
 
 
 def perhaps_weights(names: Iterable[str]) -> list[str]:
-    """Return all names but those that a training run gives to what is not a model's weights."""
+    """Return all names except those that training runs give to files that are not weights."""
     return [name for name in names if not _NO_WEIGHTS.fullmatch(name)]
 
 

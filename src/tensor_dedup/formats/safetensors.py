@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read as if an enemy had written it.
+"""The header of a safetensors file, read from an untrusted file.
 
 File := u64le(n), n bytes of UTF-8 JSON that begin with `{`, data. The JSON maps each tensor's name
 to its dtype, shape and data_offsets (begin, end: from the start of the data); `__metadata__` maps
@@ -44,7 +44,7 @@ _ENTRY_DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What a file says about itself, checked.
+    """The checked header of a safetensors file.
 
     `header_bytes` counts the 8 bytes of the length too: it is the offset of the data. `tensors` are
     ordered by where they start and cover the file from there to its end.
@@ -65,7 +65,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Safet
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
-        FormatError: It lies about itself.
+        FormatError: The file is malformed.
         ChangedFileError: It shrank meanwhile.
     """
     with opened(path, fd) as file:
@@ -75,12 +75,12 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Safet
 
 
 def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> SafetensorsHeader:
-    """Check a header that has been read: the 8 bytes of its length and the JSON. No I/O.
+    """Check a header in memory: the 8 bytes of its length and the JSON. No I/O.
 
     `file_size` in bytes is that of the whole file; `path` is only named in errors.
 
     Raises:
-        FormatError: The file lies about itself. Nothing else.
+        FormatError: The file is malformed. No other error is raised.
     """
     length = _header_length(prefix_and_json[:_LENGTH_BYTES], file_size, path)
     blob = prefix_and_json[_LENGTH_BYTES : _LENGTH_BYTES + length]

@@ -1,4 +1,4 @@
-"""The header of a file of weights, whatever its format."""
+"""The header of a weight file of any format."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ _HEAD = 9
 
 
 class Header(Protocol):
-    """The header of a file of weights, whatever its format: sizes in bytes, tensors by their start.
+    """The header of a weight file of any format: sizes in bytes, tensors ordered by start.
 
-    `header_bytes` counts what is no tensor's. Tensors do not overlap and lie inside the file;
-    between them may be bytes that are nobody's.
+    `header_bytes` counts the bytes that belong to no tensor. Tensors do not overlap and lie inside
+    the file; there may be unused bytes between them.
     """
 
     @property
@@ -60,7 +60,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
-        FormatError: It lies about itself.
+        FormatError: The file is malformed.
         ChangedFileError: It shrank meanwhile.
     """
     if data_files.DATA_FILE.fullmatch(PurePath(path).name):
@@ -74,7 +74,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
 
 
 def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
-    """Return second names of tensors, each with the first: tied weights of a torch.save file."""
+    """Return second names of tensors, each with the first name: tied weights of torch.save."""
     if not isinstance(header, pytorch.PytorchHeader):
         return ()
     specs = {spec.name: spec for spec in header.tensors}

@@ -1,4 +1,4 @@
-"""The zip archive that torch.save writes, read as if an enemy had made it.
+"""The zip archive that torch.save writes, read from an untrusted file.
 
 The directory at the end names the entries, and each has a header of its own before its data. Both
 must agree, entries must be stored as they are, and together they must cover the file from its first
@@ -61,7 +61,7 @@ def read_archive(file: OpenFile) -> Mapping[str, Entry]:
     """Return all entries by name, in the order of their data.
 
     Raises:
-        PytorchError: It is no archive of torch.save, or lies about itself.
+        PytorchError: It is not an archive of torch.save, or is malformed.
         ChangedFileError: It shrank meanwhile.
     """
     start, nbytes, count = _directory_place(file)

@@ -1,4 +1,4 @@
-"""Which bytes of a file each tensor is.
+"""The bytes of each tensor in a file of torch.save.
 
 A tensor whose elements lie in its storage in order and without gaps is a range of bytes, and ranges
 that overlap no other are tensors in their own right; several names of one range are aliases. Where
@@ -46,7 +46,7 @@ def place(
     root: str,
     path: str,
 ) -> tuple[list[TensorSpec], list[PickledTensor]]:
-    """Return the ranges of bytes that tensors are made of, in order, and all tensors.
+    """Return the ranges of bytes that the tensors consist of, in order, and all tensors.
 
     Raises:
         PytorchError: A tensor does not fit its storage, or a storage the archive.

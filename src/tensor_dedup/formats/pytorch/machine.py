@@ -1,4 +1,4 @@
-"""Evaluates a pickle to inert values. No class is looked up, no function called, nothing imported.
+"""Evaluating a pickle to inert values: no class is looked up, no function called.
 
 A stack of values, marks on it, and a memo, as in Python's pickle; containers are lists, tuples and
 `PlainDict`s, tensors `PickledTensorView`s, and everything else that is allowed becomes `Inert`.
@@ -99,7 +99,7 @@ ALLOWED: Mapping[str, object] = MappingProxyType(
 
 
 def find(module: str, name: str) -> object | None:
-    """Return what a global stands for, or None when it may not be named. Nothing is imported."""
+    """Return what a global stands for, or None if it is not allowed. Nothing is imported."""
     # A dot in the name would reach through an object: `find("torch", "storage.UntypedStorage")`.
     return None if "." in name else ALLOWED.get(f"{_OLD.get(module, module)}.{name}")
 
@@ -107,10 +107,11 @@ def find(module: str, name: str) -> object | None:
 def evaluate(blob: bytes, path: str) -> object:
     """Return the value that a pickle describes, without running any code of it.
 
-    Takes some 100 bytes of memory for an instruction, of which there are MAX_INSTRUCTIONS at most.
+    It takes about 100 bytes of memory for each instruction; at most MAX_INSTRUCTIONS are accepted.
 
     Raises:
-        PytorchError: The pickle is broken, a trap, or names what is not allowed. Nothing else.
+        PytorchError: The pickle is malformed, exceeds a limit, or names a forbidden global. No
+            other error is raised.
     """
     machine = _Machine(path)
     for count, (name, argument, at) in enumerate(instructions(blob, path)):
@@ -393,7 +394,7 @@ Arguments = tuple[Any, ...]
 
 
 class Misuse(Exception):
-    """Arguments that torch.save never writes; the machine adds the place, as a FORBIDDEN_CALL."""
+    """Arguments that torch.save never writes; the caller turns it into a FORBIDDEN_CALL."""
 
 
 def call(name: str, arguments: Arguments) -> object:

@@ -29,7 +29,7 @@ def named_tensors(value: object, path: str) -> list[tuple[str, PickledTensorView
     """Return every tensor with its name, in the order of the pickle.
 
     Raises:
-        PytorchError: Two tensors have one name, or a key is none that could name anything.
+        PytorchError: Two tensors have the same name, or a key cannot be part of a name.
     """
     found: dict[str, PickledTensorView] = {}
     waiting: list[tuple[str, object, int]] = [("", value, 0)]

@@ -1,4 +1,4 @@
-"""The instructions of a pickle that torch.save writes, one after the other. Nothing is evaluated.
+"""The instructions of a pickle that torch.save writes, in sequence. Nothing is evaluated.
 
 Of the instructions of Python's pickle those are known that its protocols 2 to 5 write for plain
 values, tensors and dicts. The textual ones of protocol 0, PERSID, INST, OBJ, extensions and buffers
@@ -82,7 +82,7 @@ _CODES: Mapping[int, tuple[str, str]] = MappingProxyType(
 
 
 def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
-    """Yield each instruction's name, argument and place, STOP last.
+    """Yield each instruction's name, argument and offset, up to and including STOP.
 
     Texts are str, bytes and old byte strings bytes, globals (module, name); others int or float.
 

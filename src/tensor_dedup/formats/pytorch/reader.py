@@ -1,4 +1,4 @@
-"""What a file of torch.save holds: named tensors, and where their bytes are. Nothing is run."""
+"""The content of a file of torch.save: named tensors and their bytes' places. Nothing is run."""
 
 import os
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _TAR_AT, _TAR = 257, b"ustar"
 
 @dataclass(frozen=True, slots=True)
 class PytorchHeader:
-    """What a file says about itself, checked.
+    """The checked content of a file of torch.save, apart from its storages.
 
     `tensors` are ranges of bytes that do not overlap, ordered by where they start; `members` all
     tensors by all their names, storage by storage, each held by one of those ranges.
@@ -43,7 +43,7 @@ class PytorchHeader:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> PytorchHeader:
-    """Read and check all of a file but its storages; no pickled code runs, no torch is needed.
+    """Read and check all of a file except its storages. No pickled code runs; torch is not needed.
 
     With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
     named in errors.

@@ -1,11 +1,11 @@
-"""What a pickle is evaluated to: values that hold data and can do nothing."""
+"""The inert values that a pickle evaluates to: they hold data and have no behaviour."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """The type of an element, by its name in this package; `bits` of one."""
+    """An element type, by its name in this package, and its size in bits."""
 
     name: str
     bits: int
@@ -13,28 +13,28 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of storages; without a dtype, plain bytes."""
+    """A class of storages; without a dtype, its elements are plain bytes."""
 
     dtype: Dtype | None
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function the pickle may call, by its full name. It is never looked up."""
+    """A function that the pickle may call, by its full name. It is never looked up."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """A value that holds no tensor, and of which no more is known than where it comes from."""
+    """A value without tensors, of which only the origin is known."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class PlainDict:
-    """A dict as the list of what was put in, so that nobody's hash decides how long that takes."""
+    """A dict as the list of its insertions, so that hostile hashes cannot slow it down."""
 
     pairs: list[tuple[object, object]] = field(default_factory=list)
     ordered: bool = False

@@ -1,4 +1,4 @@
-"""What lies beside a `tensor_index`: the descriptor and the verification files. No I/O, no torch.
+"""The files beside a `tensor_index`: descriptor and verification files. No I/O, no torch.
 
 Names and numbers as tensorcast has them: `mi2:INDEX:DATA`, where both are SHA-256 multihashes in
 base32; DATA is the root of a binary tree over pieces of 4 MiB. A verification file holds xxHash64
@@ -42,7 +42,9 @@ def index_multihash(blob: bytes) -> str:
 
 
 def tree_root(leaves: Sequence[bytes]) -> bytes:
-    """Return the SHA-256 root over leaf digests, by pairs; an odd one goes up. Zeros for none."""
+    """Return the SHA-256 root of a binary tree over leaf digests; an odd leaf moves up a level.
+    Without leaves it is all zeros.
+    """
     level = list(leaves) or [bytes(32)]
     while len(level) > 1:
         pairs = [level[at : at + 2] for at in range(0, len(level), 2)]
@@ -51,7 +53,7 @@ def tree_root(leaves: Sequence[bytes]) -> bytes:
 
 
 class TreeHash:
-    """The data multihash of bytes that come in order, however they are split. One thread."""
+    """The data multihash of bytes that arrive in order, in pieces of any size. One thread."""
 
     def __init__(self) -> None:
         self._leaves: list[bytes] = []
@@ -74,7 +76,7 @@ class TreeHash:
         self._leaf, self._filled = hashlib.sha256(), 0
 
     def multihash(self) -> str:
-        """Return the name of all bytes that came; nothing may come afterwards."""
+        """Return the multihash of all bytes; none may be added afterwards."""
         if self._filled:
             self._close_leaf()
         return multihash(tree_root(self._leaves))
@@ -94,7 +96,7 @@ class ArtifactDescriptor:
 
 
 def describe(index_name: str, data_name: str, total_size: int) -> dict[str, Any]:
-    """Return the bytes of the descriptor of an artifact."""
+    """Return the content of an artifact's descriptor as a JSON object."""
     return {
         "artifact_id": f"mi2:{index_name}:{data_name}",
         "data_multihash": data_name,
@@ -111,7 +113,7 @@ def parse_descriptor(blob: bytes, path: str) -> ArtifactDescriptor:
 
     Raises:
         JsonTextError: The file is not JSON.
-        TensorIndexError: It is no descriptor.
+        TensorIndexError: It is not a valid descriptor.
     """
     found = decode_object(blob, path)
     for key in ("artifact_id", "index_multihash", "data_multihash", "schema_version", "encoding"):
@@ -181,7 +183,7 @@ def parse_verification(
 
     Raises:
         JsonTextError: The file is not JSON.
-        TensorIndexError: It is no verification file, or about other bytes.
+        TensorIndexError: It is not a valid verification file, or is about other bytes.
     """
     found = decode_object(blob, path)
     of = found.get("byte_space_id", CANONICAL)
@@ -208,14 +210,14 @@ def _numbers(value: object, count: int, path: str) -> tuple[int, ...]:
 
 
 def verification_name(byte_space_id: str) -> str:
-    """Return the name of the file about a byte space."""
+    """Return the name of the verification file of a byte space."""
     if byte_space_id == CANONICAL:
         return "verification.json"
     return f"verification.view_{_UNSAFE.sub('_', byte_space_id)}.json"
 
 
 class Verifier:
-    """Makes a verification file of bytes that come in order, however they are split. One thread."""
+    """Computes a verification file for bytes that arrive in order. One thread."""
 
     def __init__(self, total_size: int, byte_space_id: str = CANONICAL) -> None:
         self._total = total_size
@@ -257,7 +259,7 @@ class Verifier:
                 value += data[start:stop]
 
     def result(self) -> ArtifactVerification:
-        """Return what the file says, when all bytes came."""
+        """Return the verification of all bytes that were added."""
 
         def values(places: Sequence[int]) -> tuple[int, ...]:
             return tuple(int.from_bytes(self._values[place], "little") for place in places)

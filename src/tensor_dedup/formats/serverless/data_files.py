@@ -42,7 +42,7 @@ class DataFileHeader:
 
 
 def data_files(names: Iterable[str]) -> WeightFiles:
-    """Return the data files among the files of a folder with an index; none without one."""
+    """Return the data files of a folder that has an index, and none without an index."""
     known = set(names)
     numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
     if INDEX_NAME not in known or not numbers:
@@ -57,7 +57,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataF
 
     Raises:
         CheckpointNotFoundError: One of the files is not there.
-        FormatError: They lie, or contradict each other.
+        FormatError: They are malformed, or contradict each other.
     """
     where = Path(path)
     match = DATA_FILE.fullmatch(where.name)

@@ -1,4 +1,4 @@
-"""Which storages a state dict has, and which tensors are views of them. No I/O, no torch.
+"""The storages of a state dict, and the tensors that are views of them. No I/O, no torch.
 
 From this alone the index follows, byte for byte: names in order, each storage where its first
 tensor comes, at the next multiple of 8 bytes.
@@ -21,7 +21,7 @@ from tensor_dedup.formats.serverless.tensor_index import (
 
 @dataclass(frozen=True, slots=True)
 class StorageEntry:
-    """One storage: the id its tensors name, the device it was on, its bytes."""
+    """A storage: the id its tensors refer to, the device it was on, and its size in bytes."""
 
     storage_id: str
     device: str
@@ -30,7 +30,7 @@ class StorageEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorAlias:
-    """One tensor: a view of a storage. `storage_offset`, shape and stride are in elements.
+    """A tensor as a view of a storage. `storage_offset`, shape and stride are in elements.
 
     `logical_length` is the bytes of its elements.
     """
@@ -52,7 +52,7 @@ class StorageGraph:
     tensor_aliases: tuple[TensorAlias, ...]
 
     def offsets(self) -> dict[str, int]:
-        """Return where in the data each storage begins, in the order in which they lie there."""
+        """Return the offset of each storage in the data, in ascending order."""
         sizes = {entry.storage_id: entry.nbytes for entry in self.storage_entries}
         found: dict[str, int] = {}
         end = 0
@@ -63,7 +63,7 @@ class StorageGraph:
         return found
 
     def index_entries(self) -> list[IndexEntry]:
-        """Return the index. A storage without bytes may share its offset with the next."""
+        """Return the entries of the index. An empty storage may share its offset with the next."""
         offsets = self.offsets()
         sizes: dict[int, int] = {}
         for entry in self.storage_entries:
@@ -126,14 +126,14 @@ def rebuild_index(
     """Return `tensor_index.json`, byte for byte, from what a descriptor holds.
 
     Raises:
-        TensorIndexError: What it holds is no graph.
+        TensorIndexError: The entries do not form a valid graph.
     """
     graph = parse_graph(storage_entries, tensor_aliases, path)
     return encode_index(graph.index_entries(), fields)
 
 
 def graph_of(index: TensorIndex) -> StorageGraph:
-    """Return the graph of an index that was read. The devices are not in it: "cpu"."""
+    """Return the graph of an index. An index names no devices, so they are all "cpu"."""
     ids = {storage.offset: f"s{number}" for number, storage in enumerate(index.storages)}
     entries = (StorageEntry(ids[s.offset], "cpu", s.nbytes) for s in index.storages)
     aliases = (
@@ -155,7 +155,7 @@ def parse_graph(storage_entries: object, tensor_aliases: object, path: str) -> S
     """Return the graph in a descriptor, checked as an index is.
 
     Raises:
-        TensorIndexError: It is no graph.
+        TensorIndexError: It is not a valid graph.
     """
     entries = [_make(StorageEntry, row, path) for row in _list(storage_entries, path)]
     aliases = [_make(TensorAlias, row, path) for row in _list(tensor_aliases, path)]

@@ -37,7 +37,7 @@ _CBOR_DEPTH = 3
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One tensor: `shape`, `stride` and `storage_offset` in elements of its storage.
+    """An entry of the index; `shape`, `stride` and `storage_offset` are in elements.
 
     The storage begins at byte `offset` of the data and has `size` bytes.
     """
@@ -52,7 +52,7 @@ class IndexEntry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The size of an element in bytes."""
         return DTYPES[self.dtype][1]
 
     @property
@@ -65,7 +65,7 @@ class IndexEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, each counted once."""
+        """The size in bytes of the elements, each counted once."""
         return self.elements * self.itemsize
 
     @property
@@ -75,7 +75,7 @@ class IndexEntry:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements are neighbours, in order."""
+        """Whether the elements are contiguous and in order."""
         expected = 1
         if not self.elements:
             return True
@@ -101,7 +101,7 @@ class StorageExtent:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Everything an index says, checked. `entries` by name, `storages` by offset."""
+    """The checked content of an index. `entries` are by name, `storages` by offset."""
 
     path: str
     fields: Fields
@@ -110,7 +110,7 @@ class TensorIndex:
 
     @property
     def total_size(self) -> int:
-        """Bytes from the beginning of the data to the end of the last storage."""
+        """The size in bytes from the beginning of the data to the end of the last storage."""
         return max((storage.end for storage in self.storages), default=0)
 
 
@@ -119,7 +119,7 @@ def parse_index(blob: bytes, path: str) -> TensorIndex:
 
     Raises:
         JsonTextError: The file is not JSON.
-        TensorIndexError: It is no index.
+        TensorIndexError: It is not a valid index.
     """
     return _index(decode_object(blob, path), path)
 
@@ -128,8 +128,8 @@ def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
     """Return the index in `tensor_index.cbor`.
 
     Raises:
-        JsonTextError: The file holds no map.
-        TensorIndexError: It is no index.
+        JsonTextError: The file does not hold a map.
+        TensorIndexError: It is not a valid index.
     """
     try:
         value = cbor2.loads(
@@ -157,7 +157,7 @@ def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
 
 
 def check_same(index: TensorIndex, other: TensorIndex) -> None:
-    """Check that both say the same.
+    """Check that two indexes are equal.
 
     Raises:
         TensorIndexError: They differ.
@@ -173,7 +173,8 @@ def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
     """Check an index against the size of the data files.
 
     Raises:
-        TensorIndexError: A storage ends after their end, or more follows than alignment asks for.
+        TensorIndexError: A storage ends beyond their end, or more bytes follow than alignment
+            requires.
     """
     total = index.total_size
     if total > data_bytes:
@@ -194,13 +195,13 @@ def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
 
 
 def encode_index(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """Return the bytes of `tensor_index.json`, its names in order."""
+    """Return the bytes of `tensor_index.json`, with sorted names."""
     rows = _rows(entries, fields)
     return json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def encode_index_cbor(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """Return the bytes of `tensor_index.cbor`, its names in order."""
+    """Return the bytes of `tensor_index.cbor`, with sorted names."""
     return cbor2.dumps(_rows(entries, fields))
 
 
