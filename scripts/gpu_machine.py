@@ -108,7 +108,9 @@ def _extract(pieces: list[Path], to: str) -> None:
 def register(place: Path) -> str:
     """Write the entry points of pyproject.toml where Python looks for them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    name, version = project["name"], project["version"]
+    name = project["name"]
+    source = (ROOT / "src" / "tensor_dedup" / "__init__.py").read_text()
+    [version] = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     folder = place / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     groups = [

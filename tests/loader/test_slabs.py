@@ -36,7 +36,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     lines = (
         "import resource, torch",
         "from tensor_dedup.loader.residents.resident import SlabBuilder, pack",
-        "from kernel import slab_descriptors, slab_mappings",
+        "from process_state import slab_descriptors, slab_mappings",
         "from tensor_dedup.loader.residents.slab import OutOfMemoryError",
         code,
     )
