@@ -145,6 +145,7 @@ class Put:
         Raises:
             RefusedError: There is no room, or the bytes do not match the announced digest.
             BackendError: A tensor of another size is resident under the digest of one of these.
+            ProtocolError: The manager lends other bytes than were written.
         """
         tensors = {
             (key, index): tensor
@@ -160,6 +161,11 @@ class Put:
             )
             digests = fill(self, missing)
             leases |= dict(zip(missing, self.seal(digests), strict=True))
+            for slot in missing:
+                # A manager that has mixed them up must not decide what a parameter holds.
+                announced, lent = tensors[slot].digest, leases[slot].digest
+                if announced not in ("", lent):
+                    raise ProtocolError(f"{announced} was written, and {lent} is lent for it")
         written = {key for key, _ in missing}
         built = {}
         for key, layer in layers.items():

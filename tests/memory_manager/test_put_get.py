@@ -10,7 +10,13 @@ import pytest
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import NewLayer, NewTensor, Put, TensorSlot
-from tensor_dedup.memory_manager.errors import BackendError, ManagerGoneError, RefusedError
+from tensor_dedup.memory_manager.client.leases import Lease
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    ManagerGoneError,
+    ProtocolError,
+    RefusedError,
+)
 from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS
 
 A, B, C = (managers.pattern(seed, 5000) for seed in (1, 2, 3))
@@ -70,6 +76,25 @@ def test_a_digest_may_become_known_while_writing(manager: managers.Manager) -> N
         result = client.put({"two": layer(B)}, fill=fill)
         assert isinstance(result.error, RefusedError)
         assert result.error.code == "mismatch"
+
+
+def test_other_bytes_than_were_written_are_not_taken(
+    manager: managers.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a manager that does wrong answers so; what it lends must not become a weight."""
+    with manager.client() as client:
+        right = client.put({"one": layer(A, B)})
+        seal = Put.seal
+
+        def mixed_up(put: Put, digests: Sequence[str] = ()) -> list[Lease]:
+            return seal(put, digests)[::-1]
+
+        monkeypatch.setattr(Put, "seal", mixed_up)
+        result = client.put({"two": layer(A, B), "three": layer(C, C + A)})
+        assert right.layers["one"].written
+        assert isinstance(result.error, ProtocolError)
+        assert result.layers == {}
+        assert client.get(["three"]) == [None]
 
 
 def test_what_was_put_before_a_refusal_stays(folder: Path) -> None:
