@@ -151,8 +151,7 @@ class LayerProcessor:
         if getattr(layer, KEEP_PLAIN, False) or not self.context.packed:
             self.session.share([parameters["weight"]])
             setattr(layer, "cpu_linear", nn.functional.linear)  # noqa: B010 - modules take any
-            # vLLM's own switch, so that a reload keeps the weight plain; embeddings have none.
-            setattr(layer, KEEP_PLAIN, not keeps_weight)
+            setattr(layer, KEEP_PLAIN, True)  # for a reload
             return
         weight = {"weight": parameters["weight"]}
         PackedGemm(self.context, original, layer, weight, keeps_weight).process()

@@ -236,7 +236,8 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
     VllmSeam(
         f"{_MODELS}.layers.utils:dispatch_cpu_unquantized_gemm",
         "loader",
-        "relied on: packs a weight for oneDNN; the packed handler is what can be shared",
+        "wrapped: packs a weight for oneDNN; the packed handler is what can be shared, and a reload "
+        "leaves plain what was kept plain",
         "(layer, remove_weight)",
     ),
     VllmSeam(
@@ -442,13 +443,6 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "none, it is processed again and shared by content",
         optional=True,
         versions=(RECORDED_VERSION,),
-    ),
-    VllmSeam(
-        f"{_MODELS}.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
-        "loader",
-        "looked at: where it does not ask for `_cpu_skip_gemm_dispatch`, `dispatch_cpu_"
-        "unquantized_gemm` is wrapped, so that a reload keeps plain weights plain",
-        "(self, layer)",
     ),
     *(
         VllmSeam(target, "loader", "named: its layers are shared by key")

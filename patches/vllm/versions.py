@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional
 from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 
 if TYPE_CHECKING:
@@ -56,7 +55,8 @@ def create_model(
     return model
 
 
-# On a layer: its weight stays plain on the CPU. vLLM 0.28 does not know it.
+# On a layer: its weight stays plain on the CPU. vLLM 0.28 does not know it, nor does 0.32 of an
+# embedding or a head.
 KEEP_PLAIN = "_cpu_skip_gemm_dispatch"
 
 
@@ -66,9 +66,8 @@ def install() -> None:
 
     Takes effect once per process; further calls do nothing.
     """
-    if KEEP_PLAIN not in UnquantizedLinearMethod.process_weights_after_loading.__code__.co_consts:
-        original = layer_utils.dispatch_cpu_unquantized_gemm
-        layer_utils.dispatch_cpu_unquantized_gemm = unless_kept_plain(original)
+    original = layer_utils.dispatch_cpu_unquantized_gemm
+    layer_utils.dispatch_cpu_unquantized_gemm = unless_kept_plain(original)
 
 
 def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:

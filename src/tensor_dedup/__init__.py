@@ -3,17 +3,13 @@
 Importing this package loads neither torch nor vllm: each name is imported when it is first used.
 """
 
-import ast
 import importlib
 import importlib.util
-import pkgutil
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# The list of public names. Type checkers read it, and so does `_public_homes`: a second list, for
-# run time, would be one more place to forget.
+# The public names, for type checkers. A test holds this list and the next one together.
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig as TensorDedupConfig
     from tensor_dedup.errors import AuditError as AuditError
@@ -36,17 +32,29 @@ if TYPE_CHECKING:
     from tensor_dedup.store.reading.tensors import load_tensors as load_tensors
     from tensor_dedup.store.store import Store as Store
 
-
-def _public_homes() -> Mapping[str, str]:
-    """Return the module of each public name, as the block above imports them."""
-    source = pkgutil.get_data(__name__, "__init__.py")
-    assert source is not None
-    guarded = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
-    imports = (node for node in guarded.body if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-_HOMES = _public_homes()
+# And for run time: the module in which each is looked up when it is first used.
+_HOMES = {
+    "TensorDedupConfig": "tensor_dedup.config",
+    "AuditError": "tensor_dedup.errors",
+    "CheckpointError": "tensor_dedup.errors",
+    "ConfigError": "tensor_dedup.errors",
+    "FormatError": "tensor_dedup.errors",
+    "StoreError": "tensor_dedup.errors",
+    "TensorDedupError": "tensor_dedup.errors",
+    "UnsupportedError": "tensor_dedup.errors",
+    "Report": "tensor_dedup.loader.report",
+    "report": "tensor_dedup.loader.report",
+    "shares_memory": "tensor_dedup.loader.residents.resident",
+    "unshare": "tensor_dedup.loader.unsharing.unshare",
+    "verify": "tensor_dedup.loader.unsharing.unshare",
+    "disable": "tensor_dedup.patches.huggingface.pipelines",
+    "enable": "tensor_dedup.patches.huggingface.pipelines",
+    "move": "tensor_dedup.patches.huggingface.pipelines",
+    "sweep": "tensor_dedup.patches.huggingface.pipelines",
+    "CheckpointStore": "tensor_dedup.store.checkpoints.checkpoint_store",
+    "load_tensors": "tensor_dedup.store.reading.tensors",
+    "Store": "tensor_dedup.store.store",
+}
 
 if not TYPE_CHECKING:  # they take the names that are imported as themselves for the public ones
     __all__ = sorted([*_HOMES, "__version__"])

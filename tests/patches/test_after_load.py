@@ -42,7 +42,7 @@ class World:
     fine_tune: Path
     changed: str  # the one tensor that differs between them, in the files and in the model
     other: Path
-    expected: dict[Path, Answers]
+    expected: dict[str, dict[Path, Answers]]  # by the form that weights are kept in
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     other = checkpoints.same_header(pair.base, root / "other")
     shared.quiet(pair.base, pair.fine_tune, other)
     with engines.quick(pair.base):
-        expected = {}
-        for path in (pair.base, pair.fine_tune, other):
-            llm = plain.engine(path)
-            expected[path] = plain.outputs(llm)
-            plain.let_go(llm)
-            del llm
-        assert len(set(expected.values())) == 3
+        expected: dict[str, dict[Path, Answers]] = {policy: {} for policy in POLICIES}
+        for policy in POLICIES:
+            for path in (pair.base, pair.fine_tune, other):
+                with plain.kept_as(policy):
+                    llm = plain.engine(path)
+                expected[policy][path] = plain.outputs(llm)
+                plain.let_go(llm)
+                del llm
+            assert len(set(expected[policy].values())) == 3
         [changed] = pair.changed
         yield World(pair.base, pair.fine_tune, changed, other, expected)
 
@@ -105,7 +107,8 @@ def halves(path: Path) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_weight_transfer_reaches_one_model_only(policy: str, world: World, opened: Open) -> None:
     transfer = {"weight_transfer_config": {"backend": "files"}}
-    oracle = opened(world.base, config=None, **transfer)
+    with plain.kept_as(policy):
+        oracle = opened(world.base, config=None, **transfer)
     mine = opened(world.base, config={"cpu_weights": policy}, **transfer)
     other = opened(world.base, config={"cpu_weights": policy})
     assert shared.everything(mine, other)
@@ -113,11 +116,12 @@ def test_a_weight_transfer_reaches_one_model_only(policy: str, world: World, ope
     addresses = {name: p.data_ptr() for name, p in shared.parameters(mine).items()}
 
     for path in (world.other, world.base, world.other):
-        for llm in (oracle, mine):
-            send(llm, path, *halves(path))
+        with plain.kept_as(policy):
+            send(oracle, path, *halves(path))
+        send(mine, path, *halves(path))
 
-        assert plain.outputs(mine) == plain.outputs(oracle) == world.expected[path]
-        assert plain.outputs(other) == world.expected[world.base]
+        assert plain.outputs(mine) == plain.outputs(oracle) == world.expected[policy][path]
+        assert plain.outputs(other) == world.expected[policy][world.base]
         assert not shared.shared_parameters(mine, other)
     assert {name: p.data_ptr() for name, p in shared.parameters(mine).items()} == addresses
     assert (shared.contents(other), shared.handlers(other)) == (before, packed)
@@ -136,7 +140,7 @@ def test_who_was_updated_keeps_nothing_of_what_was_shared(world: World, opened: 
 
     assert resident_keys() <= before
     assert all(now <= then for now, then in zip(process_state.slabs(), slabs, strict=True))
-    assert plain.outputs(mine) == world.expected[world.other]
+    assert plain.outputs(mine) == world.expected["plain"][world.other]
 
 
 def test_an_update_of_some_weights_leaves_the_others_shared(world: World, opened: Open) -> None:
@@ -151,8 +155,8 @@ def test_an_update_of_some_weights_leaves_the_others_shared(world: World, opened
     send(mine, world.fine_tune, [world.changed])
 
     assert shared.shared_parameters(mine, other) == every - {world.changed}
-    assert plain.outputs(mine) == world.expected[world.fine_tune]
-    assert plain.outputs(other) == world.expected[world.base]
+    assert plain.outputs(mine) == world.expected["plain"][world.fine_tune]
+    assert plain.outputs(other) == world.expected["plain"][world.base]
 
 
 def load_weights(worker: Any, path: str) -> None:
@@ -179,9 +183,9 @@ def test_a_call_that_loads_weights_reaches_one_model_only(world: World, opened: 
         failures.append(str(caught.value))
 
     assert failures[0] == failures[1]
-    assert plain.outputs(mine) == world.expected[world.other]
+    assert plain.outputs(mine) == world.expected["plain"][world.other]
     assert shared.contents(other) == before
-    assert plain.outputs(other) == world.expected[world.base]
+    assert plain.outputs(other) == world.expected["plain"][world.base]
     assert plain.outputs(packed) == plain.outputs(oracle)
     assert verify().ok
 
@@ -203,8 +207,9 @@ def test_a_model_that_sleeps_takes_nothing_from_another(
 
     sleeper.sleep(level=level)
     assert shared.everything(sleeper, other)
-    assert plain.outputs(other) == world.expected[world.base]
-    assert plain.outputs(tuned) == world.expected[world.fine_tune]
+    expected = world.expected[policy]
+    assert plain.outputs(other) == expected[world.base]
+    assert plain.outputs(tuned) == expected[world.fine_tune]
     # Who comes meanwhile shares with the sleeping one too.
     third = opened(world.base, config={"cpu_weights": policy})
     assert (report().models[-1].bytes_read, report().models[-1].private_bytes) == (0, 0)
@@ -212,7 +217,7 @@ def test_a_model_that_sleeps_takes_nothing_from_another(
     assert sleeper.wake_up()
 
     assert {id(llm): shared.contents(llm) for llm in (sleeper, other, tuned)} == before
-    assert plain.outputs(sleeper) == plain.outputs(third) == world.expected[world.base]
+    assert plain.outputs(sleeper) == plain.outputs(third) == expected[world.base]
     assert verify().ok
 
 
@@ -236,7 +241,8 @@ def test_a_model_made_again_and_again_changes_no_neighbour_and_leaves_nothing(
         neighbour = {world.base: base, world.fine_tune: tuned}.get(path)
         assert shared.nothing(llm, base) if neighbour is None else shared.everything(llm, neighbour)
         answers = [plain.outputs(each) for each in (llm, base, tuned)]
-        assert answers == [world.expected[p] for p in (path, world.base, world.fine_tune)]
+        expected = [world.expected[policy][p] for p in (path, world.base, world.fine_tune)]
+        assert answers == expected
         plain.let_go(llm)
         del llm
         gc.collect()

@@ -52,8 +52,9 @@ def compiled(root: Path) -> str:
     base = _make(root / "base")
     other = checkpoints.same_header(base, root / "other")
     with engines.quick(base):
-        expected, backend = _plainly(base, other)
         for policy in ("packed", "plain"):
+            with plain.kept_as(policy):
+                expected, backend = _plainly(base, other)
             _live(base, other, policy, expected)
         return backend
 

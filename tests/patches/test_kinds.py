@@ -6,7 +6,6 @@ plain. What it shares is asserted first.
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,6 @@ class Case:
     own: tuple[str, ...] = ()  # how names of parameters begin that the neighbour does not have
     # Of a draft: what no checkpoint fills, because it takes that from its target afterwards.
     taken: frozenset[str] = frozenset()
-    wide_head: bool = False  # in float32, whatever the checkpoint has
     computed: tuple[str, ...] = ()  # of numbers that were read while loading: never shared
 
 
@@ -90,7 +88,6 @@ def _llamas(root: Path) -> dict[str, Case]:
             lambda llm: kinds.pooled(llm, "classify"),
             pooling,
             own=("score.",),
-            wide_head=True,
         ),
     }
 
@@ -108,7 +105,6 @@ def _qwens(root: Path) -> dict[str, Case]:
             lambda llm: kinds.pooled(llm, "token_classify"),
             pooling,
             own=("score.",),
-            wide_head=True,
         ),
         "rerank": Case(
             kinds.reranker(third, root / "reranker"),
@@ -116,7 +112,6 @@ def _qwens(root: Path) -> dict[str, Case]:
             lambda llm: kinds.pooled(llm, "classify"),
             pooling,
             own=("score.",),
-            wide_head=True,
             computed=("score.",),
         ),
     }
@@ -172,18 +167,18 @@ class World:
 
     def expected(self, name: str, policy: str) -> Expected:
         case = self.case(name)
-        plain_weights = policy == "plain" and case.wide_head
-        key = f"{name} {plain_weights}"
+        key = f"{name} {policy}"
         if key not in self._expected:
-            with kinds.unpacked() if plain_weights else nullcontext():
+            with plain.kept_as(policy):
                 self._expected[key] = _plainly(case.path, case.ask, case.options)
         return self._expected[key]
 
-    def beside(self, name: str) -> Expected:
+    def beside(self, name: str, policy: str) -> Expected:
         case = self.case(name)
-        key = f"beside {case.neighbour} {sorted(case.beside)}"
+        key = f"beside {case.neighbour} {sorted(case.beside)} {policy}"
         if key not in self._expected:
-            self._expected[key] = _plainly(case.neighbour, case.ask_beside, case.beside)
+            with plain.kept_as(policy):
+                self._expected[key] = _plainly(case.neighbour, case.ask_beside, case.beside)
         return self._expected[key]
 
 
@@ -223,7 +218,7 @@ def _once_each() -> Iterator[Any]:
 def test_a_kind_of_model_shares_and_is_what_plain_vllm_has(
     name: str, policy: str, world: World
 ) -> None:
-    case, beside = world.case(name), world.beside(name)
+    case, beside = world.case(name), world.beside(name, policy)
     expected = world.expected(name, policy)
     with kinds.packing() as packed:
         neighbour = plain.engine(

@@ -121,7 +121,8 @@ def test_nothing_is_left_and_a_second_generation_is_as_the_first(
     pair = checkpoints.make(arch, tmp_path)
     answers = []
     for path in (pair.base, pair.fine_tune):
-        llm = plain.engine(path)
+        with plain.kept_as(policy):
+            llm = plain.engine(path)
         answers.append(plain.outputs(llm))
         plain.let_go(llm)
         del llm

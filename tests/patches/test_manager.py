@@ -28,6 +28,8 @@ _SIZES: dict[str, Any] = {
 }
 
 
+# Plain vLLM with plain weights, as those are that leave a process.
+UNPACKED: dict[str, Any] = {"worker_extension_cls": "unpacked.Worker"}
 LARGE = 256_000_000
 
 
@@ -58,7 +60,7 @@ def test_engines_that_start_at_once_hold_one_copy(
     tmp_path: Path, checkpoints: tuple[Path, Path], engines: fleet.Fleet
 ) -> None:
     base, fine_tune = checkpoints
-    alone = {path: engines.start(path, None) for path in checkpoints}
+    alone = {path: engines.start(path, None, **UNPACKED) for path in checkpoints}
     expected = {path: engine.loaded for path, engine in alone.items()}
     for engine in alone.values():
         engine.end()
@@ -116,7 +118,7 @@ def test_four_engines_of_a_larger_model_that_start_at_once_hold_one_copy(
     base, fine_tune = make(tmp_path, sizes)
     expected = {}
     for path in (base, fine_tune):
-        alone = engines.start(path, None, kv_cache_memory_bytes=64 << 20)
+        alone = engines.start(path, None, kv_cache_memory_bytes=64 << 20, **UNPACKED)
         expected[path] = alone.loaded
         alone.end()
     with fleet.manager(tmp_path) as manager:
@@ -172,7 +174,7 @@ def test_what_was_preloaded_is_there_for_the_first_engine(
         assert report["shared_bytes"] == report["total_bytes"]
         assert report["bytes_read"] == 0
         assert manager.built() == built
-        plain = engines.start(base, None)
+        plain = engines.start(base, None, **UNPACKED)
         assert engine.loaded["outputs"] == plain.loaded["outputs"]
 
 
@@ -227,7 +229,7 @@ def test_ranks_of_engines_with_tensor_parallelism_share_their_slices(
     """Four workers and the four halves of two equal models: each half is there once."""
     environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     options = {"tensor_parallel_size": 2}
-    plain = engines.start(checkpoints[0], None, environ, **options)
+    plain = engines.start(checkpoints[0], None, environ, **options, **UNPACKED)
     expected = plain.loaded["outputs"]
     plain.end()
     with fleet.manager(tmp_path) as manager:

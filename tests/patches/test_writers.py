@@ -8,6 +8,7 @@ plain engine that was treated alike.
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,24 +38,44 @@ Open = Callable[..., "LLM"]
 Answers = tuple[plain.Answer, ...]
 
 
+@dataclass
+class Expected:
+    """What plain engines answer: of either checkpoint; of the base reloaded to the other, and back.
+
+    Their weights are in the form that `policy` keeps them in.
+    """
+
+    base: Path
+    other: Path
+    policy: str
+
+    def __post_init__(self) -> None:
+        self.of_other = self._answers(self.other)[0]
+        self.of_base, self.reloaded, self.back = self._answers(self.base, self.other, self.base)
+        assert self.of_base not in (self.of_other, self.reloaded), "a reload would show nothing"
+
+    def _answers(self, path: Path, *reloads: Path) -> list[Answers]:
+        with plain.kept_as(self.policy):
+            llm = plain.engine(path)
+            found = [plain.outputs(llm)]
+            for each in reloads:
+                shared.reload(llm, each)
+                found.append(plain.outputs(llm))
+        plain.let_go(llm)
+        return found
+
+
 class Oracle:
-    """What plain engines answer: the base; another checkpoint; one reloaded to that, and back."""
+    """Two checkpoints of one model, and what plain engines answer, by the form of weights."""
 
     def __init__(self, base: Path, other: Path) -> None:
         self.base, self.other = base, other
-        self.of_other = self._answers(other)[0]
-        self.of_base, self.reloaded, self.back = self._answers(base, other, base)
-        assert self.of_base not in (self.of_other, self.reloaded), "a reload would show nothing"
+        self._found: dict[str, Expected] = {}
 
-    @staticmethod
-    def _answers(path: Path, *reloads: Path) -> list[Answers]:
-        llm = plain.engine(path)
-        found = [plain.outputs(llm)]
-        for each in reloads:
-            shared.reload(llm, each)
-            found.append(plain.outputs(llm))
-        plain.let_go(llm)
-        return found
+    def of(self, policy: str) -> Expected:
+        if policy not in self._found:
+            self._found[policy] = Expected(self.base, self.other, policy)
+        return self._found[policy]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,6 +124,7 @@ def test_a_reload_changes_nothing_in_the_other_model(
     which: str, policy: str, engines: Open, request: pytest.FixtureRequest
 ) -> None:
     oracle: Oracle = request.getfixturevalue(which)
+    expected = oracle.of(policy)
     mine = engines(oracle.base, cpu_weights=policy)
     other = engines(oracle.base, cpu_weights=policy)
     assert shared.everything(mine, other)
@@ -113,13 +135,14 @@ def test_a_reload_changes_nothing_in_the_other_model(
     assert not shared.shared_parameters(mine, other)
     assert shared.contents(other) == before
     assert shared.handlers(other) == packed
-    assert plain.outputs(other) == oracle.of_base
+    assert plain.outputs(other) == expected.of_base
     # Without a packed copy there is none of a tied head to forget: then a reload is like a load.
-    expected = oracle.reloaded if policy == "packed" else oracle.of_other
-    assert plain.outputs(mine) == expected
+    packs = policy == "packed"
+    assert plain.outputs(mine) == (expected.reloaded if packs else expected.of_other)
     shared.reload(mine, oracle.base)
-    assert plain.outputs(mine) == (oracle.back if policy == "packed" else oracle.of_base)
-    assert plain.outputs(other) == oracle.of_base
+    assert plain.outputs(mine) == (expected.back if packs else expected.of_base)
+    assert bool(shared.handlers(mine)) == packs
+    assert plain.outputs(other) == expected.of_base
     assert verify().ok
 
 
@@ -141,7 +164,7 @@ def test_weights_in_kernel_format_are_written_into_one_model_only(
     assert not shared.shared_parameters(mine, other)
     assert all(torch.equal(shared.parameters(mine)[name], value) for name, value in weights)
     assert shared.contents(other) == before
-    assert plain.outputs(other) == oracle.of_base
+    assert plain.outputs(other) == oracle.of(policy).of_base
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -159,14 +182,14 @@ def test_writes_stay_where_they_are_and_are_never_lent(
 
     assert not shared.shared_parameters(mine, other)
     assert shared.contents(other) == before
-    assert plain.outputs(other) == oracle.of_base
-    assert plain.outputs(mine) != oracle.of_base
+    assert plain.outputs(other) == oracle.of(policy).of_base
+    assert plain.outputs(mine) != oracle.of(policy).of_base
     third = engines(oracle.base, cpu_weights=policy)
     assert report().models[-1].bytes_read == 0
     assert shared.everything(third, other)
     assert not shared.shared_parameters(third, mine)
     assert shared.contents(third) == before
-    assert plain.outputs(third) == oracle.of_base
+    assert plain.outputs(third) == oracle.of(policy).of_base
 
 
 def test_originals_are_lent_while_only_a_reloaded_model_holds_them(
@@ -182,7 +205,7 @@ def test_originals_are_lent_while_only_a_reloaded_model_holds_them(
 
     assert not shared.shared_parameters(third, mine)
     assert shared.contents(third) == before
-    assert plain.outputs(third) == oracle.of_base
+    assert plain.outputs(third) == oracle.of("plain").of_base
 
 
 def test_a_reload_frees_the_packed_weights_it_replaces(tied: Oracle, engines: Open) -> None:
@@ -247,7 +270,7 @@ def test_unshare_gives_a_model_memory_of_its_own(
     assert not shared.shared_parameters(mine, other)
     assert all(shared.parameters(mine)[name] is each for name, each in objects.items())
     assert shared.contents(mine) == shared.contents(other) == before
-    assert plain.outputs(mine) == plain.outputs(other) == oracle.of_base
+    assert plain.outputs(mine) == plain.outputs(other) == oracle.of(policy).of_base
     assert unshare(mine) == 0
     # What is opaque is never written, and stays one object.
     assert shared.shared_handlers(mine, other) == shared.handlers(mine).keys()
@@ -292,7 +315,7 @@ def reload_experts(arch: str, policy: str, root: Path) -> None:
 
 
 def _reload_experts(oracle: Oracle, policy: str) -> None:
-    base = oracle.base
+    base, expected = oracle.base, oracle.of(policy)
     _frees_its_experts(shared.engine(base, cpu_weights=policy), oracle.other)
     mine = shared.engine(base, cpu_weights=policy)
     other = shared.engine(base, cpu_weights=policy)
@@ -304,11 +327,11 @@ def _reload_experts(oracle: Oracle, policy: str) -> None:
 
     assert not shared.shared_parameters(mine, other) & experts
     assert shared.contents(other) == before
-    assert plain.outputs(other) == oracle.of_base
-    assert plain.outputs(mine) == oracle.reloaded
+    assert plain.outputs(other) == expected.of_base
+    assert plain.outputs(mine) == expected.reloaded
     third = shared.engine(base, cpu_weights=policy)
     assert shared.everything(third, other)
-    assert plain.outputs(third) == oracle.of_base
+    assert plain.outputs(third) == expected.of_base
 
 
 def _frees_its_experts(alone: "LLM", other: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import fresh
 import package_source
 
-SCRIPTS = package_source.ROOT / "scripts" / "bench"
+SCRIPTS = package_source.ROOT / "scripts"
 
 
 def sizes_and_answers(root: str) -> dict[str, tuple[bool, int, int]]:
@@ -85,7 +85,7 @@ def test_every_method_gives_back_what_it_saved(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_benchmark_of_checkpoints_runs(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "checkpoints.py"), "--quick", "--work", str(tmp_path)],
+        [sys.executable, str(SCRIPTS / "bench" / "checkpoints.py"), "--quick", "--work", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(package_source.SOURCE)},
         capture_output=True,
         text=True,

@@ -215,14 +215,26 @@ def _serve(path: str, config: dict[str, Any] | None, options: dict[str, Any]) ->
     from tensor_dedup import report
 
     llm = plain.engine(path, tensor_dedup=False if config is None else config, **options)
-    outputs = plain.outputs(llm)
+    outputs = _outputs(llm)
     reports = [] if config is None else [model.to_dict() for model in report().models]
     answer = {"outputs": outputs, "reports": reports, "anonymous": anonymous(os.getpid())}
-    if "worker_extension_cls" in options:
+    if options.get("worker_extension_cls") == "looking.Looking":
         answer["looks"] = llm.collective_rpc("look")
     _say(answer)
     for _ in sys.stdin:
-        _say(plain.outputs(llm))
+        _say(_outputs(llm))
+
+
+def _outputs(llm: Any) -> list[Any]:
+    """What it answers to one prompt after the other.
+
+    An engine in a process of its own begins with the first before it has the second: whether it
+    computes both in one batch, which may change the last bits, is a matter of time.
+    """
+    import plain
+
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in plain.PROMPTS]
+    return [plain.outputs(llm, prompts=[prompt]) for prompt in prompts]
 
 
 def _say(answer: object) -> None:

@@ -292,18 +292,6 @@ def _checked(parameter: nn.Parameter) -> str:
 
 
 @contextmanager
-def unpacked() -> Iterator[None]:
-    """Plain vLLM with plain weights: in float32 oneDNN's product differs in the last bits."""
-    from vllm.model_executor.layers import utils
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-    with mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", dispatch):
-        yield
-
-
-@contextmanager
 def packing() -> Iterator[list[str]]:
     """A fingerprint of every weight that vLLM packs, just before it does."""
     from vllm.model_executor.layers import utils

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from torch import nn
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +46,26 @@ def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
         settings["runner"] = "pooling"
     with _without_numbas_library():
         return LLM(**{**settings, **options})
+
+
+@contextmanager
+def kept_as(policy: str) -> Iterator[None]:
+    """Plain vLLM with its weights in the form that `cpu_weights=policy` keeps them in.
+
+    On some CPUs oneDNN's product of a packed weight differs from torch's of the same weight in the
+    last bits, so each form has answers of its own. Of "plain", vLLM packs none that is loaded, or
+    loaded again, in the block.
+    """
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    if policy == "packed":
+        yield
+        return
+    with mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", dispatch):
+        yield
 
 
 @contextmanager
