@@ -31,6 +31,10 @@ os.environ.update(
     TRANSFORMERS_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TOKENIZERS_PARALLELISM="false",
+    # Threads that wait for each other spin: with tiny tensors, and two processes of tests on two
+    # cores, that is most of the time. When vLLM binds threads, it starts one for each core.
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
     # Hints of the person who runs the tests would make an unknown checkpoint a known one.
     TENSOR_DEDUP_HINTS=str(Path(_SESSION.name) / "hints.sqlite"),
     # Nothing a test does may reach the store of the person who runs it.

@@ -236,8 +236,8 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
     VllmSeam(
         f"{_MODELS}.layers.utils:dispatch_cpu_unquantized_gemm",
         "loader",
-        "wrapped: packs a weight for oneDNN; the packed handler is what can be shared, and a reload "
-        "leaves plain what was kept plain",
+        "wrapped: packs a weight for oneDNN; its handler is what can be shared, and over a reload "
+        "what was kept plain stays plain",
         "(layer, remove_weight)",
     ),
     VllmSeam(

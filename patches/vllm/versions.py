@@ -55,19 +55,21 @@ def create_model(
     return model
 
 
-# On a layer: its weight stays plain on the CPU. vLLM 0.28 does not know it, nor does 0.32 of an
-# embedding or a head.
+# On a layer: its weight stays plain on the CPU. vLLM 0.28 ignores it, and 0.32 does for embeddings
+# and heads.
 KEEP_PLAIN = "_cpu_skip_gemm_dispatch"
+# On a function: it is the wrapper that checks for KEEP_PLAIN.
+_CHECKS = "_tensor_dedup_checks_keep_plain"
 
 
-@functools.cache
 def install() -> None:
     """Make vLLM honour KEEP_PLAIN, so that a reload does not pack a weight that is shared plain.
 
-    Takes effect once per process; further calls do nothing.
+    Called again it does nothing, unless somebody else has replaced the function meanwhile.
     """
     original = layer_utils.dispatch_cpu_unquantized_gemm
-    layer_utils.dispatch_cpu_unquantized_gemm = unless_kept_plain(original)
+    if not hasattr(original, _CHECKS):
+        layer_utils.dispatch_cpu_unquantized_gemm = unless_kept_plain(original)
 
 
 def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:
@@ -80,4 +82,5 @@ def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:
         else:
             original(layer, *args, **kwargs)
 
+    setattr(dispatch, _CHECKS, True)
     return dispatch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# The public names, for type checkers. A test holds this list and the next one together.
+# The public names, for type checkers. A test checks that the two lists agree.
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig as TensorDedupConfig
     from tensor_dedup.errors import AuditError as AuditError

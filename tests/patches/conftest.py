@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.residents.registry import registry
@@ -14,15 +13,6 @@ from tensor_dedup.loader.residents.registry import registry
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny llama: the path of its folder."""
     return str(checkpoints.make("llama", tmp_path_factory.mktemp("llama")).base)
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from threads, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_every_architecture_passes(tmp_path: Path) -> None:
     rest = [arch for arch in checkpoints.ARCHITECTURES if arch not in EXPERTS]
     assert len(rest) + len(EXPERTS) >= 24
 
-    read = fresh.call(audit_every_hit, [*EXPERTS, *rest], tmp_path)
+    read = fresh.call_forked(audit_every_hit, [*EXPERTS, *rest], tmp_path)
 
     assert read.keys() == set(checkpoints.ARCHITECTURES)
     for arch, (rebuilt, of_shared) in read.items():
@@ -145,7 +145,7 @@ def test_a_tampered_recipe_is_caught(case: str, tmp_path: Path) -> None:
 
 
 def test_a_tampered_recipe_of_experts_is_caught(tmp_path: Path) -> None:
-    fresh.call(tamper_with_experts, tmp_path)
+    fresh.call_forked(tamper_with_experts, tmp_path)
 
 
 def tamper_with_experts(root: Path) -> None:

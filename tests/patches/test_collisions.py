@@ -121,7 +121,7 @@ def test_nothing_wrong_is_shared_when_every_byte_is_compared(arch: str, tmp_path
 def test_no_wrong_experts_are_shared_when_every_byte_is_compared(
     archs: tuple[str, ...], tmp_path: Path
 ) -> None:
-    fresh.call(compare_experts, archs, tmp_path)
+    fresh.call_forked(compare_experts, archs, tmp_path)
 
 
 def compare_experts(archs: tuple[str, ...], root: Path) -> None:

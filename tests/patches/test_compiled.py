@@ -44,7 +44,7 @@ def test_compiled_models_share_and_keep_their_addresses(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
-    assert fresh.call(compiled, tmp_path) == backend
+    assert fresh.call_forked(compiled, tmp_path) == backend
 
 
 def compiled(root: Path) -> str:

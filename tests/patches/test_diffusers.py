@@ -32,7 +32,7 @@ from tiny_pipelines import equal, image, load, nbytes, parameters, shared
 _SLACK = 256 << 10
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "others")
+pytestmark = pytest.mark.usefixtures("others")
 
 
 @pytest.fixture(scope="module")
@@ -332,8 +332,8 @@ def costs(root: str, socket: str) -> tuple[int, int]:
 def test_processes_share_through_a_manager(folder: Path, tmp_path: Path) -> None:
     plain = load(folder / "sd")
     with managers.running(tmp_path) as manager:
-        # A new process, not a forked one: threads of what ran here before do not survive a fork.
-        first = fresh.call(costs, str(folder), str(manager.socket))
+        # Not forked from this process: threads of what ran here before do not survive a fork.
+        first = fresh.call_forked(costs, str(folder), str(manager.socket))
         assert first == (0, nbytes(plain))
         pipeline = load(folder / "sd", tensor_dedup={"memory_manager": str(manager.socket)})
         assert equal(pipeline, plain) == parameters(plain).keys()

@@ -151,7 +151,7 @@ def in_one_process() -> str:
 
 
 def test_models_of_one_process_share_and_stay_apart_when_one_writes() -> None:
-    assert fresh.call(in_one_process) == "done"
+    assert fresh.call_forked(in_one_process) == "done"
 
 
 def without_a_driver() -> str:
@@ -173,7 +173,7 @@ def without_a_driver() -> str:
 
 
 def test_without_the_driver_copies_are_shared_and_the_reason_is_said() -> None:
-    assert fresh.call(without_a_driver) == "done"
+    assert fresh.call_forked(without_a_driver) == "done"
 
 
 def after_a_shortage() -> str:
@@ -217,7 +217,7 @@ def after_a_shortage() -> str:
 
 
 def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_shared_at_once() -> None:
-    assert fresh.call(after_a_shortage) == "done"
+    assert fresh.call_forked(after_a_shortage) == "done"
 
 
 def constructed() -> str:
@@ -251,7 +251,7 @@ def constructed() -> str:
 
 @pytest.mark.vllm
 def test_of_what_a_constructor_leaves_on_the_gpu_only_what_it_wrote_comes_along() -> None:
-    assert fresh.call(constructed) == "done"
+    assert fresh.call_forked(constructed) == "done"
 
 
 def pipelines(root: str) -> str:
@@ -294,7 +294,7 @@ def pipelines(root: str) -> str:
 
 
 def test_pipelines_and_models_of_transformers_share_on_the_device(tmp_path: Path) -> None:
-    assert fresh.call(pipelines, str(tmp_path)) == "done"
+    assert fresh.call_forked(pipelines, str(tmp_path)) == "done"
 
 
 def with_a_manager(socket: str) -> list[float]:
@@ -313,9 +313,10 @@ def test_two_processes_have_it_once_with_a_manager_of_that_gpu(tmp_path: Path) -
     tmp_path.chmod(0o700)
     with gpus.running(tmp_path) as manager:
         socket = str(tmp_path / "m.sock")
-        first = fresh.call(with_a_manager, socket)
+        first = fresh.call_forked(with_a_manager, socket)
         held = manager.overview().totals
         assert held.residents > 0
+        # One that shares nothing with the first by birth: addresses, seeds of hashes.
         assert fresh.call(with_a_manager, socket) == first
         after = manager.overview().totals
         assert (after.residents, after.resident_bytes) == (held.residents, held.resident_bytes)

@@ -127,7 +127,6 @@ def bases(pipeline: Any) -> dict[str, torch.nn.Parameter]:
 def each_writer(root: str) -> tuple[dict[str, Found], dict[str, bool]]:
     from tensor_dedup import shares_memory
 
-    torch.set_num_threads(1)  # models this small gain nothing from threads
     found = {}
     with enable():
         reader = with_room(root)
@@ -150,7 +149,7 @@ def each_writer(root: str) -> tuple[dict[str, Found], dict[str, bool]]:
 
 def test_every_writer_is_given_memory_of_its_own(folder: Path) -> None:
     pytest.importorskip("peft")
-    found, others = fresh.call(each_writer, str(folder))
+    found, others = fresh.call_forked(each_writer, str(folder))
     assert others == dict.fromkeys(others, True)  # what does not write goes on as ever
     assert found.keys() == WRITERS.keys()
     for name, one in found.items():
@@ -252,7 +251,7 @@ def test_a_distributed_checkpoint_is_not_loaded_into_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(READ_ONLY_VARIABLE, "1")
-    assert fresh.call(loaded_in_place, str(tmp_path)) == [True, 1.0, [1.0, 2.0], True]
+    assert fresh.call_forked(loaded_in_place, str(tmp_path)) == [True, 1.0, [1.0, 2.0], True]
 
 
 def test_every_seam_is_what_was_recorded() -> None:

@@ -225,16 +225,6 @@ def test_where_a_layer_stands_does_not(name: str) -> None:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch._C.set_num_threads(count)  # vLLM replaces the public name by a function that refuses
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(before)
-
-
-@contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
@@ -273,7 +263,7 @@ def _toggles(*names: str) -> dict[str, Callable[[], AbstractContextManager[Any]]
 
 
 PROCESS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "threads": lambda: threads(torch.get_num_threads() + 1),
+    "threads": lambda: engines.threads(torch.get_num_threads() + 1),
     "mkldnn": without_mkldnn,
     "float32 precision": low_precision,
     "deterministic algorithms": deterministic,
@@ -321,7 +311,7 @@ def test_ports_paths_and_secrets_do_not_change_the_key_nor_stand_in_it(name: str
 @pytest.mark.parametrize("arch", ["qwen2", "mixtral"])
 def test_what_makes_processing_end_otherwise_changes_the_key(arch: str, tmp_path: Path) -> None:
     """Really loaded, with each switch in turn: the oracle is the state processing left behind."""
-    found = fresh.call(load_with_each_switch, arch, tmp_path)
+    found = fresh.call_forked(load_with_each_switch, arch, tmp_path)
     plainly = found.pop("nothing changed")
 
     assert found.pop("nothing changed, again") == plainly, "two equal loads would never share"
@@ -352,7 +342,7 @@ def load_with_each_switch(arch: str, root: Path) -> dict[str, Layers]:
         "without oneDNN": (PROCESS["onednn"](), {}, {}),
         "VLLM_ZENTORCH_WEIGHT_PREPACK": (variable("VLLM_ZENTORCH_WEIGHT_PREPACK", "0"), {}, {}),
         "VLLM_DISABLED_KERNELS": (variable("VLLM_DISABLED_KERNELS", "X"), {}, {}),
-        "threads": (threads(3), {}, {}),
+        "threads": (engines.threads(3), {}, {}),
         "mkldnn": (without_mkldnn(), {}, {}),
     }
     found = {}

@@ -4,10 +4,12 @@ import gc
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import engines
+import fresh
 import managers
 import plain
 import tiny_checkpoints as checkpoints
@@ -19,48 +21,46 @@ from tensor_dedup.memory_manager.protocol.messages import Lookup, LookupDigests
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[Lookup | LookupDigests]:
-    """The look-up messages that this process sends from now on."""
-    sent: list[Lookup | LookupDigests] = []
+def test_a_known_checkpoint_is_looked_up_all_at_once(tmp_path: Path) -> None:
+    keys, digests, tensors = fresh.call_forked(looked_up, tmp_path)
+    assert sum(keys) > 0
+    assert sum(digests) > 0
+    messages = len(keys) + len(digests)
+    assert messages <= math.ceil(sum(keys) / MAX_KEYS) + math.ceil(sum(digests) / MAX_PIECES)
+    assert sum(keys) + sum(digests) <= tensors
+
+
+def looked_up(root: Path) -> tuple[list[int], list[int], int]:
+    """Of the second load of a model: keys and digests of each look-up, and its tensors.
+
+    In a process that holds nothing of other tests.
+    """
+    root.chmod(0o700)
+    path = checkpoints.make("llama_tied", root).base
+    engines.leave_alone(path / checkpoints.WEIGHTS)
+    sent: list[Any] = []
     ask = Connection.ask
 
     def noting(self: Connection, message: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(message, Lookup | LookupDigests):
-            sent.append(message)
+        sent.append(message)
         return ask(self, message, *args, **kwargs)
 
-    monkeypatch.setattr(Connection, "ask", noting)
-    return sent
-
-
-def test_a_known_checkpoint_is_looked_up_all_at_once(
-    tmp_path: Path, looked_up: list[Lookup | LookupDigests]
-) -> None:
-    path = checkpoints.make("llama_tied", tmp_path).base
-    engines.leave_alone(path / checkpoints.WEIGHTS)
-    with managers.running(tmp_path) as manager:
+    with managers.running(root) as manager, mock.patch.object(Connection, "ask", noting):
         first = engines.sharing(path, memory_manager=str(manager.socket))
         expected = plain.outputs(first)
         engines.drop(first)
         del first
         gc.collect()
         assert registry.residents() == []
-        looked_up.clear()
+        sent.clear()
 
         second = engines.sharing(path, memory_manager=str(manager.socket))
-        asked = list(looked_up)
+        asked = list(sent)
         report = engines.last_report()
         assert plain.outputs(second) == expected
-        engines.drop(second)
-        del second
-        gc.collect()
     assert report.known
     assert report.shared_bytes == report.total_bytes > 0
     assert report.bytes_read == 0
-    keys = sum(len(each.keys) for each in asked if isinstance(each, Lookup))
-    digests = sum(len(each.digests) for each in asked if isinstance(each, LookupDigests))
-    assert keys > 0
-    assert digests > 0
-    assert len(asked) <= math.ceil(keys / MAX_KEYS) + math.ceil(digests / MAX_PIECES)
-    assert keys + digests <= report.tensors_total
+    keys = [len(each.keys) for each in asked if isinstance(each, Lookup)]
+    digests = [len(each.digests) for each in asked if isinstance(each, LookupDigests)]
+    return keys, digests, report.tensors_total

@@ -107,7 +107,7 @@ def check_one_copy(
     check_memory(manager, list(engines), unique)
     for engine, path in engines.items():
         assert engine.loaded["outputs"] == plain[path]["outputs"]
-        assert engine.loaded["anonymous"] <= 1.05 * (plain[path]["anonymous"] - total)
+        assert engine.loaded["anonymous"] <= plain[path]["anonymous"] - 0.75 * total
 
 
 @pytest.mark.long
@@ -174,7 +174,8 @@ def test_what_was_preloaded_is_there_for_the_first_engine(
         assert report["shared_bytes"] == report["total_bytes"]
         assert report["bytes_read"] == 0
         assert manager.built() == built
-        plain = engines.start(base, None, **UNPACKED)
+        here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # saves a process that imports vLLM
+        plain = engines.start(base, None, here, **UNPACKED)
         assert engine.loaded["outputs"] == plain.loaded["outputs"]
 
 

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 Offload = Callable[[Any, Path], None]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays")
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tiny_pipelines import equal, parameters, shared
 Made = Mapping[str, tuple[Path, Path]]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays")
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 @pytest.fixture(scope="module")

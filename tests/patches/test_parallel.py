@@ -224,7 +224,7 @@ def test_a_stage_of_ranks_meets_those_ranks_without_a_pipeline(base: Path) -> No
 
 def test_experts_of_ranks(root: Path) -> None:
     """In a process of its own, because a MoE model must be its first."""
-    fresh.call(experts_of_ranks, root / "experts")
+    fresh.call_forked(experts_of_ranks, root / "experts")
 
 
 def experts_of_ranks(folder: Path) -> None:

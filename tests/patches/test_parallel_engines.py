@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 # A core for each of two ranks.
 ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-LOOKING = {"worker_extension_cls": "looking.Looking"}
+LOOKING = {"worker_extension_cls": fleet.LOOKING}
 # Not a pipeline, nor experts in parallel: plain vLLM 0.32 fails there, see docs/compatibility.md.
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("llama", {"tensor_parallel_size": 2}),
@@ -159,7 +159,7 @@ def test_replicas_of_a_model_hold_it_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", ENVIRON["VLLM_CPU_OMP_THREADS_BIND"])
     monkeypatch.delenv(REPORT_DIR_VARIABLE, raising=False)
     with fleet.manager(tmp_path) as manager:
-        found = fresh.call(replicas, base, 2, str(manager.socket))
+        found = fresh.call_forked(replicas, base, 2, str(manager.socket))
         built = manager.built()
     first, second = sorted(found["reports"], key=lambda each: -int(each["private_bytes"]))
     assert {first["pid"], second["pid"]} == found["holders"]
@@ -168,4 +168,4 @@ def test_replicas_of_a_model_hold_it_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert first["shared_bytes"] + second["shared_bytes"] == total
     assert found["charged"] <= 1.06 * total
     assert len(built) == len(set(built)) > 0
-    assert found["answers"] == fresh.call(replicas, base, 2, None)["answers"]
+    assert found["answers"] == fresh.call_forked(replicas, base, 2, None)["answers"]

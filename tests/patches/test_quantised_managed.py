@@ -114,7 +114,7 @@ class World:
             here = {}
             for kind, (base, _) in jobs.items():
                 held[kind], here[kind] = load(base, kind, config)
-            there = fresh.call(elsewhere, str(pair.base), jobs, config, str(hints))
+            there = fresh.call_forked(elsewhere, str(pair.base), jobs, config, str(hints))
             for kind, llm in held.items():
                 answers = plain.outputs(llm)
                 self.kinds[kind] = Kind(alone[kind], here[kind], there[kind], answers)

@@ -37,7 +37,8 @@ PROMPT = [1, 2, 3, 50]
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """A user's environment, in which the distribution `vllm` exists and reports are kept."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_ENABLE_V1")}
+    ours = ("VLLM_ENABLE_V1", "VLLM_CPU_OMP", "OMP_")
+    kept = {name: each for name, each in os.environ.items() if not name.startswith(ours)}
     reports = tmp_path / "reports"
     reports.mkdir()
     # The command asks for the distribution `vllm`; the CPU build is installed as `vllm-cpu`.

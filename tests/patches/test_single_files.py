@@ -10,7 +10,7 @@ import tiny_pipelines
 from tensor_dedup import enable, report, verify
 from tiny_pipelines import equal, image, nbytes, parameters, shared
 
-pytestmark = pytest.mark.usefixtures("one_thread", "nothing_stays")
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 @pytest.fixture(scope="module")

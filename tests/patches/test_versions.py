@@ -83,7 +83,7 @@ def test_a_vllm_that_asks_for_no_number_plans_for_a_gpu_as_ever(
 
 @pytest.mark.vllm
 def test_models_are_shared_without_what_older_versions_lack(tmp_path: Path) -> None:
-    fresh.call(share_as_in_an_older_version, tmp_path)
+    fresh.call_forked(share_as_in_an_older_version, tmp_path)
 
 
 def share_as_in_an_older_version(root: Path) -> None:

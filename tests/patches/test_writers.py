@@ -147,6 +147,22 @@ def test_a_reload_changes_nothing_in_the_other_model(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_with_two_threads_answers_are_those_of_weights_in_the_same_form(
+    policy: str, oracle: Oracle, engines: Open
+) -> None:
+    """With two, oneDNN's product of a packed weight is not torch's of a plain one on every CPU."""
+    with quick_engines.threads(2):
+        expected = Expected(oracle.base, oracle.other, policy)
+        mine = engines(oracle.base, cpu_weights=policy)
+        other = engines(oracle.base, cpu_weights=policy)
+        assert shared.everything(mine, other)
+        assert plain.outputs(mine) == plain.outputs(other) == expected.of_base
+        shared.reload(mine, oracle.other)
+        shared.reload(mine, oracle.base)
+        assert plain.outputs(mine) == expected.back
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_weights_in_kernel_format_are_written_into_one_model_only(
     policy: str, oracle: Oracle, engines: Open
 ) -> None:
@@ -305,7 +321,7 @@ def test_verify_finds_a_resident_whose_bytes_are_not_its_names(
 def test_a_reload_of_experts_changes_nothing_in_the_other_model(
     arch: str, policy: str, tmp_path: Path
 ) -> None:
-    fresh.call(reload_experts, arch, policy, tmp_path)
+    fresh.call_forked(reload_experts, arch, policy, tmp_path)
 
 
 def reload_experts(arch: str, policy: str, root: Path) -> None:

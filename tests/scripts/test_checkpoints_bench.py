@@ -85,7 +85,13 @@ def test_every_method_gives_back_what_it_saved(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_benchmark_of_checkpoints_runs(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "bench" / "checkpoints.py"), "--quick", "--work", str(tmp_path)],
+        [
+            sys.executable,
+            str(SCRIPTS / "bench" / "checkpoints.py"),
+            "--quick",
+            "--work",
+            str(tmp_path),
+        ],
         env={**os.environ, "PYTHONPATH": str(package_source.SOURCE)},
         capture_output=True,
         text=True,

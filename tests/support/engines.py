@@ -33,14 +33,11 @@ PACKED = " (packed)"
 def quick(first: Path, *, pooling: bool = False) -> Iterator[None]:
     """While active, an engine takes a fraction of a second; `first` is loaded once to warm up.
 
-    Threads that wait for each other spin: on tiny tensors, and a machine with other work, that is
-    most of the time. The rest goes into looking at every object of vLLM's and torch's modules at
-    each collection, so these are frozen; vLLM's own freezing would also freeze the engines.
+    Most of the time goes into looking at every object of vLLM's and torch's modules at each
+    collection, so these are frozen; vLLM's own freezing would also freeze the engines.
     """
     from vllm.v1.engine import core
 
-    threads = torch.get_num_threads()
-    torch._C.set_num_threads(1)  # vLLM replaces the public name by a function that refuses
     llm = plain.engine(first, pooling=pooling)
     plain.outputs(llm, pooling=pooling)
     plain.let_go(llm)
@@ -55,7 +52,17 @@ def quick(first: Path, *, pooling: bool = False) -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
-        torch._C.set_num_threads(threads)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with so many threads while active."""
+    before = torch.get_num_threads()
+    torch._C.set_num_threads(count)  # vLLM replaces the public name by a function that refuses
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(before)
 
 
 def sharing(path: str | Path, *, pooling: bool = False, **config: Any) -> "LLM":

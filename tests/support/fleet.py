@@ -5,7 +5,7 @@ with manager(folder) as running, fleet(folder) as engines:
     first.loaded["outputs"]
 """
 
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,14 +15,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import forked
+import plain
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from tensor_dedup.memory_manager.client.admin import Admin
 
 SLAB = "/memfd:tensor-dedup"
+# A worker extension that can say what its weights are: `looks` of the engine that has it.
+LOOKING = "looking.Looking"
 
 
 @dataclass
@@ -96,24 +102,28 @@ def manager(
 class Engine:
     """A vLLM engine in a process of its own."""
 
-    process: "subprocess.Popen[str]"
+    process: BaseProcess
+    answers: Connection
+    log: Path
 
     @property
     def pid(self) -> int:
+        assert self.process.pid is not None
         return self.process.pid
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("ANSWER "):
-                return json.loads(line.removeprefix("ANSWER "))
-        raise AssertionError(f"the engine ended with {self.process.wait()}")
+        try:
+            return self.answers.recv()
+        except (EOFError, OSError):
+            self.process.join(60)
+            ended = f"the engine ended with {self.process.exitcode}"
+            raise AssertionError(f"{ended}:\n{self.log.read_text()[-6000:]}") from None
 
     @cached_property
     def loaded(self) -> dict[str, Any]:
         """What it said when it had loaded: `outputs`, `reports` by rank, `anonymous` bytes.
 
-        And `looks` by rank, of an engine that was started with `looking`.
+        And `looks` by rank, of an engine that was started with `LOOKING`.
         """
         found: dict[str, Any] = self._answer()
         return found
@@ -127,18 +137,14 @@ class Engine:
 
     def outputs(self) -> Any:
         """What it answers to the prompts now."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("again\n")
-        self.process.stdin.flush()
+        self.answers.send("again")
         return self._answer()
 
     def end(self) -> None:
         """Let the process end by itself."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(120)
-        self.process.stdout.close()
+        self.answers.close()
+        self.process.join(120)
+        assert self.process.exitcode is not None, self.log.read_text()[-6000:]
 
 
 @dataclass
@@ -160,12 +166,12 @@ class Fleet:
         `options` are the engine's.
         """
         environment = _environment({"TENSOR_DEDUP_HINTS": str(self.hints), **environ})
-        command = [sys.executable, __file__, json.dumps([str(path), config, options])]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
-        )
-        self._engines.append(Engine(process))
+        mine, its = multiprocessing.Pipe()
+        log = self.hints.with_name(f"engine-{len(self._engines)}.log")
+        arguments = (its, str(path), config, options)
+        process = forked.start(_serve, *arguments, environ=environment, log=log)
+        its.close()
+        self._engines.append(Engine(process, mine, log))
         return self._engines[-1]
 
     def close(self) -> None:
@@ -210,19 +216,21 @@ def anonymous(pid: int) -> int:
     return sum(numbers.get("Anonymous", 0) for _, numbers in smaps(pid))
 
 
-def _serve(path: str, config: dict[str, Any] | None, options: dict[str, Any]) -> None:
-    import plain
+def _serve(
+    caller: Connection, path: str, config: dict[str, Any] | None, options: dict[str, Any]
+) -> None:
     from tensor_dedup import report
 
     llm = plain.engine(path, tensor_dedup=False if config is None else config, **options)
     outputs = _outputs(llm)
     reports = [] if config is None else [model.to_dict() for model in report().models]
     answer = {"outputs": outputs, "reports": reports, "anonymous": anonymous(os.getpid())}
-    if options.get("worker_extension_cls") == "looking.Looking":
+    if options.get("worker_extension_cls") == LOOKING:
         answer["looks"] = llm.collective_rpc("look")
-    _say(answer)
-    for _ in sys.stdin:
-        _say(_outputs(llm))
+    caller.send(answer)
+    with suppress(EOFError):
+        while caller.recv():
+            caller.send(_outputs(llm))
 
 
 def _outputs(llm: Any) -> list[Any]:
@@ -231,16 +239,5 @@ def _outputs(llm: Any) -> list[Any]:
     An engine in a process of its own begins with the first before it has the second: whether it
     computes both in one batch, which may change the last bits, is a matter of time.
     """
-    import plain
-
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in plain.PROMPTS]
     return [plain.outputs(llm, prompts=[prompt]) for prompt in prompts]
-
-
-def _say(answer: object) -> None:
-    sys.stdout.write(f"ANSWER {json.dumps(answer)}\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _serve(*json.loads(sys.argv[1]))

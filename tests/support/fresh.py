@@ -1,22 +1,26 @@
-"""Run a function of a test module in a new interpreter.
+"""Run a function of a test module in a new process.
 
     def scenario(root: str) -> list[int]: ...
     assert fresh.call(scenario, str(tmp_path)) == [1, 2]
 
 For what a process can do only once or only first: plain vLLM makes the groups of a MoE model only
 when its first engine is one, and memory is compared between processes that did nothing else.
+`call` starts a new interpreter; in a process of `call_forked`, vLLM and Diffusers are imported.
 """
 
 import importlib.util
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import forked
 import process_state
 
 P = ParamSpec("P")
@@ -30,21 +34,49 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     that are importable here and there: built-in ones, not those of the test module. The child
     inherits the environment as it is now, but no hints: what the parent loaded is unknown there.
     """
+
+    def run(order: Path, answer: Path, log: Path, environ: dict[str, str]) -> int:
+        with log.open("wb") as out:
+            command = [sys.executable, __file__, str(order), str(answer)]
+            done = subprocess.run(
+                command, env=environ, stdout=out, stderr=out, timeout=600, check=False
+            )
+        return done.returncode
+
+    return _answer(run, function, args, kwargs)
+
+
+def call_forked(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As `call`, in a child that finds vLLM and Diffusers imported."""
+
+    def run(order: Path, answer: Path, log: Path, environ: dict[str, str]) -> int | None:
+        process = forked.start(_obey, order, answer, environ=environ, log=log)
+        try:
+            process.join(600)
+            return process.exitcode  # None: it has not ended in time
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+
+    return _answer(run, function, args, kwargs)
+
+
+def _answer(
+    run: Callable[[Path, Path, Path, dict[str, str]], int | None],
+    function: Callable[..., T],
+    args: Any,
+    kwargs: Any,
+) -> T:
     with tempfile.TemporaryDirectory(prefix="tensor-dedup-fresh-") as folder:
-        order, answer = Path(folder, "order"), Path(folder, "answer")
+        order, answer, log = (Path(folder, name) for name in ("order", "answer", "log"))
         where = (function.__code__.co_filename, function.__name__)
         order.write_bytes(pickle.dumps((where, args, kwargs)))
-        done = subprocess.run(
-            [sys.executable, __file__, str(order), str(answer)],
-            env={**os.environ, "TENSOR_DEDUP_HINTS": str(Path(folder, "hints.sqlite"))},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, (
-            f"{where[1]} ended with {done.returncode}:\n{done.stderr[-6000:]}"
-        )
+        log.touch()
+        hints = str(Path(folder, "hints.sqlite"))
+        ended = run(order, answer, log, {**os.environ, "TENSOR_DEDUP_HINTS": hints})
+        written = log.read_text(errors="replace")[-6000:]
+        assert ended == 0, f"{function.__name__} ended with {ended}:\n{written}"
         result: T = pickle.loads(answer.read_bytes())
         return result
 

@@ -30,6 +30,7 @@ Answer = tuple[tuple[int, ...], tuple[tuple[tuple[int, float], ...], ...]] | tup
 def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
     """A real engine over `path` with the smallest settings; `options` go to `LLM` and win."""
     from vllm import LLM
+    from vllm.model_executor.models import registry
 
     settings: dict[str, Any] = {
         "model": str(path),
@@ -44,7 +45,10 @@ def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
     }
     if pooling:
         settings["runner"] = "pooling"
-    with _without_numbas_library():
+    # vLLM inspects a model class that is new on this machine in a subprocess, which imports all of
+    # vLLM, in order not to initialise CUDA in this one. Here there is no CUDA.
+    here = mock.patch.object(registry, "_run_in_subprocess", lambda function: function())
+    with _without_numbas_library(), here:
         return LLM(**{**settings, **options})
 
 
@@ -52,9 +56,9 @@ def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
 def kept_as(policy: str) -> Iterator[None]:
     """Plain vLLM with its weights in the form that `cpu_weights=policy` keeps them in.
 
-    On some CPUs oneDNN's product of a packed weight differs from torch's of the same weight in the
-    last bits, so each form has answers of its own. Of "plain", vLLM packs none that is loaded, or
-    loaded again, in the block.
+    On some CPUs oneDNN's product of a packed weight differs from torch's product of the same weight
+    in the last bits, so each form has answers of its own. With "plain", vLLM packs no weight that
+    is loaded or reloaded inside the block.
     """
     from vllm.model_executor.layers import utils
 

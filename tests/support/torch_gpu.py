@@ -38,7 +38,6 @@ _VIEWS: Final = (
 def install(driver: Driver | None = None) -> FakeDriver:
     """Make the device, and let it be a GPU of this driver's (made if none is given)."""
     fake = FakeDriver()
-    torch.set_num_threads(1)  # threads that wait for each other spin
     setup: Any = backend_registration._setup_privateuseone_for_python_backend
     setup(rename=NAME)
     library: Any = torch.library.Library

@@ -67,7 +67,6 @@ class Training:
 
 def train(root: str, steps: int) -> list[float]:
     """Train until there are so many steps, each saved in the background; all losses."""
-    torch.set_num_threads(1)
     training = Training()
     with CheckpointStore(Path(root), "run", keep_last=3, keep_every=10) as run:
         run.hook(training.optimizer)
@@ -81,6 +80,5 @@ def train(root: str, steps: int) -> list[float]:
 
 def uninterrupted(steps: int) -> list[float]:
     """The losses of a training that saves nothing and that nobody kills."""
-    torch.set_num_threads(1)
     training = Training()
     return [training.step() for _ in range(steps)]

@@ -1,9 +1,8 @@
-"""Plain vLLM that packs no weight, in whatever process of it the model is loaded.
+"""A worker extension that stops plain vLLM from packing weights, in any process.
 
     llm = LLM(..., worker_extension_cls="unpacked.Worker")
 
-vLLM imports the module there before it loads; what `plain.kept_as` says of a block holds from then
-on.
+A worker imports this module before it loads the model, and stays in `plain.kept_as("plain")`.
 """
 
 from contextlib import ExitStack
