@@ -117,7 +117,7 @@ def test_other_data_for_a_tensor_leaves_its_storage_known(path: Path) -> None:
     """The storage that the source had dies; another one may get its address."""
 
     def load(m: Any, w: Weights) -> None:
-        for _ in range(20):
+        for _ in range(5):
             for name in ("w", "v"):
                 loaded = w[name].clone()
                 loaded.data = loaded.data.double()

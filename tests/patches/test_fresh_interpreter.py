@@ -65,8 +65,16 @@ def run(script: str, model: str, **environment: str) -> Any:
     ("imports", "environment"),
     [
         ("from vllm import EngineArgs", {}),
-        ("import vllm.engine.arg_utils; EngineArgs = vllm.engine.arg_utils.EngineArgs", {}),
-        ("from vllm.config.load import TensorDedupConfig; from vllm import EngineArgs", {}),
+        pytest.param(
+            "import vllm.engine.arg_utils; EngineArgs = vllm.engine.arg_utils.EngineArgs",
+            {},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "from vllm.config.load import TensorDedupConfig; from vllm import EngineArgs",
+            {},
+            marks=pytest.mark.long,
+        ),
         ("import tensor_dedup; from vllm import EngineArgs", {"VLLM_TARGET_DEVICE": "cpu"}),
     ],
 )
@@ -88,7 +96,13 @@ print(json.dumps([args.load_format, args.model_loader_extra_config["tensor_dedup
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("multiprocessing", ["0", "1"], ids=["in_process", "engine_process"])
+@pytest.mark.parametrize(
+    "multiprocessing",
+    [
+        pytest.param("0", id="in_process"),
+        pytest.param("1", id="engine_process", marks=pytest.mark.long),
+    ],
+)
 def test_the_published_snippet_runs_and_its_load_is_reported(
     multiprocessing: str, model: str
 ) -> None:

@@ -294,7 +294,10 @@ def test_a_stored_checkpoint_without_us_ends_with_our_words(
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [('{"hash_algoritm": "blake3"}', "hash_algorithm"), ("{", "not JSON")],
+    [
+        ('{"hash_algoritm": "blake3"}', "hash_algorithm"),
+        pytest.param("{", "not JSON", marks=pytest.mark.long),
+    ],
 )
 def test_a_wrong_flag_ends_with_status_2_and_says_what_is_right(
     text: str, says: str, model: str, environment: dict[str, str]
