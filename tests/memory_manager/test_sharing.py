@@ -64,13 +64,14 @@ def write_first_page(state: dict[str, object]) -> None:
 
 def test_two_processes_read_the_same_physical_memory(manager: managers.Manager) -> None:
     data = managers.pattern(1, 32 * MIB)
+    others = pss(os.getpid())  # of slabs that earlier tests have left in this process
     with manager.client() as client:
         [lease] = managers.build(client, "layer", data)
         reader = managers.Actor(manager.socket, attach)
         with map_all(lease) as mine:
             assert reader.step() == digest(data)
             total = pss(manager.pid) + pss(reader.pid) + pss(os.getpid())
-            assert total <= 1.03 * len(data)
+            assert 0.9 * len(data) <= total <= 1.03 * len(data) + others
             assert mine[:] == data
         reader.join()
 
