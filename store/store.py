@@ -50,7 +50,8 @@ class Store:
     """A content-addressed store of checkpoints in one folder; `Store.open` opens or makes one.
 
     A handle keeps nothing open between calls: any number of handles, threads and processes may use
-    one folder at once, and a handle survives a fork.
+    one folder at once, and a handle survives a fork. The other modules of this package also use
+    `_objects`, `_locked` and `_translated`.
 
     Raises:
         StoreError: the store, its files or its disk failed; the subclass says how.
@@ -95,11 +96,6 @@ class Store:
         with os_errors(root):
             initialise(Objects(door, StoreLayout(root)), create=create, mend=mend)
         return cls(root, door, worker_count or workers())
-
-    @property
-    def objects(self) -> Objects:
-        """The bookkeeping, for the other modules of tensor_dedup.store only."""
-        return self._objects
 
     @property
     def worker_count(self) -> int:
@@ -189,7 +185,7 @@ class Store:
 
     def manifest(self, name: str) -> str | None:
         """Return the name of a checkpoint's manifest, or None if there is no such checkpoint."""
-        with self.locked(), suppress(UnknownNameError):
+        with self._locked(), suppress(UnknownNameError):
             return self._objects.ref(check_name(name))
         return None
 
@@ -244,7 +240,7 @@ class Store:
         """
         from tensor_dedup.store.checkpoints.runs import run_names
 
-        with self.locked():
+        with self._locked():
             return run_names(self._objects)
 
     def steps(self, run: str) -> "list[Step]":
@@ -255,7 +251,7 @@ class Store:
         """
         from tensor_dedup.store.checkpoints.runs import describe_all
 
-        with self.locked():
+        with self._locked():
             return describe_all(self._objects, run)
 
     def run_stats(self, run: str | None = None) -> "RunStats":
@@ -263,14 +259,14 @@ class Store:
         from tensor_dedup.store.checkpoints.runs import run_stats as measure
 
         runs = self.runs() if run is None else [run]
-        with self.locked():
+        with self._locked():
             return measure(self._objects, runs, run)
 
     def run_growth(self, run: str) -> "list[Growth]":
         """Return what each step of a run added to it, in order. Reads no tensor data."""
         from tensor_dedup.store.checkpoints.runs import growth
 
-        with self.locked():
+        with self._locked():
             return growth(self._objects, run)
 
     def step_difference(self, one: tuple[str, int], two: tuple[str, int]) -> "Difference":
@@ -282,27 +278,27 @@ class Store:
         """
         from tensor_dedup.store.checkpoints.runs import difference
 
-        with self.locked():
+        with self._locked():
             return difference(self._objects, one, two)
 
     def list(self) -> "list[Listed]":
         """Return all checkpoints, ordered by name."""
-        with self.locked():
+        with self._locked():
             return listed(self._objects)
 
     def stats(self) -> Stats:
         """Measure the store, from its bookkeeping alone; no tensor data is read."""
-        with self.locked():
+        with self._locked():
             return stats(self._objects)
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them."""
-        with self.locked(), self._saying_near(name):
+        with self._locked(), self._saying_near(name):
             self._objects.drop_ref(check_name(name))
 
     def check_exists(self, name: str) -> None:
         """Raise UnknownNameError, which suggests the nearest name, unless the checkpoint exists."""
-        with self.locked(), self._saying_near(name):
+        with self._locked(), self._saying_near(name):
             if check_name(name) not in self._objects.names():
                 raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
 
@@ -369,20 +365,20 @@ class Store:
             return work.run([Path(path) for path in paths])
 
     @contextmanager
-    def translated(self) -> Iterator[None]:
-        """Turn OSError into StoreError. For tensor_dedup.store only."""
+    def _translated(self) -> Iterator[None]:
+        """Turn OSError into StoreError."""
         with os_errors(self.path):
             yield
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold a session, during which no sweep runs. For tensor_dedup.store only."""
+    def _locked(self) -> Iterator[None]:
+        """Hold a session, during which no sweep runs."""
         with os_errors(self.path), session(self._files, self._objects.layout):
             yield
 
     @contextmanager
     def _session(self, *, update: bool = True) -> Iterator[tuple[StoreIndex, Hasher]]:
-        with self.locked(), ExitStack() as undo:
+        with self._locked(), ExitStack() as undo:
             hasher = Hasher(self._files, self._workers)
             undo.callback(hasher.close)
             yield undo.enter_context(open_index(self._objects, update=update)), hasher

@@ -147,16 +147,16 @@ class CheckpointStore:
         self._adapter = adapter
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._config, self._weights = self._small_files(config), weights
-        self._steps = StepOrder(self.store.objects, self.run_id)
-        self._saver = Saver(self.store.objects, self.store.worker_count, compress=compress)
+        self._steps = StepOrder(self.store._objects, self.run_id)
+        self._saver = Saver(self.store._objects, self.store.worker_count, compress=compress)
         pool = HostPool(default_bytes() if pool_bytes is None else pool_bytes)
         threads = self.store.worker_count
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
 
     def __repr__(self) -> str:
         count = "?"
-        with suppress(StoreError), self.store.translated():
-            count = str(len(step_numbers(self.store.objects, self.run_id)))
+        with suppress(StoreError), self.store._translated():
+            count = str(len(step_numbers(self.store._objects, self.run_id)))
         return f"CheckpointStore({str(self.store.path)!r}, {self.run_id!r}, steps={count})"
 
     def __enter__(self) -> Self:
@@ -215,8 +215,8 @@ class CheckpointStore:
         """
         self._saves.wait()
         while True:
-            with self.store.locked():
-                there = step_numbers(self.store.objects, self.run_id)
+            with self.store._locked():
+                there = step_numbers(self.store._objects, self.run_id)
             extracted = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
             with suppress(NameTakenError):  # somebody was quicker: what was written is used again
                 return self.commit(extracted.as_new())
@@ -321,8 +321,8 @@ class CheckpointStore:
         try:
             opened = self.store.checkpoint(step_name(self.run_id, step))
         except UnknownNameError:
-            with self.store.locked():
-                manifest_of(self.store.objects, self.run_id, step)  # says which steps there are
+            with self.store._locked():
+                manifest_of(self.store._objects, self.run_id, step)  # says which steps there are
             raise
         with opened as checkpoint:
             notes = Notes.from_texts(checkpoint.notes)
@@ -330,13 +330,13 @@ class CheckpointStore:
                 what = f"{checkpoint.name!r} was imported"
                 raise NotATrainingError.at(self.store.path, what, name=checkpoint.name)
             adapter = self._adapter or by_name(notes.adapter)
-            with self.store.translated():
+            with self.store._translated():
                 values = load_values(checkpoint, max(_READERS, self.store.worker_count))
         return adapter.reconstruct(values, original)
 
     def steps(self) -> list[int]:
         """Return the steps of the run in order. Each is complete; imports are not included."""
-        with self.store.locked():
+        with self.store._locked():
             return list(self._steps.saved())
 
     def latest(self) -> int | None:
@@ -346,14 +346,14 @@ class CheckpointStore:
         6 the latest. The time is that of the reference's file; of equal times the greater step is
         the later.
         """
-        with self.store.locked():
+        with self.store._locked():
             order = by_save_time(self._steps.saved())
         return order[-1] if order else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each step, in order."""
-        with self.store.locked():
-            found = describe_all(self.store.objects, self.run_id)
+        with self.store._locked():
+            found = describe_all(self.store._objects, self.run_id)
         return {each.step: each.metrics for each in found}
 
     def best(self, metric: str, mode: Mode = "min") -> int:
@@ -374,8 +374,8 @@ class CheckpointStore:
             PinnedStepError: the step is pinned.
             NotATrainingError: the checkpoint of this name was imported.
         """
-        objects, name = self.store.objects, step_name(self.run_id, step)
-        with self.store.locked(), objects.naming():
+        objects, name = self.store._objects, step_name(self.run_id, step)
+        with self.store._locked(), objects.naming():
             # Under the lock of names: whoever pins it meanwhile comes before or after.
             check_not_kept(objects, self.run_id, step)
             with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
@@ -393,8 +393,8 @@ class CheckpointStore:
         Raises:
             UnknownStepError: the run has no such step.
         """
-        objects, name = self.store.objects, step_name(self.run_id, step, kept=True)
-        with self.store.locked():
+        objects, name = self.store._objects, step_name(self.run_id, step, kept=True)
+        with self.store._locked():
             manifest, _, _ = manifest_of(objects, self.run_id, step)
             objects.set_ref(name, manifest, replace=True)
             try:
@@ -407,13 +407,13 @@ class CheckpointStore:
 
     def unpin(self, step: int) -> None:
         """Stop keeping a step whatever the rules say. Without effect when it is not pinned."""
-        with self.store.locked(), suppress(UnknownNameError):
-            self.store.objects.drop_ref(step_name(self.run_id, step, kept=True))
+        with self.store._locked(), suppress(UnknownNameError):
+            self.store._objects.drop_ref(step_name(self.run_id, step, kept=True))
 
     def pinned(self) -> set[int]:
         """Return the steps that are pinned."""
-        with self.store.locked():
-            return kept_steps(self.store.objects, self.run_id)
+        with self.store._locked():
+            return kept_steps(self.store._objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
         """Free the space of what no step of any run, and no checkpoint, uses, as Store.gc does.
@@ -430,14 +430,14 @@ class CheckpointStore:
         ones), dedup_ratio (unique / total: lower is more reuse), total_bytes (what the distinct
         ones take on disk).
         """
-        with self.store.locked():
-            return run_stats(self.store.objects, [self.run_id], self.run_id).to_dict()
+        with self.store._locked():
+            return run_stats(self.store._objects, [self.run_id], self.run_id).to_dict()
 
     def _delete_unretained(self, saved: int) -> None:
         """Delete the steps that no rule keeps, but none whose manifest cannot be read."""
         if not self._retention.any:
             return
-        with self.store.locked():
+        with self.store._locked():
             order = by_save_time(self._steps.saved(readable=True))
         metrics = {step: {} for step in order} if self._retention.best is None else self.metrics()
         for old in self._retention.dropped(metrics, self.pinned(), saved, order):
@@ -445,8 +445,8 @@ class CheckpointStore:
                 self.delete(old)
 
     def _check_not_kept(self, step: int) -> None:
-        with self.store.translated():
-            check_not_kept(self.store.objects, self.run_id, step)
+        with self.store._translated():
+            check_not_kept(self.store._objects, self.run_id, step)
 
     def _small_files(
         self, config: "StrPath | Mapping[str, str | bytes] | None"
@@ -458,8 +458,8 @@ class CheckpointStore:
                 path: data.encode() if isinstance(data, str) else bytes(data)
                 for path, data in config.items()
             }
-        with self.store.translated():
-            return small_files(self.store.objects.files, Path(config))
+        with self.store._translated():
+            return small_files(self.store._objects.files, Path(config))
 
 
 def _check_limits(run: str, in_flight: int, pool_bytes: int | None) -> None:

@@ -63,8 +63,8 @@ def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
         UnknownNameError: a part is missing.
         PinnedStepError: the step exists and is pinned.
     """
-    objects, names = store.objects, [part_run(notes.run, rank) for rank in ranks]
-    with store.locked():
+    objects, names = store._objects, [part_run(notes.run, rank) for rank in ranks]
+    with store._locked():
         if notes.step in kept_steps(objects, notes.run):
             what = f"the step {notes.step} of {notes.run!r} is pinned"
             raise PinnedStepError.at(store.path, what, run=notes.run, step=notes.step)
@@ -95,9 +95,9 @@ def check_free(store: Store, part: str, step: int) -> None:
     Raises:
         TakenPartError: it would.
     """
-    with store.locked():
+    with store._locked():
         try:
-            _, _, notes = manifest_of(store.objects, part, step)
+            _, _, notes = manifest_of(store._objects, part, step)
         except UnknownStepError:
             return
         except NotATrainingError:
@@ -110,14 +110,14 @@ def check_free(store: Store, part: str, step: int) -> None:
 def forget_parts(store: Store, run: str) -> None:
     """Remove all parts of a run: those of a finished step, and those of unfinished ones."""
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
-    with store.locked():
-        for name in store.objects.names():
+    with store._locked():
+        for name in store._objects.names():
             step = parse_step_name(name)
             if step is None or step.kept or called_so.fullmatch(step.run) is None:
                 continue
-            if _is_part(store.objects, step.run, step.step):
+            if _is_part(store._objects, step.run, step.step):
                 with suppress(UnknownNameError):
-                    store.objects.drop_ref(name)
+                    store._objects.drop_ref(name)
 
 
 def _is_part(objects: Objects, run: str, step: int) -> bool:

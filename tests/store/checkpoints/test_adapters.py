@@ -83,7 +83,7 @@ def test_ensembles_cost_their_new_trees(name: str, tmp_path: Path) -> None:
 
 def test_a_step_of_an_ensemble_keeps_the_pages_of_the_one_before(tmp_path: Path) -> None:
     def pages(run: CheckpointStore, step: int) -> list[bytes]:
-        _, manifest, _ = manifest_of(run.store.objects, "run", step)
+        _, manifest, _ = manifest_of(run.store._objects, "run", step)
         return list(manifest.pages)
 
     model = xgboost_rounds(None, 600)

@@ -38,7 +38,7 @@ def test_what_was_imported_is_no_step_by_any_count(tmp_path: Path) -> None:
     assert (run.steps(), run.latest()) == ([2, 3], 3)
     run.save(model, 9)  # in place of an import: from now on it is a step
     assert (run.steps(), run.latest()) == ([3, 9], 9)
-    assert {"run@7", "run@8"} <= set(run.store.objects.names())
+    assert {"run@7", "run@8"} <= set(run.store._objects.names())
     assert shares(run)
 
 
@@ -107,7 +107,7 @@ def test_a_damaged_step_fails_no_later_save(
 ) -> None:
     run, model = handle(tmp_path, **rules), network(1)
     damaged = run.save(model, 1, {"loss": 0.5}).manifest
-    run.store.objects.layout.manifest(damaged).write_bytes(b"damaged")
+    run.store._objects.layout.manifest(damaged).write_bytes(b"damaged")
     run = handle(tmp_path, **rules)
     with caplog.at_level(logging.WARNING):
         for step in (2, 3):
@@ -146,10 +146,10 @@ def test_what_others_have_written_is_durable_before_it_is_referred_to(tmp_path: 
     run = handle(tmp_path, files=files)
     files.folders.clear()
     assert run.save(network(1), 2).new_tensors == 0
-    layout = run.store.objects.layout
-    name = run.store.objects.ref("run@2")
-    page = run.store.objects.manifest(name).pages[0].hex()
-    found = [layout.table(each.name, each.kind) for each in run.store.objects.containers()]
+    layout = run.store._objects.layout
+    name = run.store._objects.ref("run@2")
+    page = run.store._objects.manifest(name).pages[0].hex()
+    found = [layout.table(each.name, each.kind) for each in run.store._objects.containers()]
     for path in [layout.manifest(page), *found]:
         assert {path.parent, path.parent.parent} <= files.before
 

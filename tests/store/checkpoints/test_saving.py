@@ -303,8 +303,8 @@ def test_an_imported_checkpoint_is_no_step(tmp_path: Path) -> None:
             act(2)
     assert handle(tmp_path / "store", keep_last=1).save(model, 3).new_tensors == 0
     assert run.steps() == [3]
-    assert [step.step for step in describe_all(run.store.objects, "run")] == [3]
-    assert run_names(run.store.objects) == ["run"]
+    assert [step.step for step in describe_all(run.store._objects, "run")] == [3]
+    assert run_names(run.store._objects) == ["run"]
     assert run.stats()["checkpoints"] == 1
 
 
