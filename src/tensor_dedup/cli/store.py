@@ -381,8 +381,7 @@ def _encoded(found: Stats) -> list[str]:
     ]
 
 
-@click.command(name="gc")
-@click.option(
+grace_option = click.option(
     "--grace",
     type=click.FloatRange(min=0),
     default=DEFAULT_GRACE_HOURS,
@@ -390,6 +389,10 @@ def _encoded(found: Stats) -> list[str]:
     metavar="HOURS",
     help="How long the trash is kept; 0 deletes at once.",
 )
+
+
+@click.command(name="gc")
+@grace_option
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @yes_option
 @store_option

@@ -5,11 +5,10 @@ from pathlib import Path
 import click
 
 from tensor_dedup.cli import Program
-from tensor_dedup.cli.output import ask, say
+from tensor_dedup.cli.output import ask, say, yes_option
 from tensor_dedup.cli.runs import delete_steps, measured, stats_lines, steps_of
-from tensor_dedup.cli.store import existing, gc_lines
+from tensor_dedup.cli.store import existing, gc_lines, grace_option
 from tensor_dedup.store import Store
-from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,15 +57,8 @@ def stats(root: Path, run: str | None, form: str) -> None:
 
 
 @main.command()
-@click.option(
-    "--grace",
-    type=click.FloatRange(min=0),
-    default=DEFAULT_GRACE_HOURS,
-    show_default=True,
-    metavar="HOURS",
-    help="How long what no checkpoint needs is kept; 0 deletes at once.",
-)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@grace_option
+@yes_option
 @click.pass_obj
 def gc(root: Path, grace: float, yes: bool) -> None:
     """Sweep what no checkpoint needs and has lain there for --grace hours."""
@@ -80,7 +72,7 @@ def gc(root: Path, grace: float, yes: bool) -> None:
 @main.command()
 @click.option("--run", required=True, help="The run.")
 @click.option("--step", type=int, required=True, metavar="N", help="Its step.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 @click.pass_obj
 def delete(root: Path, run: str, step: int, yes: bool) -> None:
     """Delete a single checkpoint; its space comes back with the next gc."""
