@@ -61,5 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
     process_state.collect_surely()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    import process_state
+
+    process_state.set_aside()  # what the tests have imported stays anyhow
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     _SESSION.cleanup()

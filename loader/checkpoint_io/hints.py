@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 import platformdirs
@@ -31,7 +31,10 @@ import platformdirs
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.sqlite import INSIDE, connect, transaction
-from tensor_dedup.store.files import FileStatus
+
+if TYPE_CHECKING:
+    # Only here: the import would bring the whole store, which a load without one does not need.
+    from tensor_dedup.store.files import FileStatus
 
 QUIET_NS = 2_000_000_000
 MAX_DIGESTS = 500_000
@@ -266,7 +269,7 @@ class StoreHints:
     index: HintIndex = field(default_factory=HintIndex)
 
     def imported(
-        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
+        self, fd: int, before: "FileStatus", began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
         """Record what an import hashed; the index refuses what cannot be relied on later."""
         identity = FileIdentity(

@@ -49,9 +49,12 @@ def measured(part: str, tree: Path, inputs: Path) -> dict[str, float]:
             **os.environ,
             **ENVIRONMENT,
             "PYTHONPATH": str(tree / "src"),
+            # As installed packages have it: compiling the modules would be most of a short load.
+            "PYTHONPYCACHEPREFIX": str(inputs / "bytecode"),
             "TENSOR_DEDUP_HINTS": str(Path(scratch) / "hints.sqlite"),
             "TENSOR_DEDUP_STORE": str(Path(scratch) / "store"),
         }
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-P", journeys.__file__, part, str(inputs), scratch]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -80,7 +83,7 @@ def main(commit: str, pairs: int, only: tuple[str, ...], work: Path | None, writ
             for number in range(pairs + 1):
                 trees = [before, ROOT] if number % 2 else [ROOT, before]
                 both = {tree: measured(part, tree, inputs) for tree in trees}
-                if number:  # the first pair warms the page cache
+                if number:  # the first pair warms the page cache and compiles
                     found.append((both[before], both[ROOT]))
             for step in found[0][0]:
                 old, new = ([pair[side][step] for pair in found] for side in (0, 1))

@@ -46,23 +46,23 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("after-load")
     pair = checkpoints.make("llama", root)
     other = checkpoints.same_header(pair.base, root / "other")
     shared.quiet(pair.base, pair.fine_tune, other)
-    with engines.quick(pair.base):
-        expected: dict[str, dict[Path, Answers]] = {policy: {} for policy in POLICIES}
-        for policy in POLICIES:
-            for path in (pair.base, pair.fine_tune, other):
-                with plain.kept_as(policy):
-                    llm = plain.engine(path)
-                expected[policy][path] = plain.outputs(llm)
-                plain.let_go(llm)
-                del llm
-            assert len(set(expected[policy].values())) == 3
-        [changed] = pair.changed
-        yield World(pair.base, pair.fine_tune, changed, other, expected)
+    engines.warm_up(pair.base)
+    expected: dict[str, dict[Path, Answers]] = {policy: {} for policy in POLICIES}
+    for policy in POLICIES:
+        for path in (pair.base, pair.fine_tune, other):
+            with plain.kept_as(policy):
+                llm = plain.engine(path)
+            expected[policy][path] = plain.outputs(llm)
+            plain.let_go(llm)
+            del llm
+        assert len(set(expected[policy].values())) == 3
+    [changed] = pair.changed
+    return World(pair.base, pair.fine_tune, changed, other, expected)
 
 
 @pytest.fixture

@@ -55,22 +55,22 @@ def audit_every_hit(archs: list[str], root: Path) -> dict[str, tuple[int, int]]:
     found = {}
     pairs = {arch: checkpoints.make(arch, root) for arch in archs}
     shared.quiet(*(pair.base for pair in pairs.values()))
-    with engines.quick(pairs[archs[0]].base):
-        for arch, pair in pairs.items():
-            pooling = arch in checkpoints.POOLING
-            donor = shared.engine(pair.base, pooling=pooling)
-            audited = shared.engine(pair.base, pooling=pooling, audit=1.0)
-            checked = report().models[-1]
-            tuned = shared.engine(pair.fine_tune, pooling=pooling, audit=1.0)
-            assert shared.everything(donor, audited), arch
-            assert not shared.nothing(donor, tuned), arch
-            assert checked.known, arch
-            assert not checked.collisions, arch
-            found[arch] = checked.bytes_read, checked.source_bytes_shared
-            for llm in (donor, audited, tuned):
-                plain.let_go(llm)
-            del donor, audited, tuned, llm
-            gc.collect()
+    engines.warm_up(pairs[archs[0]].base)
+    for arch, pair in pairs.items():
+        pooling = arch in checkpoints.POOLING
+        donor = shared.engine(pair.base, pooling=pooling)
+        audited = shared.engine(pair.base, pooling=pooling, audit=1.0)
+        checked = report().models[-1]
+        tuned = shared.engine(pair.fine_tune, pooling=pooling, audit=1.0)
+        assert shared.everything(donor, audited), arch
+        assert not shared.nothing(donor, tuned), arch
+        assert checked.known, arch
+        assert not checked.collisions, arch
+        found[arch] = checked.bytes_read, checked.source_bytes_shared
+        for llm in (donor, audited, tuned):
+            plain.let_go(llm)
+        del donor, audited, tuned, llm
+        gc.collect()
     return found
 
 
@@ -127,10 +127,9 @@ def tampered(
 
 
 @pytest.fixture(scope="module")
-def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     first = checkpoints.make("llama", tmp_path_factory.mktemp("audit")).base
-    with engines.quick(first):
-        yield
+    engines.warm_up(first)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +145,7 @@ TAMPERED = {
 }
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("case", TAMPERED)
 def test_a_tampered_recipe_is_caught(case: str, tmp_path: Path) -> None:
     dimensions, config, is_named = TAMPERED[case]
@@ -158,11 +157,11 @@ def test_a_tampered_recipe_of_experts_is_caught(tmp_path: Path) -> None:
 
 
 def tamper_with_experts(root: Path) -> None:
-    with engines.quick(checkpoints.make("mixtral", root).base):
-        tampered("mixtral", root, 3, {}, lambda name: "model.layers." in name)
+    engines.warm_up(checkpoints.make("mixtral", root).base)
+    tampered("mixtral", root, 3, {}, lambda name: "model.layers." in name)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 def test_a_wrong_digest_of_a_packed_weight_is_caught(tmp_path: Path) -> None:
     """A packed copy cannot be compared; what its plain weight was, just before packing, can."""
     base = checkpoints.make("llama", tmp_path).base

@@ -112,10 +112,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made.saved(made.base, "base-bin")
     made.saved(made.tuned, "tuned-bin")
     engines.leave_alone(*root.rglob("*.bin"), *root.rglob(checkpoints.WEIGHTS))
-    with (
-        mock.patch.dict(os.environ, {ENVIRONMENT: str(root / "hints.sqlite")}),
-        engines.quick(pair.base),
-    ):
+    with mock.patch.dict(os.environ, {ENVIRONMENT: str(root / "hints.sqlite")}):
+        engines.warm_up(pair.base)
         yield made
     gc.collect()
 

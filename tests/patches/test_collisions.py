@@ -97,10 +97,9 @@ def _with_a_head(root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     first = checkpoints.make("llama", tmp_path_factory.mktemp("collisions")).base
-    with engines.quick(first):
-        yield
+    engines.warm_up(first)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +108,7 @@ def _dropped() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("arch", DENSE)
 def test_nothing_wrong_is_shared_when_every_byte_is_compared(arch: str, tmp_path: Path) -> None:
     compare_every_byte(arch, tmp_path)
@@ -125,10 +124,10 @@ def test_no_wrong_experts_are_shared_when_every_byte_is_compared(
 
 
 def compare_experts(archs: tuple[str, ...], root: Path) -> None:
-    with engines.quick(checkpoints.make(EXPERTS[0], root).base):
-        for arch in archs:
-            compare_every_byte(arch, root)
-        compare_nothing(EXPERTS[0], root / "control")
+    engines.warm_up(checkpoints.make(EXPERTS[0], root).base)
+    for arch in archs:
+        compare_every_byte(arch, root)
+    compare_nothing(EXPERTS[0], root / "control")
 
 
 def compare_every_byte(arch: str, root: Path) -> None:
@@ -162,7 +161,7 @@ def _compare(base: Path, other: Path, of_base: Any, of_other: Any, *, known: boo
         plain.let_go(llm)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("arch", ["llama", UNTIED])
 def test_without_comparing_the_wrong_bytes_are_shared(arch: str, tmp_path: Path) -> None:
     """The control: where nobody compares, these tests would notice."""
@@ -182,7 +181,7 @@ def compare_nothing(arch: str, root: Path) -> None:
         plain.let_go(third)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("algorithm", ["xxh3_128", "xxhash64"])
 def test_a_hash_that_may_collide_is_not_trusted_by_default(algorithm: str, tmp_path: Path) -> None:
     base, other = pair("llama", tmp_path)
@@ -200,7 +199,7 @@ def test_a_hash_that_may_collide_is_not_trusted_by_default(algorithm: str, tmp_p
             plain.let_go(llm)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("fate", ["kept", "deleted", "rewritten"])
 def test_a_packed_layer_is_compared_with_its_donors_file(fate: str, tmp_path: Path) -> None:
     """No stub: what cannot be compared, for its file is gone or another, is not equal."""
@@ -225,7 +224,7 @@ def test_a_packed_layer_is_compared_with_its_donors_file(fate: str, tmp_path: Pa
     plain.let_go(again)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 def test_a_donor_whose_file_is_gone_is_no_collision(tmp_path: Path) -> None:
     """Packed weights can only be compared through the file that they were made from."""
     base = checkpoints.make("llama", tmp_path).base

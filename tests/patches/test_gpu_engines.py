@@ -79,10 +79,10 @@ def driver() -> Iterator[gpus.Full]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[checkpoints.Pair]:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Pair:
     pair = checkpoints.make("llama", tmp_path_factory.mktemp("gpu-engines"))
-    with engines.quick(pair.base):
-        yield pair
+    engines.warm_up(pair.base)
+    return pair
 
 
 def tokens_of(path: Path) -> list[Any]:

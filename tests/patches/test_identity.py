@@ -45,20 +45,20 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("identity")
     pair = checkpoints.make("llama", root)
     twin = checkpoints.same_header(pair.base, root / "twin")
     copies = [checkpoints.same(pair.base, root / f"copy-{number}") for number in range(12)]
     engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
     world = World(pair.base, twin, pair.fine_tune, iter(copies))
-    with engines.quick(pair.base):
-        for path in (pair.base, twin, pair.fine_tune):
-            llm = plain.engine(path)
-            world.expected[path] = plain.outputs(llm)
-            engines.drop(llm)
-            del llm
-        yield world
+    engines.warm_up(pair.base)
+    for path in (pair.base, twin, pair.fine_tune):
+        llm = plain.engine(path)
+        world.expected[path] = plain.outputs(llm)
+        engines.drop(llm)
+        del llm
+    return world
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,8 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made = World(tmp_path_factory.mktemp("int8"))
-    with reference_kernels.installed(), engines.quick(made.plain):
+    with reference_kernels.installed():
+        engines.warm_up(made.plain)
         yield made
 
 

@@ -193,10 +193,10 @@ def _plainly(path: Path, ask: Callable[["LLM"], Any], options: Options) -> Expec
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("kinds")
-    with engines.quick(checkpoints.make("llama", root / _llamas.__name__).base):
-        yield World(root)
+    engines.warm_up(checkpoints.make("llama", root / _llamas.__name__).base)
+    return World(root)
 
 
 @pytest.fixture(autouse=True)

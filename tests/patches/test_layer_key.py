@@ -346,16 +346,16 @@ def load_with_each_switch(arch: str, root: Path) -> dict[str, Layers]:
         "mkldnn": (without_mkldnn(), {}, {}),
     }
     found = {}
-    with engines.quick(base):
-        for name, (toggled, config, options) in loads.items():
-            with toggled:
-                llm = plain.engine(base, tensor_dedup=config, **options)
-                found[name] = {n: (_key(m), _state(m)) for n, m in _layers(llm)}
-                _check_preimages(root)
-                plain.let_go(llm)
-                del llm
-            gc.collect()
-            assert not registry.records(), f"{name}: the next load would share"
+    engines.warm_up(base)
+    for name, (toggled, config, options) in loads.items():
+        with toggled:
+            llm = plain.engine(base, tensor_dedup=config, **options)
+            found[name] = {n: (_key(m), _state(m)) for n, m in _layers(llm)}
+            _check_preimages(root)
+            plain.let_go(llm)
+            del llm
+        gc.collect()
+        assert not registry.records(), f"{name}: the next load would share"
     return found
 
 

@@ -106,13 +106,12 @@ def memory() -> int:
 
 
 @pytest.fixture(scope="module")
-def _quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     first = checkpoints.make("llama", tmp_path_factory.mktemp("lifetime")).base
-    with engines.quick(first):
-        yield
+    engines.warm_up(first)
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 @pytest.mark.parametrize("policy", ["packed", "plain"])
 @pytest.mark.parametrize("arch", ["llama_tied", "opt"])
 def test_nothing_is_left_and_a_second_generation_is_as_the_first(
@@ -166,7 +165,7 @@ def _generation(pair: checkpoints.Pair, policy: str, answers: list[Any]) -> None
     assert not [each for each in held if each() is not None]
 
 
-@pytest.mark.usefixtures("_quick")
+@pytest.mark.usefixtures("_warm")
 def test_what_was_dropped_is_read_again(tmp_path: Path) -> None:
     """The registry holds nothing: a model that nobody else has costs a full read each time."""
     base = checkpoints.make("llama", tmp_path).base

@@ -49,7 +49,8 @@ _RAISED = (
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[checkpoints.Pair]:
     """A base, of which a fine-tune is damaged in each test."""
     made = checkpoints.make("llama", tmp_path_factory.mktemp("errors"))
-    with engines.quick(made.base), loads.prepared(made.base):
+    engines.warm_up(made.base)
+    with loads.prepared(made.base):
         yield made
 
 

@@ -38,7 +38,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(root: Path) -> Iterator[Path]:
     """A llama; loads are prepared."""
     path = checkpoints.make("llama", root).base
-    with engines.quick(path), loads.prepared(path):
+    engines.warm_up(path)
+    with loads.prepared(path):
         yield path
 
 
@@ -229,7 +230,8 @@ def test_experts_of_ranks(root: Path) -> None:
 
 def experts_of_ranks(folder: Path) -> None:
     pair = checkpoints.make("mixtral", folder)
-    with engines.quick(pair.base), loads.prepared(pair.base):
+    engines.warm_up(pair.base)
+    with loads.prepared(pair.base):
         _cut_within_experts(pair.base)
         _whole_experts(pair.base)
         _balanced_experts(pair.base)

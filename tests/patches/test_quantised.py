@@ -186,8 +186,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with (
         mock.patch.dict(os.environ, {ENVIRONMENT: str(hints)}),
         reference_kernels.installed(),
-        engines.quick(made.pair.base),
     ):
+        engines.warm_up(made.pair.base)
         yield made
 
 

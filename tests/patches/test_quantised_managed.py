@@ -83,7 +83,8 @@ def elsewhere(
     import reference_kernels
 
     os.environ[ENVIRONMENT] = hints
-    with reference_kernels.installed(), engines.quick(Path(first)):
+    with reference_kernels.installed():
+        engines.warm_up(Path(first))
         return {kind: one_after_the_other(kind, paths, config) for kind, paths in jobs.items()}
 
 
@@ -109,7 +110,8 @@ class World:
         engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
         held: dict[str, LLM] = {}
         self.kinds: dict[str, Kind] = {}
-        with reference_kernels.installed(), engines.quick(pair.base):
+        with reference_kernels.installed():
+            engines.warm_up(pair.base)
             alone = {kind: one_after_the_other(kind, paths, None) for kind, paths in jobs.items()}
             here = {}
             for kind, (base, _) in jobs.items():

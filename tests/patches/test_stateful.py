@@ -205,7 +205,8 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Life]]:
     )
     Life.seen = Counter()
     engines.leave_alone(*root.rglob("*.safetensors"))
-    with engines.quick(pair.base), loads.prepared(pair.base):
+    engines.warm_up(pair.base)
+    with loads.prepared(pair.base):
         yield Life
 
 

@@ -3,7 +3,6 @@
 import gc
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,10 @@ class Load:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[checkpoints.Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Pair:
     made = checkpoints.make("llama", tmp_path_factory.mktemp("store"))
-    with engines.quick(made.base):
-        yield made
+    engines.warm_up(made.base)
+    return made
 
 
 @pytest.fixture(scope="module")

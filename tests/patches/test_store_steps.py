@@ -1,6 +1,5 @@
 """Steps of a training as models: `store://RUN@STEP` in vLLM."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[checkpoints.Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Pair:
     made = checkpoints.make("llama", tmp_path_factory.mktemp("steps"))
-    with engines.quick(made.base):
-        yield made
+    engines.warm_up(made.base)
+    return made
 
 
 def test_steps_of_a_run_answer_as_the_models_that_were_saved(

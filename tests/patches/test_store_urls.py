@@ -3,7 +3,6 @@
 import gc
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ BASE, FINE_TUNE = "store://org/base@v1", "store://fine_tune"
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[checkpoints.Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Pair:
     made = checkpoints.make("llama_tied", tmp_path_factory.mktemp("urls"))
-    with engines.quick(made.base):
-        yield made
+    engines.warm_up(made.base)
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ final tensors as plain vLLM assembles them.
 """
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,11 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("variants")
     base = checkpoints.make("llama", root).base
-    with engines.quick(base):
-        yield World(base, root)
+    engines.warm_up(base)
+    return World(base, root)
 
 
 def test_grown_vocabulary_shares_all_but_embedding_and_head(world: World) -> None:

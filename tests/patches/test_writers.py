@@ -79,10 +79,9 @@ class Oracle:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     first = checkpoints.make("llama", tmp_path_factory.mktemp("writers-first")).base
-    with quick_engines.quick(first):
-        yield
+    quick_engines.warm_up(first)
 
 
 def _oracle(arch: str, root: Path) -> Oracle:
@@ -234,7 +233,6 @@ def test_a_reload_frees_the_packed_weights_it_replaces(tied: Oracle, engines: Op
     assert old
 
     shared.reload(other, oracle.other)
-    gc.unfreeze()
     gc.collect()
 
     assert not [name for name, handler in old.items() if handler() is not None]
@@ -326,8 +324,8 @@ def test_a_reload_of_experts_changes_nothing_in_the_other_model(
 
 def reload_experts(arch: str, policy: str, root: Path) -> None:
     """In a process of its own, because a MoE model must be its first."""
-    with quick_engines.quick(checkpoints.make(arch, root).base):
-        _reload_experts(_oracle(arch, root), policy)
+    quick_engines.warm_up(checkpoints.make(arch, root).base)
+    _reload_experts(_oracle(arch, root), policy)
 
 
 def _reload_experts(oracle: Oracle, policy: str) -> None:

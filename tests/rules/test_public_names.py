@@ -152,6 +152,14 @@ def test_using_a_light_name_loads_no_framework() -> None:
     assert run(code) == ""
 
 
+def test_loading_without_a_store_imports_none() -> None:
+    code = (
+        "import sys\nfrom tensor_dedup.loader.checkpoint_io import sources\n"
+        "print(*[name for name in sys.modules if name.startswith('tensor_dedup.store')])"
+    )
+    assert run(code) == ""
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_frameworks_are_taught_our_argument_only_where_they_are_installed(installed: bool) -> None:
     absent = "" if installed else "for n in frameworks: sys.modules[n] = None\n"  # as if not there

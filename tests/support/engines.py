@@ -3,11 +3,11 @@
 Import it from any test as `import engines`; the environment that `plain` asks for applies.
 """
 
-import gc
 import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import plain
+import process_state
 import tensor_dedup
 from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS
 from tensor_dedup.loader.report import ModelReport
@@ -29,29 +30,19 @@ if TYPE_CHECKING:
 PACKED = " (packed)"
 
 
-@contextmanager
-def quick(first: Path, *, pooling: bool = False) -> Iterator[None]:
-    """While active, an engine takes a fraction of a second; `first` is loaded once to warm up.
-
-    Most of the time goes into looking at every object of vLLM's and torch's modules at each
-    collection, so these are frozen; vLLM's own freezing would also freeze the engines.
-    """
-    from vllm.v1.engine import core
-
+def warm_up(first: Path, *, pooling: bool = False) -> None:
+    """Make one engine, so that the next ones take a fraction of a second."""
     llm = plain.engine(first, pooling=pooling)
     plain.outputs(llm, pooling=pooling)
     plain.let_go(llm)
     del llm
-    gc.collect()
-    gc.freeze()
-    try:
-        with (
-            mock.patch.object(core, "freeze_gc_heap"),
-            mock.patch.object(gc, "unfreeze"),
-        ):
-            yield
-    finally:
-        gc.unfreeze()
+    _set_aside_imports()
+
+
+@cache
+def _set_aside_imports() -> None:
+    """Of the first engine: later ones bring little, and what is set aside is never freed."""
+    process_state.set_aside()
 
 
 @contextmanager

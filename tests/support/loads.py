@@ -1,6 +1,7 @@
 """Models loaded by vLLM's own loaders without an engine around them: in hundredths of a second.
 
-    with engines.quick(path), loads.prepared(path):
+    engines.warm_up(path)
+    with loads.prepared(path):
         model = loads.load(path)                        # plain
         shared = loads.load(path, tensor_dedup={})
         with loads.as_rank("tp", 1, 2):

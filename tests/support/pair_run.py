@@ -126,16 +126,16 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
     engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
     first, results = archs[0], {}
     warm_up = checkpoints.make(first, root).base
-    with engines.quick(warm_up, pooling=first in checkpoints.POOLING):
-        for number, arch in enumerate(archs):
-            os.environ[ENVIRONMENT] = str(result.parent / f"{arch}.sqlite")
-            # Every other one takes the way of large tensors; those here are all small.
-            with ExitStack() as small:
-                if number % 2:
-                    small.enter_context(patch.object(session, "STREAM_BYTES", 0))
-                    small.enter_context(patch.object(evaluate, "MAX_AHEAD_BYTES", 0))
-                results[arch] = run(arch, root)
-            result.write_bytes(msgspec.json.encode(results))
+    engines.warm_up(warm_up, pooling=first in checkpoints.POOLING)
+    for number, arch in enumerate(archs):
+        os.environ[ENVIRONMENT] = str(result.parent / f"{arch}.sqlite")
+        # Every other one takes the way of large tensors; those here are all small.
+        with ExitStack() as small:
+            if number % 2:
+                small.enter_context(patch.object(session, "STREAM_BYTES", 0))
+                small.enter_context(patch.object(evaluate, "MAX_AHEAD_BYTES", 0))
+            results[arch] = run(arch, root)
+        result.write_bytes(msgspec.json.encode(results))
 
 
 if __name__ == "__main__":

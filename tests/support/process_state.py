@@ -6,6 +6,7 @@ is left is compared with what was there before, by `Remains.beyond`, and not by 
 run in forked children here; `collect_surely` makes gc.collect one that has collected.
 """
 
+import atexit
 import ctypes
 import gc
 import os
@@ -224,6 +225,18 @@ class _Collections:
             time.sleep(0.001)
             found += self._collect(generation)
         return found
+
+
+def set_aside() -> None:
+    """Take all that is there now out of garbage collection, for the rest of this process.
+
+    Each collection would look at every object of torch's and vLLM's modules. vLLM would bring them
+    back whenever an engine ends, so it is kept from that.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries look for leaks when the process ends
+    gc.unfreeze = lambda: None
 
 
 def collect_surely() -> None:
