@@ -50,8 +50,7 @@ class Store:
     """A content-addressed store of checkpoints in one folder; `Store.open` opens or makes one.
 
     A handle keeps nothing open between calls: any number of handles, threads and processes may use
-    one folder at once, and a handle survives a fork. The other modules of this package also use
-    `_objects`, `_locked` and `_translated`.
+    one folder at once, and a handle survives a fork.
 
     Raises:
         StoreError: the store, its files or its disk failed; the subclass says how.
@@ -62,6 +61,7 @@ class Store:
         self.path = path
         self._files = files
         self._workers = worker_count
+        # The other modules of this package use it too, and `_locked` and `_translated`.
         self._objects = Objects(files, StoreLayout(path))
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.sqlite import INSIDE, connect, transaction
 
 if TYPE_CHECKING:
-    # Only here: the import would bring the whole store, which a load without one does not need.
+    # Only here: the import would bring the whole store, which no load by Diffusers needs.
     from tensor_dedup.store.files import FileStatus
 
 QUIET_NS = 2_000_000_000

@@ -6,9 +6,9 @@
 *load*: vLLM loads a base, a fine-tune and the base again in one process (seconds of `load_model`).
 *attach*: vLLM loads a model that another engine has put into a memory manager. *pipelines*:
 Diffusers loads two pipelines. *checkpoints*: a run saves steps of which all, a tenth and nothing
-changed, and loads one. Every figure is of a process of its own; both trees alternate (A B, B A,
-...). Ratios are of one pair. Prints a section of Markdown; `--write` puts it into
-docs/benchmarks.md.
+changed, and loads one. Each process measures its part once, with modules compiled before. Both
+trees alternate (A B, B A, ...), and ratios are of one pair. Prints a section of Markdown; `--write`
+puts it into docs/benchmarks.md.
 """
 
 import sys
@@ -49,12 +49,12 @@ def measured(part: str, tree: Path, inputs: Path) -> dict[str, float]:
             **os.environ,
             **ENVIRONMENT,
             "PYTHONPATH": str(tree / "src"),
-            # As installed packages have it: compiling the modules would be most of a short load.
+            # Compiling modules would be most of a short load; both trees are left as they were.
             "PYTHONPYCACHEPREFIX": str(inputs / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
             "TENSOR_DEDUP_HINTS": str(Path(scratch) / "hints.sqlite"),
             "TENSOR_DEDUP_STORE": str(Path(scratch) / "store"),
         }
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-P", journeys.__file__, part, str(inputs), scratch]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -56,8 +56,7 @@ def fill() -> None:
 def plainly_and_within() -> tuple[list[int], list[int]]:
     """The collections that `fill` brings. In a child, where what is there already is set aside:
     a full collection waits until what is new is a quarter of what is old."""
-    gc.freeze()
-    gc.collect()
+    process_state.set_aside()
 
     def within() -> None:
         with WITHOUT:

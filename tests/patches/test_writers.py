@@ -16,7 +16,7 @@ import pytest
 import torch
 from vllm.model_executor.model_loader import get_model_loader
 
-import engines as quick_engines
+import engines as engine_tools
 import fresh
 import plain
 import shared
@@ -81,7 +81,7 @@ class Oracle:
 @pytest.fixture(scope="module", autouse=True)
 def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     first = checkpoints.make("llama", tmp_path_factory.mktemp("writers-first")).base
-    quick_engines.warm_up(first)
+    engine_tools.warm_up(first)
 
 
 def _oracle(arch: str, root: Path) -> Oracle:
@@ -150,7 +150,7 @@ def test_with_two_threads_answers_are_those_of_weights_in_the_same_form(
     policy: str, oracle: Oracle, engines: Open
 ) -> None:
     """With two, oneDNN's product of a packed weight is not torch's of a plain one on every CPU."""
-    with quick_engines.threads(2):
+    with engine_tools.threads(2):
         expected = Expected(oracle.base, oracle.other, policy)
         mine = engines(oracle.base, cpu_weights=policy)
         other = engines(oracle.base, cpu_weights=policy)
@@ -324,7 +324,7 @@ def test_a_reload_of_experts_changes_nothing_in_the_other_model(
 
 def reload_experts(arch: str, policy: str, root: Path) -> None:
     """In a process of its own, because a MoE model must be its first."""
-    quick_engines.warm_up(checkpoints.make(arch, root).base)
+    engine_tools.warm_up(checkpoints.make(arch, root).base)
     _reload_experts(_oracle(arch, root), policy)
 
 

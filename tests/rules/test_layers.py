@@ -1,5 +1,6 @@
 """Who may import whom."""
 
+import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
@@ -69,6 +70,13 @@ def test_a_circle_is_found() -> None:
     }
     with pytest.raises(CycleError):
         tuple(TopologicalSorter(package_source.import_graph(circle)).static_order())
+
+
+def test_what_a_store_has_for_its_own_modules_is_used_by_those_only() -> None:
+    inner = re.compile(r"(?<!self)\._(?:objects|locked|translated)\b")
+    users = {name for name, text in package_source.sources().items() if inner.search(text)}
+    assert any(name.startswith("tensor_dedup.store.checkpoints.") for name in users)
+    assert not [name for name in users if not name.startswith("tensor_dedup.store.")]
 
 
 @pytest.mark.parametrize("part", package_source.LINKED)

@@ -152,9 +152,9 @@ def test_using_a_light_name_loads_no_framework() -> None:
     assert run(code) == ""
 
 
-def test_loading_without_a_store_imports_none() -> None:
+def test_sharing_what_diffusers_and_transformers_load_imports_no_store() -> None:
     code = (
-        "import sys\nfrom tensor_dedup.loader.checkpoint_io import sources\n"
+        "import sys, tensor_dedup.patches.huggingface.model_load\n"
         "print(*[name for name in sys.modules if name.startswith('tensor_dedup.store')])"
     )
     assert run(code) == ""

@@ -3,11 +3,11 @@
 Import it from any test as `import engines`; the environment that `plain` asks for applies.
 """
 
+import gc
 import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,13 @@ import process_state
 import tensor_dedup
 from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS
 from tensor_dedup.loader.report import ModelReport
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import shares_memory, tensor_bytes
 
 if TYPE_CHECKING:
     from vllm import LLM
 
+_set_aside: list[Path] = []
 # How a parameter's packed form is called beside the parameter itself.
 PACKED = " (packed)"
 
@@ -36,13 +38,11 @@ def warm_up(first: Path, *, pooling: bool = False) -> None:
     plain.outputs(llm, pooling=pooling)
     plain.let_go(llm)
     del llm
-    _set_aside_imports()
-
-
-@cache
-def _set_aside_imports() -> None:
-    """Of the first engine: later ones bring little, and what is set aside is never freed."""
-    process_state.set_aside()
+    gc.collect()
+    # Once: later engines import little. What is set aside is never freed, so no resident may be.
+    if not _set_aside and not registry.residents():
+        process_state.set_aside()
+        _set_aside.append(first)
 
 
 @contextmanager

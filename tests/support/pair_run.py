@@ -125,8 +125,7 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
         checkpoints.make(arch, root)
     engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
     first, results = archs[0], {}
-    warm_up = checkpoints.make(first, root).base
-    engines.warm_up(warm_up, pooling=first in checkpoints.POOLING)
+    engines.warm_up(checkpoints.make(first, root).base, pooling=first in checkpoints.POOLING)
     for number, arch in enumerate(archs):
         os.environ[ENVIRONMENT] = str(result.parent / f"{arch}.sqlite")
         # Every other one takes the way of large tensors; those here are all small.

@@ -4,6 +4,7 @@ Import it from any test as `import plain`. The environment that keeps an engine 
 and small is set by tests/conftest.py, before vllm is first imported.
 """
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,6 @@ def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
     """A real engine over `path` with the smallest settings; `options` go to `LLM` and win."""
     from vllm import LLM
     from vllm.model_executor.models import registry
-    from vllm.v1.engine import core
 
     settings: dict[str, Any] = {
         "model": str(path),
@@ -48,9 +48,7 @@ def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
     # vLLM inspects a model class that is new on this machine in a subprocess, which imports all of
     # vLLM, in order not to initialise CUDA in this one. Here there is no CUDA.
     here = mock.patch.object(registry, "_run_in_subprocess", lambda function: function())
-    # It also takes all there is out of garbage collection, itself included: it would stay for ever.
-    collected = mock.patch.object(core, "freeze_gc_heap")
-    with _without_numbas_library(), here, collected:
+    with _without_numbas_library(), here:
         return LLM(**{**settings, **options})
 
 
@@ -133,6 +131,7 @@ def let_go(llm: "LLM") -> None:
     if hasattr(client, "_finalizer"):  # vLLM 0.28 has none
         client._finalizer.detach()
     client.engine_core.model_executor.shutdown()
+    gc.unfreeze()  # vLLM has frozen what there was when it began, other engines too
 
 
 def _answer(completion: Any) -> Answer:

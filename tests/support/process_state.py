@@ -3,7 +3,8 @@
 The kernel is asked about mappings and descriptors, malloc about memory, the registry about
 residents. An engine that vLLM keeps until the next is made may go during a later test. So what
 is left is compared with what was there before, by `Remains.beyond`, and not by counting. Functions
-run in forked children here; `collect_surely` makes gc.collect one that has collected.
+run in forked children here; `collect_surely` makes gc.collect one that has collected, and
+`set_aside` spares it what the tests have imported.
 """
 
 import atexit
@@ -28,6 +29,7 @@ from tensor_dedup.types import ResidentKey
 _HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ ")
 T = TypeVar("T")
 SLAB = "/memfd:tensor-dedup"
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 
 def mapped_slabs() -> Counter[str]:
@@ -230,13 +232,18 @@ class _Collections:
 def set_aside() -> None:
     """Take all that is there now out of garbage collection, for the rest of this process.
 
-    Each collection would look at every object of torch's and vLLM's modules. vLLM would bring them
-    back whenever an engine ends, so it is kept from that.
+    Each collection would look at every object of torch's and vLLM's modules. vLLM does the same
+    when an engine begins, with the engine too, and takes it back when one ends: no more in this
+    process.
     """
     gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # some libraries look for leaks when the process ends
-    gc.unfreeze = lambda: None
+    _freeze()
+    atexit.register(_unfreeze)  # some libraries look for leaks when the process ends
+    gc.freeze = gc.unfreeze = _leave
+
+
+def _leave() -> None:
+    """Freeze nothing, unfreeze nothing."""
 
 
 def collect_surely() -> None:

@@ -60,6 +60,18 @@ def store_option(verb: _Verb) -> _Verb:
     )(verb)
 
 
+def grace_option(verb: _Verb) -> _Verb:
+    """`--grace HOURS`, as `grace`."""
+    return click.option(
+        "--grace",
+        type=click.FloatRange(min=0),
+        default=DEFAULT_GRACE_HOURS,
+        show_default=True,
+        metavar="HOURS",
+        help="How long the trash is kept; 0 deletes at once.",
+    )(verb)
+
+
 def existing(store: str | None) -> Store:
     """The store that is there; NotAStoreError rather than a new one."""
     return Store.open(store, create=False)
@@ -379,16 +391,6 @@ def _encoded(found: Stats) -> list[str]:
             for codec, coded in encoded.items()
         ),
     ]
-
-
-grace_option = click.option(
-    "--grace",
-    type=click.FloatRange(min=0),
-    default=DEFAULT_GRACE_HOURS,
-    show_default=True,
-    metavar="HOURS",
-    help="How long the trash is kept; 0 deletes at once.",
-)
 
 
 @click.command(name="gc")

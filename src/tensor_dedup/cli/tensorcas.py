@@ -61,7 +61,7 @@ def stats(root: Path, run: str | None, form: str) -> None:
 @yes_option
 @click.pass_obj
 def gc(root: Path, grace: float, yes: bool) -> None:
-    """Sweep what no checkpoint needs and has lain there for --grace hours."""
+    """Move what no checkpoint uses to the trash, and delete what was there for the grace."""
     store = _opened(root)
     plan = store.gc(grace, dry_run=True)
     if plan.trash or plan.delete or plan.unfinished:
