@@ -56,18 +56,20 @@ def _run(reference: "weakref.ref[ReconnectingClient]", stop: threading.Event) ->
         client = reference()
         if client is None or client.closed:
             return
+        fd: int | None = None
         try:
             client.reconnect()  # nothing, while the connection is good
+            fd = client.watched()
         except MemoryManagerError as error:
             log.debug("not reconnected: %s", str(error))
-            del client
+        # Before any waiting, and outside `except`: the error's frames hold the client, too.
+        del client
+        if fd is None:
             stop.wait(pause)
             pause = min(2 * pause, _LONGEST_S)
             continue
-        fd = client.watched()
-        del client  # only the descriptor is watched, and it hangs up when the client goes
         pause = _FIRST_S
-        _wait_for_hang_up(fd)
+        _wait_for_hang_up(fd)  # which comes when the client goes, too
         stop.wait(_SETTLE_S)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import managers
 import package_source
 import process_state
 from tensor_dedup.digest import digest
-from tensor_dedup.memory_manager.client import Client, connect
+from tensor_dedup.memory_manager.client import Client, connect, watch
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import (
     LeaseClosedError,
@@ -341,3 +342,35 @@ def test_a_closed_client_does_not_come_back(manager: managers.Manager) -> None:
         client.get(["layer"])
     with pytest.raises(LeaseClosedError):
         client.reconnect()
+
+
+class Unreachable:
+    """A client whose manager does not answer any more."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def watched(self) -> int:
+        return -1
+
+    def reconnect(self) -> object:
+        self.asked.set()
+        raise MemoryManagerError("nobody answers", path="m.sock")
+
+
+def test_a_client_that_waits_for_its_manager_goes_when_nobody_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "_FIRST_S", 3600)
+    stop, gone = threading.Event(), threading.Event()
+    client = Unreachable()
+    weakref.finalize(client, gone.set)
+    watch.watch_manager(client, stop)
+    client.asked.wait()
+    del client
+    try:
+        assert gone.wait(30)
+    finally:
+        stop.set()
