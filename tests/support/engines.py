@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,6 @@ from tensor_dedup.loader.residents.resident import shares_memory, tensor_bytes
 if TYPE_CHECKING:
     from vllm import LLM
 
-_set_aside: list[Path] = []
 # How a parameter's packed form is called beside the parameter itself.
 PACKED = " (packed)"
 
@@ -39,10 +39,14 @@ def warm_up(first: Path, *, pooling: bool = False) -> None:
     plain.let_go(llm)
     del llm
     gc.collect()
-    # Once: later engines import little. What is set aside is never freed, so no resident may be.
-    if not _set_aside and not registry.residents():
-        process_state.set_aside()
-        _set_aside.append(first)
+    if not registry.residents():  # what is set aside is never freed
+        _set_aside_imports()
+
+
+@cache
+def _set_aside_imports() -> None:
+    """Once in a process: the first engine imports most of what engines need."""
+    process_state.set_aside()
 
 
 @contextmanager
