@@ -5,10 +5,10 @@
 
 *load*: vLLM loads a base, a fine-tune and the base again in one process (seconds of `load_model`).
 *attach*: vLLM loads a model that another engine has put into a memory manager. *pipelines*:
-Diffusers loads two pipelines. *checkpoints*: a run saves steps of which all, a tenth and nothing
-changed, and loads one. Each process measures its part once, with modules compiled before. Both
-trees alternate (A B, B A, ...), and ratios are of one pair. Prints a section of Markdown; `--write`
-puts it into docs/benchmarks.md.
+Diffusers loads two pipelines (multiples of a plain load in that process). *checkpoints*: a run
+saves steps of which all, a tenth and nothing changed, and loads one. Each process measures its part
+once, with modules compiled before. Both trees alternate (A B, B A, ...), and ratios are of one
+pair. Prints a section of Markdown; `--write` puts it into docs/benchmarks.md.
 """
 
 import sys
@@ -43,7 +43,7 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def measured(part: str, tree: Path, inputs: Path) -> dict[str, float]:
-    """The seconds of each step of a part, by a process that imports `tree`."""
+    """What each step of a part takes in a process that imports `tree`: `journeys` names units."""
     with tempfile.TemporaryDirectory(dir=inputs, prefix=".run-") as scratch:
         environment = {
             **os.environ,
@@ -71,7 +71,7 @@ def measured(part: str, tree: Path, inputs: Path) -> dict[str, float]:
 @click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
 def main(commit: str, pairs: int, only: tuple[str, ...], work: Path | None, write: bool) -> None:
     """Measure this tree against COMMIT."""
-    rows = ["| | before, s | now, s | ratio | aim |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| | before | now | ratio | aim |", "| --- | --- | --- | --- | --- |"]
     with tempfile.TemporaryDirectory(dir=work, prefix="td-against-") as folder:
         before, inputs = unpack(commit, Path(folder) / "before"), Path(folder) / "inputs"
         inputs.mkdir()

@@ -56,7 +56,7 @@ def plainly(medium: tuple[Path, Path]) -> list[dict[str, int]]:
     return fresh.call(load_and_drop, *medium, None)
 
 
-@pytest.mark.parametrize("policy", ["packed", "plain"])
+@pytest.mark.parametrize("policy", ["packed", pytest.param("plain", marks=pytest.mark.long)])
 def test_memory_after_all_is_dropped_is_that_of_plain_vllm(
     policy: str, medium: tuple[Path, Path], plainly: list[dict[str, int]]
 ) -> None:
