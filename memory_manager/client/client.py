@@ -398,9 +398,15 @@ class Client:
                 return 0
             slabs = self._session.slabs.living()
             connection = Connection(self._connection.path, self._name[:MAX_NAME])
-            session = _Session(connection, SlabTable(slabs))
-            taken = sum(offer_slab(connection, slab) for slab in slabs)
-            self._session = session
+            try:
+                session = _Session(connection, SlabTable(slabs))
+                taken = sum(offer_slab(connection, slab) for slab in slabs)
+                self._session = session
+                if self.closed:  # meanwhile: `close` may have seen the old connection only
+                    raise LeaseClosedError("this client was closed; connect a new one")
+            except BaseException:
+                connection.close()
+                raise
         self._publish_again(connection)
         log.info("reconnected to %s: %d of %d slabs taken back", connection.path, taken, len(slabs))
         return taken

@@ -11,8 +11,11 @@ import pytest
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
+from tensor_dedup.memory_manager.client import client as client_module
 from tensor_dedup.memory_manager.client.connection import Connection
-from tensor_dedup.memory_manager.errors import ManagerGoneError, RefusedError
+from tensor_dedup.memory_manager.client.leases import SharedSlab
+from tensor_dedup.memory_manager.client.watch import offer_slab
+from tensor_dedup.memory_manager.errors import LeaseClosedError, ManagerGoneError, RefusedError
 from tensor_dedup.memory_manager.protocol.limits import MAX_DESCRIPTORS
 from tensor_dedup.memory_manager.protocol.messages import FoundDigests, LookupDigests
 
@@ -285,4 +288,30 @@ def test_a_client_reconnects_by_itself(manager: managers.Manager) -> None:
         assert managers.bytes_of(lease) == DATA
     finally:
         client.close()
+        successor.close()
+
+
+def test_a_client_that_is_closed_while_it_reconnects_leaves_no_connection(
+    manager: managers.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(manager.socket, name="kept", keep_connected=False)
+    [lease] = managers.build(client, "layer", DATA)
+    manager.kill()
+    successor = managers.Manager(manager.socket)
+    offered = []
+
+    def offer_and_close(connection: Connection, slab: SharedSlab) -> bool:
+        offered.append(offer_slab(connection, slab))
+        client.close()
+        return offered[-1]
+
+    monkeypatch.setattr(client_module, "offer_slab", offer_and_close)
+    try:
+        with pytest.raises(LeaseClosedError):
+            client.reconnect()
+        assert offered == [True]
+        assert not client.connected
+        managers.until(lambda: successor.overview().totals.leases == 0)
+        assert managers.bytes_of(lease) == DATA
+    finally:
         successor.close()
