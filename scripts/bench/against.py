@@ -5,10 +5,11 @@
 
 *load*: vLLM loads a base, a fine-tune and the base again in one process (seconds of `load_model`).
 *attach*: vLLM loads a model that another engine has put into a memory manager. *pipelines*:
-Diffusers loads two pipelines (multiples of a plain load in that process). *checkpoints*: a run
-saves steps of which all, a tenth and nothing changed, and loads one. Each process measures its part
-once, with modules compiled before. Both trees alternate (A B, B A, ...), and ratios are of one
-pair. Prints a section of Markdown; `--write` puts it into docs/benchmarks.md.
+Diffusers loads two pipelines (multiples of a plain load in that process); *calls*: the calls, of
+Python and of C, that it makes for them. *checkpoints*: a run saves steps of which all, a tenth and
+nothing changed, and loads one. Each process measures its part once, with modules compiled before.
+Both trees alternate (A B, B A, ...), and ratios are of one pair. Prints a section of Markdown;
+`--write` puts it into docs/benchmarks.md.
 """
 
 import sys
@@ -88,8 +89,10 @@ def main(commit: str, pairs: int, only: tuple[str, ...], work: Path | None, writ
             for step in found[0][0]:
                 old, new = ([pair[side][step] for pair in found] for side in (0, 1))
                 ratio = estimate([b / a for a, b in zip(old, new, strict=True)])
+                digits = 0 if part == "calls" else 3
                 rows.append(
-                    f"| {part}: {step} | {estimate(old).text()} | {estimate(new).text()} "
+                    f"| {part}: {step} "
+                    f"| {estimate(old).text(digits)} | {estimate(new).text(digits)} "
                     f"| {ratio.text(2)} | {MOST}: {verdict(ratio, most=MOST)} |"
                 )
                 click.echo(rows[-1])

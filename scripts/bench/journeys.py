@@ -7,12 +7,16 @@ import gc
 import json
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
-PARTS: Final = ("load", "attach", "pipelines", "checkpoints")
+PARTS: Final = ("load", "attach", "pipelines", "calls", "checkpoints")
 _SHAPES: Final[dict[str, Any]] = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -50,10 +54,6 @@ def make_pipelines(inputs: Path) -> None:
 
     for name in pictures.missing(inputs):
         pictures.make(name, inputs, tiny=True)
-
-
-def make_checkpoints(inputs: Path) -> None:
-    """Nothing: the models are made in memory."""
 
 
 def _engine(path: Path, config: Any) -> tuple[Any, float]:
@@ -145,26 +145,59 @@ def pipelines(inputs: Path, scratch: Path) -> dict[str, float]:
     The least of several where the same can be loaded again, and no seconds: on a shared machine a
     processor's speed may change twofold from one load to the next.
     """
+    found = _pipelines(inputs, _seconds)
+    return {step: found[step] / found["plain"] for step in ("first", "second", "known")}
+
+
+def calls(inputs: Path, scratch: Path) -> dict[str, float]:
+    """The same loads in calls, Python's and C's, which no processor's speed changes."""
+    return _pipelines(inputs, _calls)
+
+
+def _pipelines(inputs: Path, measure: Callable[[Callable[[], None]], float]) -> dict[str, float]:
     from diffusers import DiffusionPipeline
 
     from tensor_dedup import enable
 
-    def timed(path: Path) -> float:
-        # A full collection takes as long as such a load, and would come in one or the other.
-        gc.collect()
-        began = time.perf_counter()
+    def load(path: Path) -> None:
         kept.append(kind.from_pretrained(path))
-        return time.perf_counter() - began
 
     kind: Any = DiffusionPipeline
     kept: list[Any] = []
     [first, second] = sorted(path.parent for path in inputs.glob("*/model_index.json"))
-    timed(first)  # imports
-    plain = min(timed(second) for _ in range(_LOADS))
+    load(first)  # imports
+    found = {"plain": min(measure(partial(load, second)) for _ in range(_LOADS))}
     with enable():
-        seconds = {"first": timed(first), "second": timed(second)}
-        seconds["known"] = min(timed(second) for _ in range(_LOADS))
-    return {step: each / plain for step, each in seconds.items()}
+        found["first"] = measure(partial(load, first))
+        found["second"] = measure(partial(load, second))
+        found["known"] = min(measure(partial(load, second)) for _ in range(_LOADS))
+    return found
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    # A full collection takes as long as such a load, and would come in one or the other.
+    gc.collect()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _calls(work: Callable[[], None]) -> float:
+    """How many calls `work` makes, in this thread and those that it starts."""
+    events = Counter[str]()
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        events[event] += 1
+
+    gc.collect()
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return events["call"] + events["c_call"]
 
 
 def checkpoints(inputs: Path, scratch: Path) -> dict[str, float]:
@@ -197,15 +230,17 @@ def main() -> None:
     """Make inputs, or run one journey and print its seconds as JSON."""
     if sys.argv[1] == "make":
         part, inputs = sys.argv[2], Path(sys.argv[3])
-        {"attach": make_load, "load": make_load}.get(
-            part, make_pipelines if part == "pipelines" else make_checkpoints
-        )(inputs)
+        if part in ("load", "attach"):
+            make_load(inputs)
+        elif part in ("pipelines", "calls"):
+            make_pipelines(inputs)
         return
     journeys: dict[str, Callable[[Path, Path], dict[str, float]]] = {
         "load": load,
         "attach": attach,
         "hold": hold,
         "pipelines": pipelines,
+        "calls": calls,
         "checkpoints": checkpoints,
     }
     found = journeys[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
