@@ -392,8 +392,7 @@ class Client:
             LeaseClosedError: This client is closed.
         """
         with self._switch:
-            if self.closed:
-                raise LeaseClosedError("this client is closed; connect a new one")
+            self._require_open()
             if self._connection.check():
                 return 0
             slabs = self._session.slabs.living()
@@ -402,14 +401,17 @@ class Client:
                 session = _Session(connection, SlabTable(slabs))
                 taken = sum(offer_slab(connection, slab) for slab in slabs)
                 self._session = session
-                if self.closed:  # meanwhile: `close` may have seen the old connection only
-                    raise LeaseClosedError("this client was closed; connect a new one")
+                self._require_open()  # `close` may have come, and seen the old connection only
             except BaseException:
                 connection.close()
                 raise
         self._publish_again(connection)
         log.info("reconnected to %s: %d of %d slabs taken back", connection.path, taken, len(slabs))
         return taken
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise LeaseClosedError("this client is closed; connect a new one")
 
     def _publish_again(self, connection: Connection) -> None:
         for key, (record, digests) in list(self._records.items()):
