@@ -67,5 +67,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     process_state.set_aside()  # what the tests have imported stays anyhow
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    # pytest and the interpreter keep the exception of a test that failed, and a fixture's for as
+    # long as its scope lasts. Its frames hold that test's models, which the next would find shared.
+    if call.excinfo is not None and not item.config.getoption("usepdb"):
+        import process_state
+
+        process_state.clear_frames(call.excinfo.value)
+    return report
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     _SESSION.cleanup()

@@ -100,6 +100,23 @@ def _open() -> set[str]:
     return found
 
 
+def clear_frames(error: BaseException) -> None:
+    """Let go of what the functions held through which `error` and the errors behind it came."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            _ = frame.f_locals  # Python 3.11 keeps the last answer, with what was in the frame
+        left += [each.__cause__, each.__context__]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+
+
 def slabs() -> tuple[int, int]:
     """Mappings and descriptors of slabs."""
     return slab_mappings(), slab_descriptors()
