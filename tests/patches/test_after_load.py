@@ -166,7 +166,7 @@ def load_weights(worker: Any, path: str) -> None:
 
 
 def test_a_call_that_loads_weights_reaches_one_model_only(world: World, opened: Open) -> None:
-    """vLLM's packed weights cannot be loaded into, plain ones can."""
+    """What vLLM has packed cannot be loaded into, plain weights can."""
     oracle = opened(world.base, config=None)
     packed = opened(world.base, config={"cpu_weights": "packed"})
     mine = opened(world.base, config={"cpu_weights": "plain"})
@@ -176,13 +176,15 @@ def test_a_call_that_loads_weights_reaches_one_model_only(world: World, opened: 
     before = shared.contents(other)
 
     mine.collective_rpc(load_weights, args=(str(world.other),))
-    failures = []
+    refused = []
     for llm in (oracle, packed):
-        with pytest.raises(AssertionError) as caught:
+        try:
             llm.collective_rpc(load_weights, args=(str(world.other),))
-        failures.append(str(caught.value))
+        except AssertionError as error:
+            refused.append(str(error))
 
-    assert failures[0] == failures[1]
+    assert len(refused) == (2 if plain.packs() else 0)
+    assert len(set(refused)) <= 1
     assert plain.outputs(mine) == world.expected["plain"][world.other]
     assert shared.contents(other) == before
     assert plain.outputs(other) == world.expected["plain"][world.base]

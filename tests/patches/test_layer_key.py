@@ -319,7 +319,10 @@ def test_what_makes_processing_end_otherwise_changes_the_key(arch: str, tmp_path
     assert len(keys) > len(plainly) / 3
     for switch, layers in found.items():
         different = {name for name in keys if layers[name][1] != plainly[name][1]}
-        if switch in ("float32", "cpu_weights", "without oneDNN"):
+        shows = switch == "float32" or (
+            plain.packs() and switch in ("cpu_weights", "without oneDNN")
+        )
+        if shows:
             assert different, f"{switch} shows nothing, so this test proves nothing of it"
         assert not [n for n in different if layers[n][0] == keys[n]], "other state, same key"
         if switch != "cpu_weights":  # of that, experts and norms need to know nothing

@@ -72,6 +72,21 @@ def kept_as(policy: str) -> Iterator[None]:
         yield
 
 
+def packs() -> bool:
+    """Does vLLM pack weights in bf16 on this CPU?
+
+    oneDNN has no product of them for a CPU without AVX-512, or where ONEDNN_MAX_CPU_ISA hides it.
+    """
+    import torch
+    from vllm import _custom_ops
+
+    try:
+        _custom_ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16).t(), 32)
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextmanager
 def _without_numbas_library() -> Iterator[None]:
     """Once an n-gram draft has imported numba, vLLM makes no other engine in that process.

@@ -29,11 +29,15 @@ def engine(path: str | Path, *, pooling: bool = False, **config: Any) -> "LLM":
 
 
 def handlers(llm: "LLM") -> dict[str, Linear]:
-    """The packed functions of every layer that has one; `F.linear` packs nothing."""
+    """The packed functions of every layer that has one.
+
+    Where vLLM packs nothing, which depends on the CPU, it gives a layer `F.linear`, or a function
+    that calls it: such a function holds nothing.
+    """
     found = {}
     for name, module in plain.model(llm).named_modules():
         linear = getattr(module, "cpu_linear", None)
-        if linear is not None and linear is not nn.functional.linear:
+        if getattr(linear, "__closure__", None):
             found[name] = linear
     return found
 
