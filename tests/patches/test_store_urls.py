@@ -134,7 +134,18 @@ def test_always_verifying_reads_all_of_it(
     answers, report = answers_and_report(BASE, folder, verify="always")
     assert report.shared_bytes == report.total_bytes > 0
     assert not report.known
-    assert report.bytes_from_store == report.bytes_hashed == checkpoints.nbytes(pair.base)
+    assert report.bytes_from_store == checkpoints.nbytes(pair.base)
+    # Fused weights that are not packed are found by the digest of the result.
+    again = (
+        0
+        if plain.packs()
+        else sum(
+            each.nbytes
+            for name, each in checkpoints.tensors(pair.base).items()
+            if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        )
+    )
+    assert report.bytes_hashed == report.bytes_from_store + again
     assert answers == expected[BASE]
     engines.drop(first)
 

@@ -184,8 +184,8 @@ def _assert_reported(report: ModelReport, base: Path, variant: Path) -> None:
 
 
 def _resident_bytes(name: str, held: Mapping[str, torch.Tensor]) -> int:
-    """vLLM keeps embedding and head beside their packed forms."""
-    return held[name].nbytes * (2 if name in (EMBEDDING, HEAD) else 1)
+    """Where vLLM packs, it keeps embedding and head beside their packed forms."""
+    return held[name].nbytes * (2 if name in (EMBEDDING, HEAD) and plain.packs() else 1)
 
 
 def _final(name: str) -> str:
