@@ -5,6 +5,7 @@ StoreError
                    UnknownTensorError, BadRangeError, ExportTargetError, ClosedCheckpointError
   - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
                    ChangedModelError
+  - of a bug:      ContradictoryManifestError
   - of its files:  NewerFormatError
                    DamagedFileError         a file of the store is not what it was written as
                      - EscapingPathError      a manifest names a path outside the export
@@ -125,6 +126,12 @@ class ChangedModelError(AdvisedError):
     """A tensor was written to while it was being saved. Nothing was committed."""
 
     advice = "save between two steps of the optimizer, or save a copy"
+
+
+class ContradictoryManifestError(AdvisedError):
+    """What a writer was about to commit is nothing that a reader accepts. Nothing was committed."""
+
+    advice = "nothing was committed; report this, with the names of the checkpoint's files"
 
 
 class NewerFormatError(AdvisedError):

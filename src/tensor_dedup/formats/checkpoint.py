@@ -9,6 +9,10 @@ those of the components it names; single-file versions of the whole pipeline bes
 out. `tensor_dedup.formats.naming` chooses among several copies in one folder. A sub-folder
 `original`, beside weights, is the publisher's own layout of them and left out; so are hidden
 folders.
+
+An index may name shards in folders below its own. They keep the names that it gives them, and no
+other file of those folders counts, as in the index's own folder. No file is given twice, however
+many times or ways indexes name it.
 """
 
 import os
@@ -105,9 +109,12 @@ def _open_file(path: Path) -> list[CheckpointFile]:
         )
     if path.suffix in _UNREAD:
         raise _unsupported(path, [path.name])
+    opened = _OpenFiles()
     if is_index(path.name):
-        return _open_index(path, "")
-    return [CheckpointFile(path, "", read_header(path))]
+        opened.add_index(path, "")
+    else:
+        opened.add(path, "", read_header(path))
+    return opened.files
 
 
 def _open_tree(root: Path) -> list[CheckpointFile]:
@@ -118,36 +125,69 @@ def _open_tree(root: Path) -> list[CheckpointFile]:
 
 def _walk(root: Path, components: frozenset[str], any_name: bool) -> list[CheckpointFile]:
     """Return the files of a tree; with `any_name`, also those not called as weights are."""
-    files: list[CheckpointFile] = []
+    opened = _OpenFiles()
     for prefix, folder in _folders(root):
         top = prefix.partition("/")[0]
-        if (components and top not in components) or (top == _SECOND_COPY and files):
+        if (components and top not in components) or (top == _SECOND_COPY and opened.files):
             continue
-        names = _names(folder)
-        found = _open_folder(folder, prefix, names, any_name)
+        if _identity(folder) in opened.indexed:
+            continue
+        names, before = _names(folder), len(opened.files)
+        opened.add_folder(folder, prefix, names, any_name)
         others = [prefix + name for name in names if name.endswith(_FOREIGN)]
-        if components and others and not found:
+        if components and others and len(opened.files) == before:
             raise _unsupported(root, others)
-        files += found
-    return files
+    return opened.files
 
 
-def _open_folder(
-    folder: Path, prefix: str, names: list[str], any_name: bool
-) -> list[CheckpointFile]:
-    choice = _choose(names, any_name)
-    if choice.missing is not None:
-        raise CheckpointFilesError.at(
-            CheckpointFault.MISSING_SHARD,
-            str(folder),
-            f"the shard {choice.missing} is not there",
-            shard=choice.missing,
-        )
-    files = [file for index in choice.indexes for file in _open_index(folder / index, prefix)]
-    files += [
-        CheckpointFile(folder / name, prefix, read_header(folder / name)) for name in choice.files
-    ]
-    return files
+class _OpenFiles:
+    """The files of a checkpoint while they are found; `indexed` are folders with indexed shards.
+
+    A file is known by its folder, as the file system identifies it, and its name there. What a link
+    leads to does not identify it: in a hub cache equal files of two components are one blob.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[CheckpointFile] = []
+        self.indexed: set[tuple[int, int]] = set()
+        self._seen: set[tuple[tuple[int, int], str]] = set()
+
+    def add(self, path: Path, prefix: str, header: Header) -> None:
+        """Add a file, unless it is there already."""
+        entry = _identity(path.parent), path.name
+        if entry not in self._seen:
+            self._seen.add(entry)
+            self.files.append(CheckpointFile(path, prefix, header))
+
+    def add_folder(self, folder: Path, prefix: str, names: list[str], any_name: bool) -> None:
+        """Add the weights among the files of a folder."""
+        choice = _choose(names, any_name)
+        if choice.missing is not None:
+            raise CheckpointFilesError.at(
+                CheckpointFault.MISSING_SHARD,
+                str(folder),
+                f"the shard {choice.missing} is not there",
+                shard=choice.missing,
+            )
+        for index in choice.indexes:
+            self.add_index(folder / index, prefix)
+        for name in choice.files:
+            self.add(folder / name, prefix, read_header(folder / name))
+
+    def add_index(self, index: Path, prefix: str) -> None:
+        """Add the shards that an index names."""
+        shards: dict[PurePosixPath, list[str]] = {}
+        for tensor, name in _weight_map(index).items():
+            shards.setdefault(PurePosixPath(name), []).append(tensor)
+        for shard, expected in sorted(shards.items()):
+            path = index.parent / shard
+            self.add(path, prefix, _shard_header(index, str(shard), path, expected))
+            self.indexed.add(_identity(path.parent))
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _choose(names: list[str], any_name: bool) -> WeightFiles:
@@ -173,10 +213,9 @@ def _folders(root: Path) -> Iterator[tuple[str, Path]]:
     waiting = [("", root)]
     while waiting:
         prefix, folder = waiting.pop(0)
-        status = folder.stat()
-        if (status.st_dev, status.st_ino) in seen:
+        if (identity := _identity(folder)) in seen:
             continue
-        seen.add((status.st_dev, status.st_ino))
+        seen.add(identity)
         yield prefix, folder
         waiting += [
             (f"{prefix}{entry.name}/", entry)
@@ -207,18 +246,8 @@ def _components(root: Path) -> frozenset[str]:
     )
 
 
-def _open_index(index: Path, prefix: str) -> list[CheckpointFile]:
-    shards: dict[str, list[str]] = {}
-    for tensor, shard in _weight_map(index).items():
-        shards.setdefault(shard, []).append(tensor)
-    return [
-        _open_shard(index, prefix, shard, expected) for shard, expected in sorted(shards.items())
-    ]
-
-
-def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> CheckpointFile:
-    path = index.parent / shard
-    if not path.is_file():
+def _shard_header(index: Path, shard: str, path: Path, expected: list[str]) -> Header:
+    if not _is_file(path):
         raise CheckpointFilesError.at(
             CheckpointFault.MISSING_SHARD,
             str(index),
@@ -237,7 +266,14 @@ def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> Ch
                 tensor,
                 shard=shard,
             )
-    return CheckpointFile(path, prefix, header)
+    return header
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
