@@ -151,9 +151,10 @@ class Import:
 
         Raises:
             ChangedFileError: the file was modified meanwhile.
+            CheckpointFilesError: a link now leads out of the checkpoint with it.
         """
         files = self._objects.files
-        handle = files.open(file.path, "read")
+        handle = file.open(files)
         try:
             before, began_ns = files.status_of(handle), time.time_ns()
             self._check_unchanged(handle, file, before)
@@ -369,7 +370,7 @@ def expected_manifest(
     entries: list[FileEntry] = []
     pieces: list[Piece] = []
     for file in source.files:
-        handle = files.open(file.path, "read")
+        handle = file.open(files)
         try:
             digests = _digests(hasher, handle, file, known(file.path, handle.fd))
         finally:

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from refusals import refused
 from stores import (
     KIB,
     assert_clean,
@@ -19,12 +21,17 @@ from stores import (
     write,
 )
 from tensor_dedup.analyze import analyze
+from tensor_dedup.analyze.digests import read_digests
+from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.formats.errors import CheckpointFault
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.errors import ContradictoryManifestError, DamagedFileError
+from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry
 from tensor_dedup.store.writing import sources
+from tensor_dedup.store.writing.hashing import SilentListener
 from tensor_dedup.store.writing.transaction import OrderedTransaction
 
 INDEX = "model.safetensors.index.json"
@@ -110,7 +117,7 @@ def test_an_import_that_nobody_could_read_is_not_committed(
     folder = write(tmp_path / "m", WITHIN)
     found = sources.read_source(store._objects.files, folder)
     twice = sources.ImportSource((*found.files, found.files[0]), ())
-    monkeypatch.setattr("tensor_dedup.store.store.read_source", lambda *_: twice)
+    monkeypatch.setattr("tensor_dedup.store.store.read_source", lambda *_, **__: twice)
     with pytest.raises(ContradictoryManifestError, match="one path; nothing was committed"):
         store.import_(folder)
     assert list(store._objects.manifest_names()) == []
@@ -140,3 +147,122 @@ def test_a_merge_that_nobody_could_read_is_not_committed(store: Store, tmp_path:
         with pytest.raises(ContradictoryManifestError, match="x is not 1025 bytes"):
             transaction.commit("run@1", name)
     assert [listed.name for listed in store.list()] == ["m"]
+
+
+SECRET = b"-----BEGIN KEY-----"
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A file of the user's own, outside of everything that is imported."""
+    return write(tmp_path / "home", {"key": SECRET, "folder/key": SECRET}) / "key"
+
+
+def model(folder: Path) -> Path:
+    return write(folder, {"model.safetensors": weights("a"), "config.json": b"{}"})
+
+
+@pytest.mark.parametrize("link", ["extra.json", "deeper"])
+@pytest.mark.parametrize("how", [{}, {"external": True}, {"compress": "auto"}])
+def test_a_link_out_of_an_imported_folder_is_refused(
+    store: Store, tmp_path: Path, key: Path, link: str, how: dict[str, Any]
+) -> None:
+    folder, target = model(tmp_path / "m"), key if link == "extra.json" else key.parent / "folder"
+    (folder / link).symlink_to(target)
+    with refused(CheckpointFault.LINK_OUTSIDE, match=f"{folder / link}: a link to {target}, ") as e:
+        store.import_(folder, **how)
+    assert (e.value.facts["link"], e.value.facts["target"]) == (str(folder / link), str(target))
+    assert list(store._objects.containers()) == []
+    store.import_(folder, follow_links=True, **how)
+    store.export("m", tmp_path / "out")
+    assert SECRET in content(tmp_path / "out").values()
+
+
+def test_links_within_an_imported_folder_are_followed(
+    store: Store, tmp_path: Path, key: Path
+) -> None:
+    folder = model(tmp_path / "m")
+    (folder / "again.json").symlink_to(folder / "config.json")
+    (folder / "gone.json").symlink_to(key.with_name("gone"))
+    (folder / "loop.json").symlink_to("loop.json")
+    (folder / ".hidden").symlink_to(key)
+    (folder / "pytorch_model.bin").symlink_to(key)  # a second copy of the weights is left out
+    store.import_(folder)
+    store.export("m", tmp_path / "out")
+    expected = {"model.safetensors": weights("a"), "config.json": b"{}", "again.json": b"{}"}
+    assert content(tmp_path / "out") == expected
+
+
+def test_a_snapshot_of_a_hub_cache_is_imported_with_its_blobs(
+    store: Store, tmp_path: Path, key: Path
+) -> None:
+    repository = tmp_path / "models--org--name"
+    write(repository / "blobs", {"1": weights("a"), "2": b"{}"})
+    folder = write(repository / "snapshots" / "abc", {})
+    folder.mkdir(parents=True)
+    for blob, name in (("1", "model.safetensors"), ("2", "config.json")):
+        (folder / name).symlink_to(f"../../blobs/{blob}")
+    store.import_(folder)
+    assert_clean(store, {"org/name": {"model.safetensors": weights("a"), "config.json": b"{}"}})
+    (folder / "extra.json").symlink_to(key)
+    with refused(CheckpointFault.LINK_OUTSIDE):
+        store.import_(folder, "again")
+
+
+class Exchanging(RealFiles):
+    """Puts a link to another file in a file's place just before that is opened."""
+
+    def __init__(self, target: Path, by: Path) -> None:
+        self._target, self._by = target, by
+
+    def open(self, path: Path, mode: Mode) -> Handle:
+        if path == self._target and not path.is_symlink():
+            path.unlink()
+            path.symlink_to(self._by)
+        return super().open(path, mode)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_link_that_appears_while_a_folder_is_imported_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    folder = model(tmp_path / "m")
+    twin = write(tmp_path / "home", {name: (folder / name).read_bytes()}) / name
+    store = open_store(tmp_path / "store", Exchanging(folder / name, twin))
+    with refused(CheckpointFault.LINK_OUTSIDE, match=str(twin)):
+        store.import_(folder)
+    assert (folder / name).is_symlink()
+    assert_clean(store, {})
+
+
+def test_a_link_that_appears_while_a_folder_is_analyzed_is_refused(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    weights_file = folder / "model.safetensors"
+    links = open_checkpoint(folder).links
+    weights_file.rename(tmp_path / "away")
+    weights_file.symlink_to(tmp_path / "away")
+    with refused(CheckpointFault.LINK_OUTSIDE):
+        read_digests({weights_file: []}, "blake3", None, SilentListener(), {weights_file: links})
+
+
+def test_repair_follows_links(store: Store, tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    store.import_(folder, follow_links=True)
+    before = content(tmp_path / "m")
+    for container in list(store._objects.containers()):
+        store._objects.layout.container(container.name, container.kind).unlink()
+    assert store.repair([folder]).whole
+    assert_clean(store, {"m": before})
+
+
+def test_a_configuration_with_a_link_out_of_its_folder_is_refused(
+    tmp_path: Path, key: Path
+) -> None:
+    folder = write(tmp_path / "config", {"config.json": b"{}"})
+    with handle(tmp_path / "store", config=folder) as run:
+        run.save(network(1), 1)
+    (folder / "extra.json").symlink_to(key)
+    with refused(CheckpointFault.LINK_OUTSIDE, match=str(key)):
+        handle(tmp_path / "store", config=folder)
