@@ -1,7 +1,7 @@
 """The errors of a store, one class for each way in which it can fail.
 
 StoreError
-  - of its use:    NotAStoreError, BadNameError, NameTakenError, UnknownNameError,
+  - of its use:    NotAStoreError, BadNameError, NotTextError, NameTakenError, UnknownNameError,
                    UnknownTensorError, BadRangeError, ExportTargetError, ClosedCheckpointError
   - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
                    ChangedModelError
@@ -54,6 +54,12 @@ class BadNameError(AdvisedError):
         "use letters, digits and . _ - + @ =, in parts separated by /, each beginning with a "
         "letter, a digit or _, 200 characters at most"
     )
+
+
+class NotTextError(AdvisedError):
+    """The name of a tensor or of a file is not Unicode: it holds half of a surrogate pair."""
+
+    advice = "give it another name"
 
 
 class NameTakenError(AdvisedError):

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
-from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
+from tensor_dedup.formats.checkpoint import (
+    Checkpoint,
+    CheckpointFile,
+    check_text,
+    open_checkpoint,
+)
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.naming import is_index
 from tensor_dedup.formats.weights import Header, aliases_in
@@ -178,6 +183,7 @@ def _walk(files: Files, root: Path, links: LinkBoundary) -> Iterator[tuple[str, 
 def _weights(file: CheckpointFile, root: Path, links: LinkBoundary) -> ImportFile:
     stored_as, segments = file.path.relative_to(root).as_posix(), segments_of(file.header)
     aliases = aliases_in(file.header)
+    check_text(stored_as, file.path)
     return ImportFile(file.path, stored_as, file.prefix, segments, True, aliases, links)
 
 
@@ -206,6 +212,7 @@ def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
 
 
 def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> ImportFile:
+    check_text(name, path)
     links.check(path)
     status = files.status(path)
     if status is None:

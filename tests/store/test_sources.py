@@ -1,10 +1,12 @@
 """Folders as they are downloaded: what of them an import takes, and what it refuses."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from refusals import refused
@@ -24,9 +26,10 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.digests import read_digests
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import CheckpointFault
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.errors import ContradictoryManifestError, DamagedFileError
+from tensor_dedup.store.errors import ContradictoryManifestError, DamagedFileError, NotTextError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry
@@ -266,3 +269,62 @@ def test_a_configuration_with_a_link_out_of_its_folder_is_refused(
     (folder / "extra.json").symlink_to(key)
     with refused(CheckpointFault.LINK_OUTSIDE, match=str(key)):
         handle(tmp_path / "store", config=folder)
+
+
+ODD = os.fsdecode(b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"model.safetensors": weights("a"), f"{ODD}.json": b"{}"},
+        {"model.safetensors": weights("a"), f"{ODD}/config.json": b"{}"},
+        {f"model{ODD}.safetensors": weights("a")},
+        {f"model{ODD}.safetensors.index.json": index(a="x"), "x": weights("a")},
+        {f"{ODD}/model.safetensors": weights("a")},
+    ],
+    ids=["small file", "its folder", "weights", "index", "folder of weights"],
+)
+@pytest.mark.parametrize("external", [False, True])
+def test_names_that_are_not_utf_8_are_refused(
+    store: Store, tmp_path: Path, files: Mapping[str, bytes], external: bool
+) -> None:
+    folder = write(tmp_path / "m", files)
+    with refused(CheckpointFault.NAME_ENCODING, match=r"\\udcff\\udcfe.*rename it") as found:
+        store.import_(folder, external=external)
+    str(found.value).encode()
+    assert list(store._objects.containers()) == []
+
+
+def test_names_that_are_not_utf_8_and_not_read_do_no_harm(store: Store, tmp_path: Path) -> None:
+    files = {f".{ODD}": b"", f"{ODD}.bin": b"", "model.safetensors": weights("a")}
+    result = store.import_(write(tmp_path / "m", files))
+    assert (result.files, result.skipped) == (1, (f"{ODD}.bin",))
+    twin = write(tmp_path / ODD, {"model.safetensors": weights("a")})
+    assert store.import_(twin, "again").manifest == result.manifest
+    store.export("again", tmp_path / f"out{ODD}")
+    assert content(tmp_path / f"out{ODD}") == content(twin)
+    with refused(CheckpointFault.NAME_ENCODING):  # where external weights are is written down
+        store.import_(twin, "external", external=True)
+
+
+def test_names_that_are_not_utf_8_are_analyzed_unless_tensors_are_called_by_them(
+    tmp_path: Path,
+) -> None:
+    hints = HintIndex(tmp_path / "hints.sqlite")
+    folder = write(tmp_path / "m", {f"model{ODD}.safetensors": weights("a")})
+    for _ in range(2):
+        assert analyze([folder], hints=hints).unique_bytes == KIB
+    write(folder, {f"{ODD}/model.safetensors": weights("a")})
+    with refused(CheckpointFault.NAME_ENCODING, match="rename it"):
+        analyze([folder])
+
+
+@pytest.mark.parametrize("what", ["tensor", "file", "part"])
+def test_names_that_are_not_unicode_are_not_saved(tmp_path: Path, what: str) -> None:
+    with handle(tmp_path / "store", weights=ODD if what == "part" else "") as run:
+        model = {ODD if what == "tensor" else "t": np.zeros(3)}
+        with pytest.raises(NotTextError, match=r"'\\udcff\\udcfe' is not Unicode; give it another"):
+            run.save(model, 1, files={ODD if what == "file" else "f": b""})
+        assert run.steps() == []
+    assert_clean(open_store(tmp_path / "store"), {})

@@ -165,6 +165,7 @@ class _OpenFiles:
 
     def add(self, path: Path, prefix: str, header: Header) -> None:
         """Add a file, unless it is there already."""
+        check_text(prefix, path)  # tensors are called by it
         entry = _identity(path.parent), path.name
         if entry not in self._seen:
             self._seen.add(entry)
@@ -197,6 +198,23 @@ class _OpenFiles:
             path = index.parent / shard
             self.add(path, prefix, _shard_header(index, str(shard), expected, self._links))
             self.indexed.add(_identity(path.parent))
+
+
+def check_text(name: str, path: Path) -> None:
+    """Check that a name, which the file at `path` has by its place, is a text.
+
+    On Linux any bytes can be the name of a file. Those that are not UTF-8 fit neither into JSON nor
+    into a store, and other programs would show other names.
+
+    Raises:
+        CheckpointFilesError: it is not UTF-8.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        shown = str(path).encode("utf-8", "backslashreplace").decode()
+        what = "its name, or that of a folder it is in, is not UTF-8"
+        raise CheckpointFilesError.at(CheckpointFault.NAME_ENCODING, shown, what) from error
 
 
 def _read_header(path: Path, links: LinkBoundary) -> Header:
