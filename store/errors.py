@@ -52,7 +52,7 @@ class BadNameError(AdvisedError):
 
     advice = (
         "use letters, digits and . _ - + @ =, in parts separated by /, each beginning with a "
-        "letter, a digit or _, 200 characters at most"
+        "letter, a digit or _, 200 characters at most, 255 with three for each /"
     )
 
 

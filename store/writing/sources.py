@@ -16,7 +16,7 @@ from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.naming import is_index
 from tensor_dedup.formats.weights import Header, aliases_in
 from tensor_dedup.store.files import Files, Handle, RealFiles
-from tensor_dedup.store.format.names import name_of
+from tensor_dedup.store.format.names import name_of, shortened
 
 # Unless open_checkpoint chose them: second copies, states of a training run, and formats that are
 # not read; they would be stored as blind bytes.
@@ -253,4 +253,4 @@ def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
             path = root / folder / _SNAPSHOTS / revision
             status = door.status(path)
             if not revision.startswith(_HIDDEN) and status is not None and status.kind == "folder":
-                yield HubSnapshot(path, f"{name_of(path)}@{revision}")
+                yield HubSnapshot(path, shortened(name_of(path), f"@{revision}"))

@@ -29,7 +29,12 @@ from tensor_dedup.formats.errors import CheckpointFault
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.errors import ContradictoryManifestError, DamagedFileError, NotTextError
+from tensor_dedup.store.errors import (
+    BadNameError,
+    ContradictoryManifestError,
+    DamagedFileError,
+    NotTextError,
+)
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry
@@ -328,3 +333,45 @@ def test_names_that_are_not_unicode_are_not_saved(tmp_path: Path, what: str) -> 
             run.save(model, 1, files={ODD if what == "file" else "f": b""})
         assert run.steps() == []
     assert_clean(open_store(tmp_path / "store"), {})
+
+
+# As names of files: 255 bytes, and 256.
+LONGEST, TOO_LONG = "a/" * 63 + "abc", "a/" * 63 + "abcd"
+
+
+def test_a_name_that_no_file_can_have_is_refused_before_anything_is_stored(
+    store: Store, tmp_path: Path
+) -> None:
+    folder = model(tmp_path / "m")
+    store.import_(folder, LONGEST)
+    assert_clean(store, {LONGEST: content(folder)})
+    store.delete(LONGEST)
+    store.gc(0)
+    for name in (TOO_LONG, "a/" * 99 + "a"):
+        with pytest.raises(BadNameError, match=r"256 bytes|397 bytes"):
+            store.import_(folder, name)
+    assert list(store._objects.containers()) == []
+
+
+def test_a_step_whose_name_no_file_can_have_is_refused_before_anything_is_stored(
+    tmp_path: Path,
+) -> None:
+    run = LONGEST[:-2]
+    with handle(tmp_path / "store", run) as steps:
+        steps.save({"t": np.zeros(100)}, 1)
+        with pytest.raises(BadNameError, match="256 bytes"):
+            steps.save({"t": np.ones(100)}, 10)
+        with pytest.raises(BadNameError, match="259 bytes"):
+            steps.pin(1)
+        assert steps.steps() == [1]
+        assert steps.load(1, None)["t"].tolist() == [0] * 100
+        assert len(list(steps.store._objects.containers())) == 1
+
+
+def test_a_default_name_is_cut_to_what_a_file_can_have(store: Store, tmp_path: Path) -> None:
+    repository = "models--" + "--".join("a" * 80)
+    name = store.import_(model(tmp_path / repository / "snapshots" / "abc")).name
+    assert name == "/".join("a" * 64)
+    (snapshot,) = sources.snapshots(tmp_path)
+    assert snapshot.name == "/".join("a" * 63) + "@abc"
+    assert store.import_(snapshot.path, snapshot.name, external=True).name == snapshot.name
