@@ -201,7 +201,7 @@ class Repair:
                     self._objects.set_bad_offsets(container.name, ())
 
     def _hash(self, file: ImportFile) -> list[Hashed]:
-        handle = file.open(self._objects.files)
+        handle = file.open_with(self._objects.files)
         try:
             return hash_copy(self._hasher, handle, file.segments, self._progress)
         finally:
@@ -243,7 +243,7 @@ class Repair:
             for part, found in zip(file.segments, hashed, strict=True)
             if lost.pop(found.digest, None) is not None
         ]
-        handle = file.open(self._objects.files)
+        handle = file.open_with(self._objects.files)
         try:
             for kind, writer in writers.items():
                 writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])

@@ -262,7 +262,7 @@ class Encoder:
         """The mean share of bits in which samples differ; what has no counterpart counts 1/2."""
         shares = []
         for file, part in largest:
-            handle = file.open(self._objects.files)
+            handle = file.open_with(self._objects.files)
             try:
                 options = list(self._sampled(base, handle, part, file.prefix))
             finally:

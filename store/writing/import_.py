@@ -155,7 +155,7 @@ class Import:
             CheckpointFilesError: a link now leads out of the checkpoint with it.
         """
         files = self._objects.files
-        handle = file.open(files)
+        handle = file.open_with(files)
         try:
             before, began_ns = files.status_of(handle), time.time_ns()
             self._check_unchanged(handle, file, before)
@@ -373,7 +373,7 @@ def expected_manifest(
     entries: list[FileEntry] = []
     pieces: list[Piece] = []
     for file in source.files:
-        handle = file.open(files)
+        handle = file.open_with(files)
         try:
             digests = _digests(hasher, handle, file, known(file.path, handle.fd))
         finally:

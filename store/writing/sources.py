@@ -66,7 +66,7 @@ class ImportFile:
     aliases: tuple[tuple[str, str], ...] = ()
     links: LinkBoundary = ANYWHERE
 
-    def open(self, files: Files) -> Handle:
+    def open_with(self, files: Files) -> Handle:
         """Open the file to read it.
 
         Raises:
@@ -149,7 +149,7 @@ def small_files(files: Files, root: Path) -> dict[str, bytes]:
     links = LinkBoundary.around(root)
     for name, path in sorted(_walk(files, root, links)):
         if not name.endswith(_WEIGHTS):
-            handle = _verbatim(files, path, name, links).open(files)
+            handle = _verbatim(files, path, name, links).open_with(files)
             try:
                 data = bytearray(files.status_of(handle).size)
                 found[name] = bytes(data[: files.pread(handle, memoryview(data), 0)])
