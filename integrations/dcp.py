@@ -190,6 +190,8 @@ class StoreWriter(StorageWriter):
     def _save(
         self, rank: int | str, held: Mapping[str, torch.Tensor | NamedValue]
     ) -> CheckpointStore:
+        # The last part to be stored has the longest name: is it one?
+        step_name(part_run(self.run_id, _META), self._number())
         part = self._part(rank)
         check_free(part.store, part.run_id, self._number())
         part.save(held, self._number())

@@ -1,10 +1,11 @@
 """The errors of a store, one class for each way in which it can fail.
 
 StoreError
-  - of its use:    NotAStoreError, BadNameError, NameTakenError, UnknownNameError,
+  - of its use:    NotAStoreError, BadNameError, NotTextError, NameTakenError, UnknownNameError,
                    UnknownTensorError, BadRangeError, ExportTargetError, ClosedCheckpointError
   - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
                    ChangedModelError
+  - of a bug:      ContradictoryManifestError
   - of its files:  NewerFormatError
                    DamagedFileError         a file of the store is not what it was written as
                      - EscapingPathError      a manifest names a path outside the export
@@ -51,8 +52,14 @@ class BadNameError(AdvisedError):
 
     advice = (
         "use letters, digits and . _ - + @ =, in parts separated by /, each beginning with a "
-        "letter, a digit or _, 200 characters at most"
+        "letter, a digit or _, 200 characters at most, 255 with three for each /"
     )
+
+
+class NotTextError(AdvisedError):
+    """The name of a tensor or of a file is not Unicode: it holds half of a surrogate pair."""
+
+    advice = "give it another name"
 
 
 class NameTakenError(AdvisedError):
@@ -125,6 +132,12 @@ class ChangedModelError(AdvisedError):
     """A tensor was written to while it was being saved. Nothing was committed."""
 
     advice = "save between two steps of the optimizer, or save a copy"
+
+
+class ContradictoryManifestError(AdvisedError):
+    """What a writer was about to commit is nothing that a reader accepts. Nothing was committed."""
+
+    advice = "nothing was committed; report this, with the names of the checkpoint's files"
 
 
 class NewerFormatError(AdvisedError):

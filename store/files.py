@@ -249,6 +249,10 @@ class RealFiles(Files):
             return _status(os.stat(path))  # noqa: PTH116 (one call style for all of this file)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link that leads to itself leads to nothing
+                return None
+            raise
 
     def status_of(self, handle: Handle) -> FileStatus:
         with _naming(handle):

@@ -119,6 +119,7 @@ class Store:
         compress: Literal["auto"] | None = None,
         base: str | None = None,
         external: bool = False,
+        follow_links: bool = False,
     ) -> ImportResult:
         """Import a checkpoint: a file of weights, an index, or a folder with what belongs to it.
 
@@ -133,7 +134,12 @@ class Store:
         where they are and are indexed there: there is no second copy, and no guarantee except that
         changes to them are noticed.
 
+        Symbolic links are followed within the folder, and to the blobs of its own repository in a
+        hub cache. What leads elsewhere is refused, unless you trust the folder and say
+        `follow_links`.
+
         Raises:
+            CheckpointFilesError: a link leads out of the folder, or the files do not fit together.
             NameTakenError: the name exists, and `replace` is off.
             ChangedFileError: a file was modified meanwhile.
             UnknownNameError: no checkpoint is called `base`.
@@ -143,7 +149,7 @@ class Store:
         with self._session() as (index, hasher):
             if not replace and wanted in self._objects.names():
                 raise NameTakenError.at(self.path, f"{wanted!r} is there already", name=wanted)
-            source = read_source(self._files, source_path)
+            source = read_source(self._files, source_path, follow_links=follow_links)
             encoder = None
             if compress is not None or base is not None:
                 encoder = self._encoder(index, hasher, source, base)

@@ -365,7 +365,8 @@ def _prune(db: sqlite3.Connection, keep: FileIdentity, limit: int) -> None:
 def _name(fd: int) -> str:
     # Only for people who look into the index: a name is never part of what is compared.
     try:
-        return Path(f"/proc/self/fd/{fd}").readlink().name
+        name = Path(f"/proc/self/fd/{fd}").readlink().name
+        return name.encode("utf-8", "backslashreplace").decode()
     except OSError:
         return ""
 

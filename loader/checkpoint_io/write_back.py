@@ -8,7 +8,7 @@ from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.store.errors import NameTakenError
-from tensor_dedup.store.format.names import MAX_NAME, name_of
+from tensor_dedup.store.format.names import name_of, shortened
 from tensor_dedup.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def _keep(store: Store, folder: Path, *, trust: bool) -> str:
     manifest = store.expected_manifest(folder, hints.known if trust else _nothing)
     if held == manifest:
         return name
-    marked = f"{name[: MAX_NAME - _MARK - 1]}@{manifest[:_MARK]}"
+    marked = shortened(name, f"@{manifest[:_MARK]}")
     if store.manifest(marked) == manifest:
         return marked
     result = store.import_(folder, marked, hints=hints)

@@ -367,7 +367,8 @@ class TensorDedupLoader(ReadingLoader):
 def _describe_checkpoint(report: ModelReport, path: str) -> None:
     """Enter the sizes of a local checkpoint that vLLM read by itself, if it can be read here."""
     try:
-        checkpoint = open_checkpoint(path)
+        # vLLM itself has followed every link.
+        checkpoint = open_checkpoint(path, follow_links=True)
     except (TensorDedupError, OSError):
         return
     report.checkpoint_bytes = report.bytes_read = checkpoint.nbytes
@@ -398,7 +399,7 @@ def at_most(held: int, path: str, dtype: torch.dtype) -> int:
     vocabulary, is not counted. `held` is returned unchanged if the checkpoint cannot be read.
     """
     try:
-        tensors = open_checkpoint(path).tensors()
+        tensors = open_checkpoint(path, follow_links=True).tensors()
         most = sum(
             math.prod(spec.shape) * dtype.itemsize if spec.dtype in _CAST else spec.nbytes
             for _, _, spec in tensors

@@ -31,7 +31,7 @@ from tensor_dedup.store.checkpoints.run_cache import (
 )
 from tensor_dedup.store.checkpoints.runs import check_not_kept, latest_digests, step_name
 from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.errors import LostHitError, os_errors
+from tensor_dedup.store.errors import LostHitError, NotTextError, os_errors
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES, RESERVED, FileEntry, Manifest
 from tensor_dedup.store.format.names import check_path
@@ -163,6 +163,14 @@ def _nearest(places: Sequence[PieceLocation], under: _Held) -> Places:
     return ()
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class StepSnapshot:
     """A step to be committed: its notes, its tensors, and small files by their paths.
@@ -187,7 +195,9 @@ class StepSnapshot:
         Raises:
             NamedTwiceError: two parts have one name.
             EscapingPathError: a small file's path would leave an export.
+            NotTextError: a name is not Unicode, and thus in no file.
         """
+        self._check_texts()
         names = {piece.name for piece in self.pieces}
         if len(names) != len(self.pieces):
             what = f"{len(self.pieces)} tensors have {len(names)} names"
@@ -198,6 +208,15 @@ class StepSnapshot:
         if taken:
             what = f"{taken[0]} is where other files are exported to"
             raise NamedTwiceError.at(self.name, what, file=str(taken[0]))
+
+    def _check_texts(self) -> None:
+        texts = [*(piece.name for piece in self.pieces), *self.files, self.notes.part]
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            wrong = next(text for text in texts if not _is_unicode(text))
+            what = f"the name {wrong!a} is not Unicode"
+            raise NotTextError.at(self.name, what, text=wrong) from None
 
     def as_new(self) -> Self:
         """Return the same step, but one that may replace none."""

@@ -26,6 +26,7 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.notes import Notes, shown
 from tensor_dedup.store.errors import (
+    BadNameError,
     DamagedFileError,
     MissingObjectError,
     NewerFormatError,
@@ -33,7 +34,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.format.manifests import Manifest, Piece
-from tensor_dedup.store.format.names import check_name, file_of
+from tensor_dedup.store.format.names import check_form, check_name, file_of
 from tensor_dedup.store.objects import Objects
 
 _LOG = logging.getLogger("tensor_dedup")
@@ -75,8 +76,9 @@ def check_run(run: str) -> str:
     Raises:
         BadNameError: it is not valid.
     """
-    # With the longest step, so that a run that began can go on.
-    check_name(f"{run}@{_LARGEST}{_PIN}")
+    # With the longest step, so that a run that began can go on. Whether the file of a step can be
+    # called so is for that step to say: steps with shorter numbers may be there, to be read.
+    check_form(f"{run}@{_LARGEST}{_PIN}")
     return run
 
 
@@ -187,7 +189,10 @@ def check_not_kept(objects: Objects, run: str, step: int) -> None:
 
     The answer is stable only while the caller holds `naming`.
     """
-    path = objects.layout.refs / file_of(step_name(run, step, kept=True))
+    try:
+        path = objects.layout.refs / file_of(step_name(run, step, kept=True))
+    except BadNameError:  # too long a name for any file: nothing can pin the step
+        return
     if objects.files.status(path) is not None:
         what = f"the step {step} of {run!r} is pinned"
         raise PinnedStepError.at(objects.layout.root, what, run=run, step=step)

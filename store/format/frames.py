@@ -33,6 +33,11 @@ def encode(kind: bytes, payload: object) -> bytes:
     return head + body + blake3(head + body).digest()
 
 
+def kind_of(blob: bytes) -> bytes:
+    """Return the kind that a frame says it is, unchecked."""
+    return blob[len(_MAGIC) :][:4]
+
+
 def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
     """Return the payload of a frame, validated against the type `form`.
 

@@ -102,6 +102,30 @@ def build(
     return name, objects
 
 
+def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
+    """Check that a reader accepts a manifest and its pages, all of them in `objects`.
+
+    Raises:
+        DamagedFileError: they contradict themselves; the error names `path`.
+    """
+    content = decode_manifest(objects[manifest], manifest, path)
+    pages = (page.hex() for page in content.pages)
+    pieces = [piece for page in pages for piece in decode_page(objects[page], page, path).pieces]
+    check_pieces(content, pieces, path)
+
+
+def check_object(name: str, blob: bytes, path: PurePath) -> None:
+    """Check that a reader accepts a manifest, or a page, by itself.
+
+    Raises:
+        DamagedFileError: it contradicts itself; the error names `path`.
+    """
+    if frames.kind_of(blob) == MANIFEST:
+        decode_manifest(blob, name, path)
+    else:
+        decode_page(blob, name, path)
+
+
 def encode_page(pieces: Sequence[Piece]) -> tuple[str, bytes]:
     """Return the name and the frame of a page of up to PAGE_ENTRIES pieces."""
     blob = frames.encode(PAGE, ManifestPage(list(pieces)))

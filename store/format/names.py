@@ -7,6 +7,9 @@ from tensor_dedup.formats.weights import SUFFIXES
 from tensor_dedup.store.errors import BadNameError, EscapingPathError
 
 MAX_NAME = 200
+# What file systems take as the name of a file, in bytes.
+_MAX_FILE = 255
+_SLASH = "%2F"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._@+=-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
 _UNFIT = re.compile(r"[^A-Za-z0-9._@+=-]+")
@@ -14,10 +17,22 @@ _HUB = re.compile(r"models--(?P<name>.+)")
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it is valid for a checkpoint.
+    """Return `name` if it is valid for a checkpoint, and its reference for a file.
 
     Raises:
         BadNameError: the name is invalid.
+    """
+    if not _fits(check_form(name)):
+        what = f"its file would have a name of {len(_file(name))} bytes, {_MAX_FILE} at most"
+        raise BadNameError.at(repr(name), what, name=name)
+    return name
+
+
+def check_form(name: str) -> str:
+    """Return `name` if it has the form of a checkpoint's; its file may have too long a name.
+
+    Raises:
+        BadNameError: the name has another form.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BadNameError.at(repr(name[:MAX_NAME]), "no name for a checkpoint", name=name)
@@ -37,17 +52,33 @@ def name_of(path: Path) -> str:
 
 def _fit(text: str) -> str:
     parts = [_UNFIT.sub("-", part).lstrip(".@+=-") for part in text.split("/")]
-    return check_name("/".join(part for part in parts if part)[:MAX_NAME].rstrip("/"))
+    return check_name(shortened("/".join(part for part in parts if part)))
+
+
+def shortened(name: str, ending: str = "") -> str:
+    """Return `name`, cut where it is too long, and then `ending`."""
+    name = name[: max(0, MAX_NAME - len(ending))]
+    while name and not _fits(name + ending):
+        name = name[:-1]
+    return name.rstrip("/") + ending
 
 
 def file_of(name: str) -> str:
     """Return the file name of a reference. Names contain no %, so no two share a file name."""
-    return check_name(name).replace("/", "%2F")
+    return _file(check_name(name))
+
+
+def _file(name: str) -> str:
+    return name.replace("/", _SLASH)
+
+
+def _fits(name: str) -> bool:
+    return len(_file(name)) <= _MAX_FILE
 
 
 def name_in(file: str) -> str | None:
     """Return the name that a reference's file name stands for, or None if it stands for none."""
-    name = file.replace("%2F", "/")
+    name = file.replace(_SLASH, "/")
     return name if len(name) <= MAX_NAME and _NAME.fullmatch(name) else None
 
 

@@ -65,7 +65,8 @@ class Repair:
         Raises:
             CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.
         """
-        given = [read_source(self._objects.files, path) for path in paths]
+        # Links may lead anywhere: nothing comes back that the store has not had.
+        given = [read_source(self._objects.files, path, follow_links=True) for path in paths]
         self._drop_broken_lists()
         self._check(Level(0))
         found = take_inventory(self._objects)
@@ -200,7 +201,7 @@ class Repair:
                     self._objects.set_bad_offsets(container.name, ())
 
     def _hash(self, file: ImportFile) -> list[Hashed]:
-        handle = self._objects.files.open(file.path, "read")
+        handle = file.open_with(self._objects.files)
         try:
             return hash_copy(self._hasher, handle, file.segments, self._progress)
         finally:
@@ -242,7 +243,7 @@ class Repair:
             for part, found in zip(file.segments, hashed, strict=True)
             if lost.pop(found.digest, None) is not None
         ]
-        handle = self._objects.files.open(file.path, "read")
+        handle = file.open_with(self._objects.files)
         try:
             for kind, writer in writers.items():
                 writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])

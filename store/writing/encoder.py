@@ -222,18 +222,26 @@ class Encoder:
         self._base = _Base(self._undo.enter_context(self._opened(name)))
 
     def find_base(self, source: ImportSource) -> None:
-        """Use the stored checkpoint most similar to the one to import as the base, if any is."""
+        """Use the stored checkpoint most similar to the one to import as the base, if any is.
+
+        If it is deleted at that very moment, another one is looked for.
+        """
         largest = sorted(_tensors(source), key=lambda found: -found[1].nbytes)[:_LARGEST]
         if not largest:
             return
+        while (best := self._most_similar(largest)) is not None:
+            with suppress(StoreError):  # gone or damaged: it will not be found again
+                self.open_base(best)
+                return
+
+    def _most_similar(self, largest: Sequence[tuple[ImportFile, Segment]]) -> str | None:
         best, least = None, _RELATED
         for name in self._alike([part for _, part in largest]):
             with suppress(StoreError), self._opened(name) as checkpoint:
                 found = self._distance(_Base(checkpoint), largest)
                 if found < least:
                     best, least = name, found
-        if best is not None:
-            self.open_base(best)
+        return best
 
     def _opened(self, name: str) -> StoredCheckpoint:
         return StoredCheckpoint(self._objects, self._index, name)
@@ -254,7 +262,7 @@ class Encoder:
         """The mean share of bits in which samples differ; what has no counterpart counts 1/2."""
         shares = []
         for file, part in largest:
-            handle = self._objects.files.open(file.path, "read")
+            handle = file.open_with(self._objects.files)
             try:
                 options = list(self._sampled(base, handle, part, file.prefix))
             finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from tensor_dedup.formats.checkpoint import check_text
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.files import Files, FileStatus, Handle
@@ -151,9 +152,10 @@ class Import:
 
         Raises:
             ChangedFileError: the file was modified meanwhile.
+            CheckpointFilesError: a link now leads out of the checkpoint with it.
         """
         files = self._objects.files
-        handle = files.open(file.path, "read")
+        handle = file.open_with(files)
         try:
             before, began_ns = files.status_of(handle), time.time_ns()
             self._check_unchanged(handle, file, before)
@@ -316,6 +318,8 @@ def import_source(
     With an `encoder`, whose base is already chosen, tensors are stored encoded where that saves
     space; the encoder is closed.
     """
+    for file in source.files if in_place else ():
+        check_text(str(file.path.absolute()), file.path)  # where the weights are is written down
     progress.start(source.nbytes)
     with ExitStack() as undo:
         if encoder is not None:
@@ -369,7 +373,7 @@ def expected_manifest(
     entries: list[FileEntry] = []
     pieces: list[Piece] = []
     for file in source.files:
-        handle = files.open(file.path, "read")
+        handle = file.open_with(files)
         try:
             digests = _digests(hasher, handle, file, known(file.path, handle.fd))
         finally:

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
-from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile, open_checkpoint
+from tensor_dedup.formats.checkpoint import (
+    Checkpoint,
+    CheckpointFile,
+    check_text,
+    open_checkpoint,
+)
+from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.naming import is_index
 from tensor_dedup.formats.weights import Header, aliases_in
-from tensor_dedup.store.files import Files, RealFiles
-from tensor_dedup.store.format.names import name_of
+from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.store.format.names import name_of, shortened
 
 # Unless open_checkpoint chose them: second copies, states of a training run, and formats that are
 # not read; they would be stored as blind bytes.
@@ -48,7 +54,8 @@ class Segment:
 class ImportFile:
     """A file to import: its path, its name in an export, and its segments.
 
-    `aliases` maps the file's second names of tensors to the names they stand for.
+    `aliases` maps the file's second names of tensors to the names they stand for; `links` is where
+    links on the way to the file may lead.
     """
 
     path: Path
@@ -57,6 +64,21 @@ class ImportFile:
     segments: tuple[Segment, ...]
     weights: bool
     aliases: tuple[tuple[str, str], ...] = ()
+    links: LinkBoundary = ANYWHERE
+
+    def open_with(self, files: Files) -> Handle:
+        """Open the file to read it.
+
+        Raises:
+            CheckpointFilesError: by now, a link leads elsewhere with it.
+        """
+        handle = files.open(self.path, "read")
+        try:
+            self.links.check_open(self.path, handle.fd)
+        except BaseException:
+            files.close(handle)
+            raise
+        return handle
 
     @property
     def nbytes(self) -> int:
@@ -77,35 +99,37 @@ class ImportSource:
         return sum(file.nbytes for file in self.files)
 
 
-def read_source(files: Files, path: Path) -> ImportSource:
+def read_source(files: Files, path: Path, *, follow_links: bool = False) -> ImportSource:
     """Find the files to import at a path: reads headers and names, no tensor data.
 
     The other files of a folder are included (config, tokenizer, indexes), except hidden ones and
-    weights that `open_checkpoint` does not choose. Raises the errors of `open_checkpoint`.
+    weights that `open_checkpoint` does not choose. Symbolic links are followed as
+    `open_checkpoint` does it. Raises the errors of `open_checkpoint`.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, follow_links=follow_links)
     status = files.status(checkpoint.path)
     if status is None or status.kind != "folder":
         root = checkpoint.path.parent
-        taken = [_weights(file, root) for file in checkpoint.files]
+        taken = [_weights(file, root, checkpoint.links) for file in checkpoint.files]
         if is_index(checkpoint.path.name):
-            taken.append(_verbatim(files, checkpoint.path, checkpoint.path.name))
+            taken.append(_verbatim(files, checkpoint.path, checkpoint.path.name, ANYWHERE))
         return ImportSource(tuple(taken), ())
     return _folder(files, checkpoint)
 
 
 def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
-    weights = [_weights(file, checkpoint.path) for file in checkpoint.files]
+    links = checkpoint.links
+    weights = [_weights(file, checkpoint.path, links) for file in checkpoint.files]
     chosen = {file.stored_as for file in weights}
     others: list[ImportFile] = []
     skipped: list[str] = []
-    for name, path in _walk(files, checkpoint.path):
+    for name, path in _walk(files, checkpoint.path, links):
         if name in chosen:
             continue
         if name.endswith(_WEIGHTS):
             skipped.append(name)
         else:
-            others.append(_verbatim(files, path, name))
+            others.append(_verbatim(files, path, name, links))
     return ImportSource((*weights, *others), tuple(skipped))
 
 
@@ -114,6 +138,7 @@ def small_files(files: Files, root: Path) -> dict[str, bytes]:
 
     Raises:
         CheckpointNotFoundError: the folder does not exist.
+        CheckpointFilesError: a link leads out of it.
     """
     status = files.status(root)
     if status is None or status.kind != "folder":
@@ -121,9 +146,10 @@ def small_files(files: Files, root: Path) -> dict[str, bytes]:
             f"{root}: no folder; give one with a model's configuration", path=str(root)
         )
     found = {}
-    for name, path in sorted(_walk(files, root)):
+    links = LinkBoundary.around(root)
+    for name, path in sorted(_walk(files, root, links)):
         if not name.endswith(_WEIGHTS):
-            handle = files.open(path, "read")
+            handle = _verbatim(files, path, name, links).open_with(files)
             try:
                 data = bytearray(files.status_of(handle).size)
                 found[name] = bytes(data[: files.pread(handle, memoryview(data), 0)])
@@ -132,8 +158,11 @@ def small_files(files: Files, root: Path) -> dict[str, bytes]:
     return found
 
 
-def _walk(files: Files, root: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below a folder by its relative name; links followed, no folder twice."""
+def _walk(files: Files, root: Path, links: LinkBoundary) -> Iterator[tuple[str, Path]]:
+    """Every file below a folder by its relative name; links followed, no folder twice.
+
+    Where links to files lead is not checked: not every file is read.
+    """
     top = files.status(root)
     seen = {(top.device, top.inode)} if top is not None else set()
     waiting = [("", root)]
@@ -147,14 +176,15 @@ def _walk(files: Files, root: Path) -> Iterator[tuple[str, Path]]:
                 yield prefix + name, folder / name
             elif status.kind == "folder" and (status.device, status.inode) not in seen:
                 seen.add((status.device, status.inode))
+                links.check(folder / name)
                 waiting.append((f"{prefix}{name}/", folder / name))
 
 
-def _weights(file: CheckpointFile, root: Path) -> ImportFile:
-    stored_as = file.path.relative_to(root).as_posix()
-    return ImportFile(
-        file.path, stored_as, file.prefix, segments_of(file.header), True, aliases_in(file.header)
-    )
+def _weights(file: CheckpointFile, root: Path, links: LinkBoundary) -> ImportFile:
+    stored_as, segments = file.path.relative_to(root).as_posix(), segments_of(file.header)
+    aliases = aliases_in(file.header)
+    check_text(stored_as, file.path)
+    return ImportFile(file.path, stored_as, file.prefix, segments, True, aliases, links)
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
@@ -181,7 +211,9 @@ def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
     }
 
 
-def _verbatim(files: Files, path: Path, name: str) -> ImportFile:
+def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> ImportFile:
+    check_text(name, path)
+    links.check(path)
     status = files.status(path)
     if status is None:
         raise ChangedFileError(
@@ -190,7 +222,7 @@ def _verbatim(files: Files, path: Path, name: str) -> ImportFile:
     if status.kind != "file":
         raise CheckpointNotFoundError(f"{path}: not a regular file; remove it", path=str(path))
     segments = (Segment(0, status.size),) if status.size else ()
-    return ImportFile(path, name, "", segments, False)
+    return ImportFile(path, name, "", segments, False, links=links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,4 +253,4 @@ def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
             path = root / folder / _SNAPSHOTS / revision
             status = door.status(path)
             if not revision.startswith(_HIDDEN) and status is not None and status.kind == "folder":
-                yield HubSnapshot(path, f"{name_of(path)}@{revision}")
+                yield HubSnapshot(path, shortened(name_of(path), f"@{revision}"))

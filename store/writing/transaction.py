@@ -4,6 +4,9 @@ Everything that is added to a store is added by a transaction in a session. Noth
 before the file and its name are durable, and the reference comes last: a crash leaves the whole
 change or none of it, and at most some files that gc removes. There are two orders.
 
+Before anything refers to a manifest, it and its new pages are decoded as a reader does it: a name
+never leads to what every reader refuses.
+
 `OrderedTransaction`, for imports and for merging what several ranks have saved: containers, each
 durable when it is complete; the index; a second look at everything that was found in the store and
 is only referred to; pages and manifest; the reference. An import never asks whether a step is
@@ -18,13 +21,18 @@ nobody can pin the step before it is replaced.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tensor_dedup.store.errors import NameTakenError
+from tensor_dedup.store.errors import (
+    ContradictoryManifestError,
+    DamagedFileError,
+    NameTakenError,
+)
 from tensor_dedup.store.files import Handle
+from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects, ref_text
@@ -67,7 +75,11 @@ class Transaction(ABC):
 
     @abstractmethod
     def add_object(self, name: str, blob: bytes) -> None:
-        """Add a page or a manifest; add the pages before the manifest that names them."""
+        """Add a page or a manifest; add the pages before the manifest that names them.
+
+        Raises:
+            ContradictoryManifestError: it is nothing that a reader accepts.
+        """
 
     @abstractmethod
     def commit(
@@ -85,7 +97,18 @@ class Transaction(ABC):
 
         Raises:
             NameTakenError: the name exists, and `replace` is off.
+            ContradictoryManifestError: the manifest is nothing that a reader accepts.
         """
+
+
+@contextmanager
+def _as_contradiction(path: Path) -> Iterator[None]:
+    """Say of what this program has built that it contradicts itself: no file is damaged."""
+    try:
+        yield
+    except DamagedFileError as error:
+        what = str(error).removeprefix(f"{path}: ").removesuffix(f"; {error.advice}")
+        raise ContradictoryManifestError.at(path, what) from error
 
 
 class OrderedTransaction(Transaction):
@@ -105,7 +128,7 @@ class OrderedTransaction(Transaction):
         self.containers.append(container)
 
     def add_object(self, name: str, blob: bytes) -> None:
-        # docstring inherited
+        # docstring inherited; all parts are checked together, by `commit`
         self._pending[name] = blob
 
     def commit(
@@ -118,6 +141,9 @@ class OrderedTransaction(Transaction):
     ) -> None:
         # docstring inherited
         objects = self._objects
+        path = objects.layout.manifest(manifest)
+        with _as_contradiction(path):
+            manifests.check_built(manifest, self._pending, path)
         for writer in self._writers:
             container = writer.finish()
             if container is not None:
@@ -160,8 +186,11 @@ class BatchTransaction(Transaction):
         return added
 
     def add_object(self, name: str, blob: bytes) -> None:
-        # docstring inherited
-        self._batch.write(blob, self._objects.layout.manifest(name))
+        # docstring inherited; the other pages are those of steps that were committed before
+        path = self._objects.layout.manifest(name)
+        with _as_contradiction(path):
+            manifests.check_object(name, blob, path)
+        self._batch.write(blob, path)
         self.object_bytes += len(blob)
 
     def settle(self, paths: Iterable[Path]) -> None:

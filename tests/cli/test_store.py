@@ -104,6 +104,21 @@ def test_a_fine_tune_is_stored_as_what_differs(shell: Shell) -> None:
     assert content(shell.root / "out") == content(shell.root / "tune")
 
 
+@pytest.mark.parametrize("verb", ["import", "analyze"])
+def test_links_out_of_a_folder_are_followed_when_asked_for(shell: Shell, verb: str) -> None:
+    elsewhere = write(shell.root / "elsewhere", {"x.safetensors": safetensors(u8(z=b"z"))})
+    (shell.root / "m" / "more").symlink_to(elsewhere)
+    refused = shell.run(verb, shell.root / "m")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    link = f"{shell.root / 'm' / 'more'}: a link to {elsewhere}"
+    assert re.search(f"{link}, .*--follow-links", refused.stderr)
+    assert refused.stderr.count("\n") == 1
+    found = shell.document(verb, shell.root / "m", "--follow-links")
+    assert found["tensors" if verb == "import" else "total_bytes"] == (
+        3 if verb == "import" else 90 * KIB + 51
+    )
+
+
 def test_deleting_asks_first(shell: Shell) -> None:
     shell.document("import", shell.root / "m")
     refused = shell.run("delete", "m")

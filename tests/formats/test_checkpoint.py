@@ -16,6 +16,7 @@ from tensor_dedup.formats.errors import (
     FormatFault,
     JsonFault,
 )
+from tensor_dedup.formats.links import LinkBoundary
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -147,16 +148,26 @@ def test_consolidated_weights_beside_shards_are_left_out(tmp_path: Path) -> None
     assert names(open_checkpoint(tmp_path)) == ["a", "b", "c"]
 
 
-def test_a_snapshot_of_a_hub_cache(tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshots" / "abc123"
+def hub_snapshot(repository: Path) -> Path:
+    """A snapshot as a hub cache has it: links to the blobs of its repository."""
+    snapshot, store = repository / "snapshots" / "abc123", repository / "blobs"
     snapshot.mkdir(parents=True)
-    blobs = {A: write(tmp_path / "blobs" / "1", "a", "b"), B: write(tmp_path / "blobs" / "2", "c")}
-    blobs[INDEX] = write_index(tmp_path / "blobs" / "3", {"a": A, "b": A, "c": B})
+    blobs = {A: write(store / "1", "a", "b"), B: write(store / "2", "c")}
+    blobs[INDEX] = write_index(store / "3", {"a": A, "b": A, "c": B})
     for name, blob in blobs.items():
         (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def test_a_snapshot_of_a_hub_cache(tmp_path: Path) -> None:
+    snapshot = hub_snapshot(tmp_path / "models--org--name")
     opened = open_checkpoint(snapshot)
     assert names(opened) == ["a", "b", "c"]
     assert [file.path for file in opened.files] == [snapshot / A, snapshot / B]
+    assert names(open_checkpoint(snapshot / INDEX)) == ["a", "b", "c"]
+    (tmp_path / "cache").symlink_to(tmp_path)
+    again = tmp_path / "cache" / "models--org--name" / "snapshots" / "abc123"
+    assert names(open_checkpoint(again)) == ["a", "b", "c"]
 
 
 def test_links_in_a_circle_end(tmp_path: Path) -> None:
@@ -172,7 +183,138 @@ def test_a_linked_component_is_followed(tmp_path: Path) -> None:
     (root / "text").rmdir()
     write(tmp_path / "shared_text" / "model.safetensors", "w")
     (root / "text").symlink_to(tmp_path / "shared_text", target_is_directory=True)
-    assert sorted(names(open_checkpoint(root))) == ["text/w", "unet/w"]
+    assert sorted(names(open_checkpoint(root, follow_links=True))) == ["text/w", "unet/w"]
+    assert_leads_outside(root, root / "text", tmp_path / "shared_text")
+
+
+def assert_leads_outside(path: Path, link: Path, target: Path) -> None:
+    with refused(CheckpointFault.LINK_OUTSIDE, match=f"{link}.*{target}.*--follow-links") as found:
+        open_checkpoint(path)
+    assert found.value.facts["link"] == str(link)
+    assert found.value.facts["target"] == str(target)
+
+
+def lead_away(path: Path, link: Path, target: Path) -> tuple[Path, Path]:
+    """Move `target`, a part of the checkpoint in `path`, out of it, and put a link in its place."""
+    away = path.with_name("away") / target.name
+    away.parent.mkdir(exist_ok=True)
+    target.rename(away)
+    link.symlink_to(away, target_is_directory=away.is_dir())
+    return link, away
+
+
+@pytest.mark.parametrize("moved", [A, INDEX, "deeper/model.safetensors", "deeper"])
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, moved: str) -> None:
+    root = sharded(tmp_path / "m")
+    write(root / "deeper" / "model.safetensors", "z")
+    expected = names(open_checkpoint(root))
+    link, away = lead_away(root, root / moved, root / moved)
+    assert_leads_outside(root, link, away)
+    assert names(open_checkpoint(root, follow_links=True)) == expected
+    (tmp_path / "named").symlink_to(root)
+    assert_leads_outside(tmp_path / "named", tmp_path / "named" / moved, away)
+
+
+def test_a_link_to_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    root = sharded(tmp_path / "m")
+    _, away = lead_away(root, root / "between", root / A)
+    (root / A).symlink_to("between")
+    assert_leads_outside(root, root / A, away)
+    assert_leads_outside(root / INDEX, root / A, away)
+
+
+def test_shards_in_a_folder_that_is_a_link_outside_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "m"
+    write(root / "w" / A, "a")
+    index = write_index(root / INDEX, {"a": "w/" + A})
+    link, away = lead_away(root, root / "w", root / "w")
+    with refused(CheckpointFault.LINK_OUTSIDE) as found:
+        open_checkpoint(index)
+    assert (found.value.facts["link"], found.value.facts["target"]) == (str(link), str(away / A))
+    assert names(open_checkpoint(index, follow_links=True)) == ["a"]
+
+
+def test_a_description_of_a_pipeline_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    root = pipeline(tmp_path / "m", unet="model.safetensors")
+    assert_leads_outside(
+        root, *lead_away(root, root / "model_index.json", root / "model_index.json")
+    )
+
+
+def test_an_index_of_data_files_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "m"
+    root.mkdir()
+    (root / "tensor.data_0").write_bytes(b"")
+    (root / "tensor_index.json").write_text("{}")
+    assert names(open_checkpoint(root)) == []
+    assert_leads_outside(
+        root, *lead_away(root, root / "tensor_index.json", root / "tensor_index.json")
+    )
+
+
+def test_what_is_not_read_may_lead_anywhere(tmp_path: Path) -> None:
+    root = pipeline(tmp_path / "m", unet="model.safetensors")
+    (root / "unet" / "pytorch_model.bin").symlink_to(write(tmp_path / "file", "z"))
+    for name in (".cache", "assets"):
+        (root / name).symlink_to(tmp_path)
+    assert names(open_checkpoint(root)) == ["unet/w"]
+
+
+def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
+    write(tmp_path / "files" / "one", "a")
+    write(tmp_path / "files" / "two", "b", "c")
+    (tmp_path / "x").symlink_to("files", target_is_directory=True)
+    (tmp_path / A).symlink_to(Path("x") / "one")
+    (tmp_path / "again").symlink_to(tmp_path / "x" / "two")
+    (tmp_path / B).symlink_to("again")
+    assert names(open_checkpoint(tmp_path)) == ["a", "b", "c"]
+
+
+def test_a_file_that_is_named_itself_may_be_a_link(tmp_path: Path) -> None:
+    file = write(tmp_path / "elsewhere" / "blob", "a")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors").symlink_to(file)
+    assert names(open_checkpoint(tmp_path / "m" / "model.safetensors")) == ["a"]
+
+
+def test_blobs_are_those_of_the_same_repository(tmp_path: Path) -> None:
+    other = write(tmp_path / "models--org--other" / "blobs" / "9", "z")
+    snapshot = hub_snapshot(tmp_path / "models--org--name")
+    (snapshot / "deeper").mkdir()
+    link = snapshot / "deeper" / "model.safetensors"
+    link.symlink_to(other)
+    assert_leads_outside(snapshot, link, other)
+    link.unlink()
+    link.symlink_to(snapshot.parent.parent / "blobs" / "1")
+    assert names(open_checkpoint(snapshot)) == ["a", "b", "c", "deeper/a", "deeper/b"]
+    assert names(open_checkpoint(snapshot / "deeper")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["models--org--name", "downloads"])
+def test_blobs_that_are_elsewhere_are_not_the_cache_s_own(tmp_path: Path, name: str) -> None:
+    snapshot = hub_snapshot(tmp_path / name)
+    if name.startswith("models--"):
+        (tmp_path / name / "blobs").rename(tmp_path / "moved")
+        (tmp_path / name / "blobs").symlink_to(tmp_path / "moved")
+    with refused(CheckpointFault.LINK_OUTSIDE):
+        open_checkpoint(snapshot)
+
+
+def test_a_link_that_appears_after_the_check_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = sharded(tmp_path / "m")
+    check = LinkBoundary.check
+
+    def exchanged(links: LinkBoundary, path: Path) -> None:
+        check(links, path)
+        if path.name == A and not path.is_symlink():
+            lead_away(root, path, path)
+
+    monkeypatch.setattr(LinkBoundary, "check", exchanged)
+    with refused(CheckpointFault.LINK_OUTSIDE, match=str(tmp_path / "away" / A)):
+        open_checkpoint(root)
+    assert (root / A).is_symlink()
 
 
 def test_a_shard_the_index_names_is_missing(tmp_path: Path) -> None:

@@ -84,6 +84,16 @@ def test_a_training_resumes_to_the_same_losses(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path, "run").steps() == [0, 1, 2]
 
 
+def test_a_run_whose_parts_no_file_can_be_called_by_stores_nothing(tmp_path: Path) -> None:
+    run = "a/" * 60 + "a" * (243 - 4 * 60)  # RUN/part-0@1 has 254 bytes, RUN/part-meta@1 has 257
+    writer = StoreWriter(tmp_path, run)
+    with pytest.raises(CheckpointException, match=r"BadNameError.*257 bytes"):
+        saver.save(Training().state(), checkpoint_id=1, storage_writer=writer)
+    writer.close()
+    assert not list(tmp_path.rglob("*.slab"))
+    assert not list(tmp_path.rglob("*.pack"))
+
+
 def test_async_save_saves_what_was_there_when_it_was_called(tmp_path: Path) -> None:
     training, writer = Training(), StoreWriter(tmp_path, "run")
     for step in range(2):

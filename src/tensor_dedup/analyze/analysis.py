@@ -112,29 +112,38 @@ def analyze(
     hints: HintIndex | None = None,
     store: StrPath | None = None,
     progress: ProgressListener | None = None,
+    follow_links: bool = False,
 ) -> Analysis:
     """Hash each tensor of these checkpoints once, and return what they have in common.
 
     A path is one checkpoint: a file, a directory with its sub-folders, or `store://NAME`, one of
     the store in the folder `store` (by default the environment's, or the user's own), whose digests
     are known. Tensors smaller than `min_tensor_bytes` are left out of every number. With `hints`,
-    files whose digests are remembered are not read. Safe from any thread.
+    files whose digests are remembered are not read. Symbolic links are followed within a directory,
+    and to the blobs of its own repository in a hub cache; with `follow_links`, anywhere. Safe from
+    any thread.
 
     Raises:
         ConfigError: a setting is invalid.
-        CheckpointError: a checkpoint is missing, malformed, or changed meanwhile.
+        CheckpointError: a checkpoint is missing, malformed, or changed meanwhile, or a link leads
+            out of it.
         StoreError: the store, or the checkpoint in it, is missing or damaged.
     """
     _check(min_tensor_bytes, hash_algorithm)
     stored = dict.fromkeys(os.fspath(path) for path in paths if is_stored(path))
     where = open_store(store, hash_algorithm) if stored else None
-    opened = {n: open_checkpoint(Path(p)) for n, p in enumerate(paths) if not is_stored(p)}
+    opened = {
+        number: open_checkpoint(Path(path), follow_links=follow_links)
+        for number, path in enumerate(paths)
+        if not is_stored(path)
+    }
     files: dict[Path, list[TensorSpec]] = {}
     for checkpoint in opened.values():
         for file in checkpoint.files:
             files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
+    links = {file.path: each.links for each in opened.values() for file in each.files}
     held = {p: measure_stored(p, where, min_tensor_bytes) for p in stored if where is not None}
-    digests = read_digests(files, hash_algorithm, hints, progress or _Silent())
+    digests = read_digests(files, hash_algorithm, hints, progress or _Silent(), links)
     measured = [
         _measure(os.fspath(path), opened[number], digests, min_tensor_bytes)
         if number in opened

@@ -13,9 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time_ns
+from types import MappingProxyType
 
 from tensor_dedup.digest import StreamDigest
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
+from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.types import TensorSpec
@@ -45,14 +47,16 @@ def read_digests(
     algorithm: str,
     hints: HintIndex | None,
     progress: ProgressListener,
+    links: Mapping[Path, LinkBoundary] = MappingProxyType({}),
 ) -> Digests:
     """Hash the given tensors of each file, on all threads this process may use.
 
-    New digests are remembered in `hints`, and files with known digests are not read. It takes 4 MiB
-    of memory for each thread.
+    New digests are remembered in `hints`, and files with known digests are not read. `links` is
+    where links on the way to a file may lead. It takes 4 MiB of memory for each thread.
 
     Raises:
         ChangedFileError: a file changed meanwhile.
+        CheckpointFilesError: a link now leads out of a checkpoint.
         CheckpointNotFoundError: a file is gone.
     """
     digests = Digests()
@@ -66,6 +70,7 @@ def read_digests(
         for path, specs in files.items():
             file = _File(path, algorithm, hints, progress)
             waiting.append(file)
+            file.check(links.get(path, ANYWHERE))
             twin = read.setdefault((file.before.device, file.before.inode), path)
             file.begin(pool, specs, twin)
             if len(waiting) >= _OPEN_FILES:
@@ -104,6 +109,10 @@ class _File:
         self._known: dict[Place, str] = {}
         self._runs: list[Future[dict[Place, str]]] = []
         self._wanted: list[TensorSpec] = []
+
+    def check(self, links: LinkBoundary) -> None:
+        """Check that the open file is where links may lead."""
+        links.check_open(self.path, self._fd)
 
     def begin(self, pool: ThreadPoolExecutor, specs: Sequence[TensorSpec], twin: Path) -> None:
         """Start hashing what neither the hints nor the same file's other path will answer."""
@@ -203,7 +212,7 @@ def _buffer() -> memoryview:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointNotFoundError(
             f"{path}: {error.strerror}; check the path and its permissions", path=str(path)

@@ -17,7 +17,7 @@ from tensor_dedup.analyze.layers import SharedLayer
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.stored import is_stored
 from tensor_dedup.cli.output import ByteBar, Dotted, cell, console, json_option, say
-from tensor_dedup.cli.store import store_option
+from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.format.manifests import STATE_MARK
@@ -49,6 +49,7 @@ from tensor_dedup.text_table import human
     metavar="N",
     help="How many of the largest shared tensors, and layers, to list.",
 )
+@follow_links_option
 @store_option
 @click.option("--no-hints", is_flag=True, help="Hash every file, also those remembered.")
 @json_option
@@ -57,6 +58,7 @@ def command(
     min_tensor_bytes: int,
     hash_algorithm: str,
     top: int,
+    follow_links: bool,
     store: str | None,
     no_hints: bool,
     as_json: bool,
@@ -75,6 +77,7 @@ def command(
             hints=None if no_hints else HintIndex(),
             store=store,
             progress=progress,
+            follow_links=follow_links,
         )
     if as_json:
         say(analysis.to_dict(top), as_json)

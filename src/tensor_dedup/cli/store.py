@@ -60,6 +60,15 @@ def store_option(verb: _Verb) -> _Verb:
     )(verb)
 
 
+def follow_links_option(verb: _Verb) -> _Verb:
+    """`--follow-links`, as `follow_links`."""
+    return click.option(
+        "--follow-links",
+        is_flag=True,
+        help="Follow symbolic links that lead out of the folder, too.",
+    )(verb)
+
+
 def grace_option(verb: _Verb) -> _Verb:
     """`--grace HOURS`, as `grace`."""
     return click.option(
@@ -99,6 +108,7 @@ def print_table(store: Store, table: Table) -> None:
 @click.option("--base", metavar="N", help="With --compress: what to store differences from.")
 @click.option("--external", is_flag=True, help="Index the weights where they are; copy none.")
 @click.option("--hub-cache", is_flag=True, help="All of your Hugging Face cache, in place.")
+@follow_links_option
 @store_option
 @json_option
 def import_(
@@ -109,6 +119,7 @@ def import_(
     base: str | None,
     external: bool,
     hub_cache: bool,
+    follow_links: bool,
     store: str | None,
     as_json: bool,
 ) -> None:
@@ -124,6 +135,10 @@ def import_(
     With --external the weights are indexed where they are: no second copy is made, they are never
     changed or deleted, and a file that somebody else changes is missed and named. --hub-cache does
     so with every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
+
+    A symbolic link that leads out of the folder (or, in a Hugging Face cache, of its repository) is
+    refused, for who made the folder could have any file of yours stored. Where you trust
+    the folder, --follow-links follows it.
     """
     if (external or hub_cache) and compress is not None:
         raise WrongUse("--compress stores weights, --external and --hub-cache leave them in place")
@@ -132,7 +147,7 @@ def import_(
     if hub_cache:
         if path is not None or name is not None:
             raise WrongUse("--hub-cache names every snapshot itself: no PATH, no --name")
-        import_cache(store, replace, as_json)
+        import_cache(store, replace, follow_links, as_json)
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
@@ -146,6 +161,7 @@ def import_(
             compress=compress,
             base=base,
             external=external,
+            follow_links=follow_links,
         )
     say(result.to_dict(), as_json, *_import_lines(result))
 
@@ -167,7 +183,7 @@ def _import_lines(result: ImportResult) -> list[str]:
     return lines
 
 
-def import_cache(store: str | None, replace: bool, as_json: bool) -> None:
+def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: bool) -> None:
     """Index all snapshots in the store of this path; say which could not be, and go on.
 
     WrongUse: there are none. BadData, after all others were done: something is wrong with one.
@@ -175,7 +191,7 @@ def import_cache(store: str | None, replace: bool, as_json: bool) -> None:
     found = list(snapshots(cache_path()))
     if not found:
         raise WrongUse(f"{cache_path()} holds no models; set HF_HUB_CACHE to your cache")
-    work = _CacheImport(Store.open(store), replace)
+    work = _CacheImport(Store.open(store), replace, follow_links)
     for snapshot in found:
         work.take(snapshot)
     document = {
@@ -190,8 +206,8 @@ def import_cache(store: str | None, replace: bool, as_json: bool) -> None:
 
 
 class _CacheImport:
-    def __init__(self, store: Store, replace: bool) -> None:
-        self._store, self._replace = store, replace
+    def __init__(self, store: Store, replace: bool, follow_links: bool) -> None:
+        self._store, self._replace, self._follow_links = store, replace, follow_links
         self.done: list[ImportResult] = []
         self.left_out: dict[str, str] = {}
         self.failed: dict[str, str] = {}
@@ -207,6 +223,7 @@ class _CacheImport:
                     progress=progress,
                     hints=StoreHints(),
                     external=True,
+                    follow_links=self._follow_links,
                 )
         except NameTakenError:
             self.left_out[snapshot.name] = "it is in the store already"

@@ -9,6 +9,10 @@ those of the components it names; single-file versions of the whole pipeline bes
 out. `tensor_dedup.formats.naming` chooses among several copies in one folder. A sub-folder
 `original`, beside weights, is the publisher's own layout of them and left out; so are hidden
 folders.
+
+An index may name shards in folders below its own. They keep the names that it gives them, and no
+other file of those folders counts, as in the index's own folder. No file is given twice, however
+many times or ways indexes name it.
 """
 
 import os
@@ -19,7 +23,9 @@ from typing import NoReturn
 
 from tensor_dedup.errors import CheckpointNotFoundError, NoSuchPathError, UnsupportedError
 from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError, shorten
+from tensor_dedup.formats.files import opened
 from tensor_dedup.formats.json import decode_object
+from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.naming import (
     GGUF,
     PYTORCH,
@@ -31,7 +37,7 @@ from tensor_dedup.formats.naming import (
     perhaps_weights,
 )
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
-from tensor_dedup.formats.serverless.data_files import data_files
+from tensor_dedup.formats.serverless.data_files import INDEX_NAME, data_files
 from tensor_dedup.formats.weights import (
     GGUF_SUFFIX,
     PYTORCH_SUFFIXES,
@@ -60,10 +66,14 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of a checkpoint. Files are ordered by folder, then by name."""
+    """The checked headers of a checkpoint. Files are ordered by folder, then by name.
+
+    `links` is where its links may lead: whoever opens one of its files again checks that again.
+    """
 
     path: Path
     files: tuple[CheckpointFile, ...]
+    links: LinkBoundary
 
     @property
     def nbytes(self) -> int:
@@ -82,72 +92,141 @@ class Checkpoint:
                 yield file.prefix + spec.name, file, spec
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False) -> Checkpoint:
     """Read the headers of a checkpoint: a file, an index, or a folder.
 
-    Reads no tensor data.
+    Reads no tensor data. Symbolic links are followed within the folder, and to the blobs of its own
+    repository in a hub cache; with `follow_links`, anywhere.
 
     Raises:
         CheckpointNotFoundError: There are no weights at that path.
         UnsupportedError: The weights are in formats that this version does not read.
-        FormatError: A file or an index is malformed.
+        FormatError: A file or an index is malformed, or a link leads out of the folder.
     """
     root = Path(path)
-    files = _open_tree(root) if root.is_dir() else _open_file(root)
+    alone = not root.is_dir() and not is_index(root.name)
+    folder = root if root.is_dir() else root.parent
+    links = ANYWHERE if follow_links or alone else LinkBoundary.around(folder)
+    files = _open_tree(root, links) if root.is_dir() else _open_file(root, links)
     _refuse_repeated(files)
-    return Checkpoint(root, tuple(files))
+    return Checkpoint(root, tuple(files), links)
 
 
-def _open_file(path: Path) -> list[CheckpointFile]:
+def _open_file(path: Path, links: LinkBoundary) -> list[CheckpointFile]:
     if not path.exists():
         raise NoSuchPathError(
             f"{path}: no such file or folder; give the path of a local checkpoint", path=str(path)
         )
     if path.suffix in _UNREAD:
         raise _unsupported(path, [path.name])
+    found = _OpenFiles(links)
     if is_index(path.name):
-        return _open_index(path, "")
-    return [CheckpointFile(path, "", read_header(path))]
+        found.add_index(path, "", _read_json(path, ANYWHERE))
+    else:
+        found.add(path, "", read_header(path))
+    return found.files
 
 
-def _open_tree(root: Path) -> list[CheckpointFile]:
-    components = _components(root)
-    found = _walk(root, components, bool(components))
-    return found or _walk(root, components, True) or _nothing(root, components)
+def _open_tree(root: Path, links: LinkBoundary) -> list[CheckpointFile]:
+    components = _components(root, links)
+    found = _walk(root, components, links, bool(components))
+    return found or _walk(root, components, links, True) or _nothing(root, components, links)
 
 
-def _walk(root: Path, components: frozenset[str], any_name: bool) -> list[CheckpointFile]:
-    """Return the files of a tree; with `any_name`, also those not called as weights are."""
-    files: list[CheckpointFile] = []
-    for prefix, folder in _folders(root):
-        top = prefix.partition("/")[0]
-        if (components and top not in components) or (top == _SECOND_COPY and files):
-            continue
-        names = _names(folder)
-        found = _open_folder(folder, prefix, names, any_name)
-        others = [prefix + name for name in names if name.endswith(_FOREIGN)]
-        if components and others and not found:
-            raise _unsupported(root, others)
-        files += found
-    return files
-
-
-def _open_folder(
-    folder: Path, prefix: str, names: list[str], any_name: bool
+def _walk(
+    root: Path, components: frozenset[str], links: LinkBoundary, any_name: bool
 ) -> list[CheckpointFile]:
-    choice = _choose(names, any_name)
-    if choice.missing is not None:
-        raise CheckpointFilesError.at(
-            CheckpointFault.MISSING_SHARD,
-            str(folder),
-            f"the shard {choice.missing} is not there",
-            shard=choice.missing,
-        )
-    files = [file for index in choice.indexes for file in _open_index(folder / index, prefix)]
-    files += [
-        CheckpointFile(folder / name, prefix, read_header(folder / name)) for name in choice.files
-    ]
-    return files
+    """Return the files of a tree; with `any_name`, also those not called as weights are."""
+    found = _OpenFiles(links)
+    for prefix, folder in _folders(root, components, links):
+        top = prefix.partition("/")[0]
+        if (top == _SECOND_COPY and found.files) or _identity(folder) in found.indexed:
+            continue
+        names, before = _names(folder), len(found.files)
+        found.add_folder(folder, prefix, names, any_name)
+        others = [prefix + name for name in names if name.endswith(_FOREIGN)]
+        if components and others and len(found.files) == before:
+            raise _unsupported(root, others)
+    return found.files
+
+
+class _OpenFiles:
+    """The files of a checkpoint while they are found; `indexed` are folders with indexed shards.
+
+    A file is known by its folder, as the file system identifies it, and its name there. What a link
+    leads to does not identify it: in a hub cache equal files of two components are one blob.
+    """
+
+    def __init__(self, links: LinkBoundary) -> None:
+        self._links = links
+        self.files: list[CheckpointFile] = []
+        self.indexed: set[tuple[int, int]] = set()
+        self._seen: set[tuple[tuple[int, int], str]] = set()
+
+    def add(self, path: Path, prefix: str, header: Header) -> None:
+        """Add a file, unless it is there already."""
+        check_text(prefix, path)  # tensors are called by it
+        entry = _identity(path.parent), path.name
+        if entry not in self._seen:
+            self._seen.add(entry)
+            self.files.append(CheckpointFile(path, prefix, header))
+
+    def add_folder(self, folder: Path, prefix: str, names: list[str], any_name: bool) -> None:
+        """Add the weights among the files of a folder."""
+        choice = _choose(names, any_name)
+        if choice.missing is not None:
+            raise CheckpointFilesError.at(
+                CheckpointFault.MISSING_SHARD,
+                str(folder),
+                f"the shard {choice.missing} is not there",
+                shard=choice.missing,
+            )
+        for name in choice.indexes:
+            index = folder / name
+            self.add_index(index, prefix, _read_json(index, self._links))
+        if INDEX_NAME in names:  # which the headers of data files are made of
+            self._links.check(folder / INDEX_NAME)
+        for name in choice.files:
+            self.add(folder / name, prefix, _read_header(folder / name, self._links))
+
+    def add_index(self, index: Path, prefix: str, content: Mapping[str, object]) -> None:
+        """Add the shards that an index of this content names."""
+        shards: dict[PurePosixPath, list[str]] = {}
+        for tensor, name in _weight_map(index, content).items():
+            shards.setdefault(PurePosixPath(name), []).append(tensor)
+        for shard, expected in sorted(shards.items()):
+            path = index.parent / shard
+            self.add(path, prefix, _shard_header(index, str(shard), expected, self._links))
+            self.indexed.add(_identity(path.parent))
+
+
+def check_text(name: str, path: Path) -> None:
+    """Check that a name, which the file at `path` has by its place, is a text.
+
+    On Linux any bytes can be the name of a file. Those that are not UTF-8 fit neither into JSON nor
+    into a store, and other programs would show other names.
+
+    Raises:
+        CheckpointFilesError: it is not UTF-8.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        shown = str(path).encode("utf-8", "backslashreplace").decode()
+        what = "its name, or that of a folder it is in, is not UTF-8"
+        raise CheckpointFilesError.at(CheckpointFault.NAME_ENCODING, shown, what) from error
+
+
+def _read_header(path: Path, links: LinkBoundary) -> Header:
+    links.check(path)
+    with opened(path) as file:
+        links.check_open(path, file.fd)
+        return read_header(path, fd=file.fd)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _choose(names: list[str], any_name: bool) -> WeightFiles:
@@ -167,16 +246,21 @@ def _names(folder: Path) -> list[str]:
     return [entry.name for entry in _entries(folder) if not entry.is_dir()]
 
 
-def _folders(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the folder and all below it. Links count, no folder twice: they may form circles."""
-    seen: set[tuple[int, int]] = set()
-    waiting = [("", root)]
+def _folders(
+    root: Path, components: frozenset[str], links: LinkBoundary
+) -> Iterator[tuple[str, Path]]:
+    """Yield the folder and all below it, of a pipeline only its components and all below them.
+
+    Links count, no folder twice: they may form circles.
+    """
+    seen = {_identity(root)} if components else set()
+    waiting = [(f"{name}/", root / name) for name in sorted(components)] or [("", root)]
     while waiting:
         prefix, folder = waiting.pop(0)
-        status = folder.stat()
-        if (status.st_dev, status.st_ino) in seen:
+        if (identity := _identity(folder)) in seen:
             continue
-        seen.add((status.st_dev, status.st_ino))
+        seen.add(identity)
+        links.check(folder)
         yield prefix, folder
         waiting += [
             (f"{prefix}{entry.name}/", entry)
@@ -194,38 +278,28 @@ def _entries(folder: Path) -> list[Path]:
         ) from error
 
 
-def _components(root: Path) -> frozenset[str]:
+def _components(root: Path, links: LinkBoundary) -> frozenset[str]:
     """Return the sub-folders that a Diffusers pipeline consists of; none when it is no pipeline."""
     index = root / _PIPELINE
     if not index.is_file():
         return frozenset()
-    entries = _read_json(index)
+    entries = _read_json(index, links)
+    folders = {entry.name for entry in _entries(root) if entry.is_dir()}
     return frozenset(
-        name
-        for name, value in entries.items()
-        if isinstance(value, list) and (root / name).is_dir()
+        name for name in folders if isinstance(entries.get(name), list) and not name.startswith(".")
     )
 
 
-def _open_index(index: Path, prefix: str) -> list[CheckpointFile]:
-    shards: dict[str, list[str]] = {}
-    for tensor, shard in _weight_map(index).items():
-        shards.setdefault(shard, []).append(tensor)
-    return [
-        _open_shard(index, prefix, shard, expected) for shard, expected in sorted(shards.items())
-    ]
-
-
-def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> CheckpointFile:
+def _shard_header(index: Path, shard: str, expected: list[str], links: LinkBoundary) -> Header:
     path = index.parent / shard
-    if not path.is_file():
+    if not _is_file(path):
         raise CheckpointFilesError.at(
             CheckpointFault.MISSING_SHARD,
             str(index),
             f"the shard {shorten(shard)} is not there",
             shard=shorten(shard),
         )
-    header = read_header(path)
+    header = _read_header(path, links)
     # A shard may hold more than the index says: every reader loads what the shard holds.
     held = names_in(header)
     for tensor in expected:
@@ -237,11 +311,18 @@ def _open_shard(index: Path, prefix: str, shard: str, expected: list[str]) -> Ch
                 tensor,
                 shard=shard,
             )
-    return CheckpointFile(path, prefix, header)
+    return header
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
-    found = _read_json(index).get("weight_map")
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
+
+
+def _weight_map(index: Path, content: Mapping[str, object]) -> Mapping[str, str]:
+    found = content.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointFilesError.at(CheckpointFault.INDEX, str(index), "it has no weight_map")
     for tensor, shard in found.items():
@@ -266,14 +347,11 @@ def _stays_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and not {"..", "\0"} & {*path.parts, *name}
 
 
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        with path.open("rb") as file:
-            blob = file.read(MAX_HEADER_BYTES + 1)
-    except OSError as error:
-        raise CheckpointNotFoundError(
-            f"{path}: {error.strerror}; check its permissions", path=str(path)
-        ) from error
+def _read_json(path: Path, links: LinkBoundary) -> dict[str, object]:
+    links.check(path)
+    with opened(path) as file:
+        links.check_open(path, file.fd)
+        blob = file.read(0, min(file.size, MAX_HEADER_BYTES + 1))
     if len(blob) > MAX_HEADER_BYTES:
         raise CheckpointFilesError.at(
             CheckpointFault.INDEX,
@@ -309,11 +387,10 @@ def _unsupported(path: Path, names: list[str]) -> UnsupportedError:
     )
 
 
-def _nothing(root: Path, components: frozenset[str]) -> NoReturn:
-    folders = (part for part in _folders(root) if not components or part[0] in components)
+def _nothing(root: Path, components: frozenset[str], links: LinkBoundary) -> NoReturn:
     foreign = [
         prefix + name
-        for prefix, folder in folders
+        for prefix, folder in _folders(root, components, links)
         for name in _names(folder)
         if name.endswith(_FOREIGN)
     ]

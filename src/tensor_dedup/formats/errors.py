@@ -84,6 +84,15 @@ class CheckpointFault(FormatFault):
     INDEX_PATH = "An index names a file outside its own directory."
     MISSING_SHARD = "An index names a shard that is not there."
     INDEX_TENSOR = "An index and its shards disagree about where a tensor is."
+    NAME_ENCODING = (
+        "The name of a file, or of a directory, is not UTF-8.",
+        "rename it",
+    )
+    LINK_OUTSIDE = (
+        "A symbolic link leads out of the checkpoint.",
+        "put a copy of what you trust in its place, or import or analyze with --follow-links "
+        "(follow_links=True)",
+    )
     REPEATED_TENSOR = (
         "Two files of one checkpoint hold a tensor of the same name.",
         "keep one of the files, or name it alone",
