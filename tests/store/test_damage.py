@@ -1,12 +1,29 @@
 """A flipped bit in every kind of file is found, named, kept from readers, and repaired."""
 
+import random
+import re
 import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from stores import Content, assert_clean, assert_holds, content, open_store, stored, three
+from damage import PLACES, flip, manifest_of, one
+from stores import (
+    KIB,
+    Content,
+    assert_clean,
+    assert_holds,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    three,
+    u8,
+    write,
+)
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
@@ -16,11 +33,9 @@ from tensor_dedup.store.errors import (
     UnfitForCollectionError,
 )
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.format import tables
-from tensor_dedup.store.format.layout import StoreLayout
-from tensor_dedup.store.objects import Objects
 
-Flips = Callable[[Path], tuple[Path, int]]
+# Of SQLite's files, and of ours.
+PAGE = 4096
 
 
 @pytest.fixture
@@ -39,55 +54,6 @@ def store(tmp_path: Path, paths: Mapping[str, Path]) -> Store:
 @pytest.fixture
 def expected(paths: Mapping[str, Path]) -> dict[str, Content]:
     return {name: content(path) for name, path in paths.items()}
-
-
-def one(root: Path, pattern: str) -> Path:
-    return min(root.glob(pattern))
-
-
-def manifest_of(root: Path, name: str) -> Path:
-    store = open_store(root)
-    with store.checkpoint(name) as checkpoint:
-        return root / "manifests" / checkpoint.manifest[:2] / checkpoint.manifest
-
-
-def page(root: Path) -> Path:
-    manifests = {manifest_of(root, name) for name in ("base", "tune", "tiny")}
-    return min(set(root.glob("manifests/*/*")) - manifests)
-
-
-def padding(root: Path) -> tuple[Path, int]:
-    objects = Objects(RealFiles(), StoreLayout(root))
-    gaps = [
-        (objects.layout.container(container.name, container.kind), start)
-        for container in objects.containers()
-        for start, _ in tables.gaps(objects.table(container))
-    ]
-    return min(gaps)
-
-
-# Each kind of file, a byte in it, and what verify calls the damage.
-PLACES: dict[str, tuple[Flips, str]] = {
-    "raw, header": (lambda root: (one(root, "containers/*/*.raw"), 20), "tensor"),
-    "raw, tensor": (lambda root: (one(root, "containers/*/*.raw"), 500_000), "tensor"),
-    "raw, table": (lambda root: (one(root, "containers/*/*.raw.table"), 60), "table"),
-    "slab, tensor": (lambda root: (one(root, "containers/*/*.slab"), 70_000), "tensor"),
-    "pack, padding": (lambda root: padding(root), "padding"),
-    "slab, table": (lambda root: (one(root, "containers/*/*.slab"), -60), "table"),
-    "slab, tail": (lambda root: (one(root, "containers/*/*.slab"), -3), "table"),
-    "pack, tensor": (lambda root: (one(root, "containers/*/*.pack"), 3), "tensor"),
-    "pack, table": (lambda root: (one(root, "containers/*/*.pack"), -100), "table"),
-    "manifest": (lambda root: (manifest_of(root, "tune"), 40), "manifest"),
-    "page": (lambda root: (page(root), 100), "page"),
-    "reference, manifest": (lambda root: (root / "refs" / "base", 70), "reference"),
-    "reference, checksum": (lambda root: (root / "refs" / "tiny", -4), "reference"),
-}
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -189,6 +155,117 @@ def test_a_broken_index_is_made_anew(
         ruin = bytes(data)
     index.write_bytes(ruin)
     assert_holds(store, expected)
+    assert_clean(store, expected)
+
+
+RUINS: dict[str, Callable[[bytearray, int, random.Random], object]] = {
+    "zeros": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), bytes(PAGE)),
+    "ones": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), b"\xff" * PAGE),
+    "noise": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), dice.randbytes(PAGE)),
+    "half": lambda page, at, dice: page.__setitem__(
+        slice(at + PAGE // 2, at + PAGE), dice.randbytes(PAGE // 2)
+    ),
+    "another": lambda page, at, dice: page.__setitem__(
+        slice(at, at + PAGE), page[(at + PAGE) % len(page) :][:PAGE]
+    ),
+    "texts": lambda page, at, dice: [
+        page.__setitem__(slice(found.start(), found.start() + 3), b"\xac\xff\xfe")
+        for found in re.finditer(rb"[0-9a-f]{64}|CREATE TABLE", page)
+    ],
+}
+
+
+@pytest.mark.parametrize("ruin", RUINS)
+def test_every_verb_copes_with_a_bad_page_of_the_index(
+    ruin: str, store: Store, paths: Mapping[str, Path], expected: dict[str, Content]
+) -> None:
+    index, dice = store.path / "index.sqlite", random.Random(ruin)
+    new = write(
+        store.path.parent / "new", {"m.safetensors": safetensors(u8(q=noise(33, 70 * KIB)))}
+    )
+    with store.checkpoint("base") as checkpoint:
+        digests = [tensor.digest for tensor in checkpoint]
+    after = {**expected, "new": content(new)}
+    verbs: dict[str, Callable[[], object]] = {
+        "reads": lambda: assert_holds(store, expected),
+        "pieces": lambda: store.open_pieces(digests).close(),
+        "verify": lambda: store.verify(full=True),
+        "repair": lambda: store.repair(list(paths.values())),
+        "gc": lambda: store.gc(0),
+        "stats": store.stats,
+        "import": lambda: store.import_(new, replace=True),
+    }
+    store.import_(new)
+    store.delete("new")
+    good = index.read_bytes()
+    for verb, act in verbs.items():
+        for at in range(0, len(good), PAGE):
+            data = bytearray(good)
+            RUINS[ruin](data, at, dice)
+            index.write_bytes(data)
+            (store.path / "index.sqlite-wal").write_bytes(dice.randbytes(9000))
+            (store.path / "index.sqlite-shm").write_bytes(dice.randbytes(32 * KIB))
+            act()
+        store.verify(full=True)
+        assert store.verify(full=True).fine, verb
+    assert_clean(store, after)
+
+
+class _Unreadable:
+    """A connection to a file of which the disk cannot read a page."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.in_transaction = False
+
+    def execute(self, query: str, *values: object) -> sqlite3.Cursor:
+        if query.startswith(("PRAGMA", "CREATE")):
+            return self._db.execute(query, *values)
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+        raise error
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class _BadIndex(RealFiles):
+    """A disk that cannot read the index file that is there now; a new one lies elsewhere."""
+
+    def __init__(self, index: Path) -> None:
+        self.inode = index.stat().st_ino
+        self.refused = 0
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        db = super().database(path)
+        if path.exists() and path.stat().st_ino == self.inode:
+            self.refused += 1
+            return cast("sqlite3.Connection", _Unreadable(db))
+        return db
+
+
+def test_an_index_that_the_disk_cannot_read_is_replaced(
+    store: Store, paths: Mapping[str, Path], expected: dict[str, Content]
+) -> None:
+    files = _BadIndex(store.path / "index.sqlite")
+    holder = (store.path / "index.sqlite").open("rb")  # so that no other file gets its inode
+    bad = Store.open(store.path, files=files)
+    assert_holds(bad, expected)
+    assert files.refused == 1
+    bad.import_(paths["tiny"], "again")
+    assert bad.verify(full=True).fine
+    assert files.refused == 1
+    holder.close()
+
+
+def test_an_index_that_knows_nothing_hides_nothing(
+    store: Store, expected: dict[str, Content]
+) -> None:
+    with sqlite3.connect(store.path / "index.sqlite") as db:
+        db.execute("DELETE FROM place")
+    db.close()
+    assert_holds(store, expected)
+    assert [fault.kind for fault in store.verify().faults] == ["index"]
     assert_clean(store, expected)
 
 
