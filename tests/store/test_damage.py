@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from damage import PLACES, flip, manifest_of, one
+from disk_faults import FaultyFiles
 from stores import (
     KIB,
     Content,
@@ -30,9 +31,13 @@ from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
     MissingObjectError,
+    NewerFormatError,
+    NotAStoreError,
     UnfitForCollectionError,
 )
 from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.layout import FOLDERS, MARKER_LINES
 
 # Of SQLite's files, and of ours.
 PAGE = 4096
@@ -292,12 +297,88 @@ def test_flipping_each_digest_in_the_index_is_found(store: Store) -> None:
     assert store.verify(full=True).fine
 
 
-def test_a_damaged_marker_stops_everything_but_repair(store: Store) -> None:
-    flip(store.path / "FORMAT", 8)
-    with pytest.raises(DamagedFileError, match="FORMAT"):
-        Store.open(store.path)
-    Store.open(store.path, mend=True)
-    assert Store.open(store.path).verify(full=True).fine
+MARKER = frames.encode_text(MARKER_LINES)
+MARKERS: dict[str, bytes | None] = {
+    "flipped": MARKER.replace(b"store", b"stare"),
+    "another version by a flip": MARKER.replace(b"version 1", b"version 3"),
+    "empty": b"",
+    "cut": MARKER[:25],
+    "cut early": MARKER[:4],
+    "zeros": bytes(100),
+    "no text": b"\xff" * 100,
+    "too long": bytes(10_000),
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("found", MARKERS)
+def test_a_damaged_marker_stops_everything_but_repair(
+    found: str, store: Store, paths: Mapping[str, Path], expected: dict[str, Content]
+) -> None:
+    marker, left = store.path / "FORMAT", MARKERS[found]
+    marker.unlink() if left is None else marker.write_bytes(left)
+    for create in (False, True):
+        with pytest.raises(DamagedFileError, match=r"FORMAT.*run `tensor-dedup repair`"):
+            Store.open(store.path, create=create)
+    Store.open(store.path, mend=True, create=False)
+    assert marker.read_bytes() == MARKER
+    assert_clean(Store.open(store.path), expected)
+
+
+def test_a_marker_that_the_disk_cannot_read_is_written_anew(
+    store: Store, tmp_path: Path, expected: dict[str, Content]
+) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    files.lose_page(store.path / "FORMAT", 0)
+    with pytest.raises(DamagedFileError, match="run `tensor-dedup repair`"):
+        Store.open(store.path, files=files)
+    Store.open(store.path, mend=True, files=files)
+    assert_clean(open_store(store.path, files), expected)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_marker_of_another_version_stays(damaged: bool, store: Store) -> None:
+    later = frames.encode_text(["tensor-dedup store", "version 2"])
+    marker = store.path / "FORMAT"
+    marker.write_bytes(later[:-20] if damaged else later)
+    before = marker.read_bytes()
+    for mend in (False, True):
+        with pytest.raises(DamagedFileError if damaged else NewerFormatError):
+            Store.open(store.path, mend=mend, create=False)
+    assert marker.read_bytes() == before
+
+
+@pytest.mark.parametrize("missing", FOLDERS)
+def test_repair_makes_no_store_of_what_is_none(missing: str, store: Store, tmp_path: Path) -> None:
+    alike = tmp_path / "alike"
+    for folder in FOLDERS:
+        if folder != missing:
+            write(alike / folder, {"file": b"1"})
+    write(alike, {missing: b"a file"})
+    before = content(alike)
+    for marker in (None, b"", MARKER[:30]):
+        if marker is not None:
+            (alike / "FORMAT").write_bytes(marker)
+            before["FORMAT"] = marker
+        with pytest.raises((NotAStoreError, DamagedFileError)):
+            Store.open(alike, mend=True, create=False)
+        assert content(alike) == before
+
+
+def test_a_damaged_manifest_hides_no_other_checkpoint(store: Store) -> None:
+    flip(manifest_of(store.path, "base"), 40)
+    flip(store.path / "refs" / "tiny", 70)
+    found = {each.name: each for each in store.list()}
+    assert list(found) == ["base", "tiny", "tune"]
+    assert found["tune"].damage is None
+    assert found["tune"].nbytes > 0
+    assert "its bytes do not have the digest" in str(found["base"].damage)
+    assert "refs/tiny" in str(found["tiny"].damage)
+    with pytest.raises(UnfitForCollectionError, match="broken: base, tiny") as caught:
+        store.gc(0)
+    assert caught.value.facts["checkpoints"] == ["base", "tiny"]
+    assert store.stats().damaged_files == 2
 
 
 def test_a_broken_list_of_bad_places_is_made_anew(
