@@ -122,7 +122,8 @@ class BulkReader:
     shared with the page cache, and pages that the kernel drops and reads again later are not
     compared again. A page that the disk cannot read is found while a span is verified, and the span
     is then copied from what is intact; one that it cannot read later on, or that was not verified,
-    ends the process (SIGBUS) when it is touched.
+    ends the process (SIGBUS) when it is touched. Of very many spans, those beyond half of the
+    process's descriptors are copied.
     """
 
     def __init__(
@@ -133,6 +134,8 @@ class BulkReader:
         self._verify = verify
         self._mapped = mapped
         self._direct = HandleCache(pieces.door, self._open_direct, spare_descriptors())
+        # Python's mmap keeps a descriptor for as long as the mapping is there.
+        self._mappings = 2 * spare_descriptors()
         self._bypasses: dict[ContainerId, bool] = {}
         self._undo = ExitStack()
         self._undo.callback(self._direct.close)
@@ -224,11 +227,13 @@ class BulkReader:
         return work, [self._threads.submit(work.run, block) for block in work.blocks]
 
     def _map(self, span: ReadSpan) -> memoryview | None:
-        if self._mapped and span.container.kind in _IMMUTABLE:
+        if self._mapped and self._mappings and span.container.kind in _IMMUTABLE:
             nbytes = _end(span.records[-1]) - span.start
             # Cut short, or on a file system that maps nothing: read it.
             with suppress(OSError), self._pieces.container(span.container) as handle:
-                return self._pieces.door.map(handle, span.start, nbytes)
+                memory = self._pieces.door.map(handle, span.start, nbytes)
+                self._mappings -= 1
+                return memory
         return None
 
     def _can_bypass(self, container: ContainerId) -> bool:
