@@ -5,7 +5,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -223,7 +223,7 @@ class _Unreadable:
         self._db = db
         self.in_transaction = False
 
-    def execute(self, query: str, *values: object) -> sqlite3.Cursor:
+    def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
         if query.startswith(("PRAGMA", "CREATE")):
             return self._db.execute(query, *values)
         error = sqlite3.OperationalError("disk I/O error")

@@ -122,7 +122,7 @@ def test_gc_is_not_delayed_by_who_holds_all_open(store: Store, parts: dict[str, 
 def test_what_is_in_use_is_not_closed_and_the_rest_is(tmp_path: Path) -> None:
     files = open_store(tmp_path / "store")._files
     paths = sorted(write(tmp_path / "files", {str(n): b"%d" % n for n in range(9)}).iterdir())
-    cache = HandleCache(files, lambda path: files.open(path, "read"), 2)
+    cache: HandleCache[Path] = HandleCache(files, lambda path: files.open(path, "read"), 2)
     started, go_on = threading.Event(), threading.Event()
 
     def use(path: Path) -> bytes:
