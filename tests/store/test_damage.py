@@ -1,9 +1,13 @@
 """A flipped bit in every kind of file is found, named, kept from readers, and repaired."""
 
+import errno
+import os
 import random
 import re
+import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +38,7 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
     NotAStoreError,
     UnfitForCollectionError,
+    UnknownNameError,
 )
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.format import frames
@@ -255,10 +260,10 @@ def test_an_index_that_the_disk_cannot_read_is_replaced(
     files = _BadIndex(store.path / "index.sqlite")
     holder = (store.path / "index.sqlite").open("rb")  # so that no other file gets its inode
     bad = Store.open(store.path, files=files)
-    assert_holds(bad, expected)
-    assert files.refused == 1
+    assert [fault.kind for fault in bad.verify().faults] == ["index"]
     bad.import_(paths["tiny"], "again")
-    assert bad.verify(full=True).fine
+    bad.delete("again")
+    assert_clean(bad, expected)
     assert files.refused == 1
     holder.close()
 
@@ -409,3 +414,103 @@ def test_the_trash_is_asked_before_anybody_else(store: Store) -> None:
         path.rename(store.path / "manifests" / name[:2] / name)
     assert store.repair().from_trash == 1
     assert stored(store, "tiny") == kept
+
+
+_MEDIA = [errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN]
+
+
+def _flip(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    flip(path, at)
+
+
+def _zero(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    data = bytearray(path.read_bytes())
+    start = at // PAGE * PAGE
+    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
+    path.write_bytes(data)
+
+
+def _noise(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    data = bytearray(path.read_bytes())
+    data[at : at + 100] = dice.randbytes(len(data[at : at + 100]))
+    path.write_bytes(data)
+
+
+def _cut(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    os.truncate(path, at)
+
+
+def _remove(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    path.unlink()
+
+
+def _lose(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    files.lose_page(path, at, dice.choice(_MEDIA))
+
+
+FAULTS = [_flip, _zero, _noise, _cut, _remove, _lose, _lose, _lose]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Path]]:
+    """A store with a container of each kind, and the checkpoints that it came from."""
+    root = tmp_path_factory.mktemp("world")
+    paths = three(root)
+    data = safetensors(u8(o=noise(30, 300 * KIB), tail=noise(9, 5 * KIB)))
+    paths["outside"] = write(root / "outside", {"o.safetensors": data})
+    store = open_store(root / "store")
+    for name in ("base", "tune", "tiny"):
+        store.import_(paths[name], base="base" if name == "tune" else None)
+    store.import_(paths["outside"], external=True)
+    assert set(store.stats().containers) == {"raw", "slab", "pack", "delta", "external"}
+    return root / "store", paths
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 400))]
+)
+def test_random_damage_is_found_and_repaired(
+    seed: int, world: tuple[Path, Mapping[str, Path]], tmp_path: Path
+) -> None:
+    template, paths = world
+    expected = {name: content(path) for name, path in paths.items()}
+    root, dice = tmp_path / "store", random.Random(seed)
+    shutil.copytree(template, root)
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    for _ in range(dice.randint(1, 4)):
+        names = sorted(p for p in root.rglob("*") if p.is_file() and p.stat().st_size)
+        path, fault = dice.choice(names), dice.choice(FAULTS)
+        fault(path, dice.randrange(path.stat().st_size), dice, files)
+    try:
+        store = open_store(root, files)
+    except DamagedFileError:
+        store = Store.open(root, files=files, mend=True, create=False, worker_count=1)
+    kept = _readable(store, expected)
+    assert [each.name for each in store.list()] == store._objects.names()
+    store.verify(sample=0.3, seed=seed)
+    store.verify(full=True)
+    assert _readable(store, expected) >= kept
+    if not store.verify(full=True).fine:
+        with suppress(UnfitForCollectionError):
+            store.gc(24)
+    store.repair(list(paths.values()))
+    for name in expected.keys() - _readable(store, expected):  # whose reference is lost
+        store.import_(paths[name], name, replace=True)
+    assert store.repair(list(paths.values())).missing == []
+    for _ in range(2):  # the first may find that the index was wrong
+        found = store.verify(full=True)
+    assert found.fine, found.faults
+    assert_clean(store, expected)
+
+
+def _readable(store: Store, expected: Mapping[str, Content]) -> set[str]:
+    """The checkpoints that read back as they are; the others must say what is wrong."""
+    found = set()
+    for name, files in expected.items():
+        try:
+            assert stored(store, name) == files
+        except (CorruptTensorError, DamagedFileError, MissingObjectError, UnknownNameError):
+            continue
+        found.add(name)
+    return found
