@@ -21,6 +21,9 @@ _ALIGNMENT: Final = 64
 
 # Not in Python's mmap yet.
 _POPULATE_READ: Final = 22
+# What it ends with where a touch of the page would end in SIGBUS.
+_EHWPOISON: Final = 133  # not in Python's errno: memory that the machine found to be broken
+_FAULTS: Final = frozenset({errno.EFAULT, errno.EIO, _EHWPOISON})
 
 
 def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
@@ -71,15 +74,19 @@ def map_file(fd: int, start: int, nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, access, offset=start))
 
 
-def bring_in(mapped: memoryview, start: int, nbytes: int) -> None:
+def bring_in(mapped: memoryview, start: int, nbytes: int) -> bool:
     """Read a range of a mapping made by `map_file` at once instead of page fault by page fault.
 
-    `start` is a multiple of PAGE.
+    `start` is a multiple of PAGE. Return False if some of it cannot be read: touching that would
+    kill the process (SIGBUS). Linux before 5.14 does not say, and the result is always True.
     """
     region = mapped.obj
     if isinstance(region, mmap.mmap):
-        with suppress(OSError):  # before Linux 5.14; and what cannot be read is found when it is
+        try:
             region.madvise(_POPULATE_READ, start, nbytes)
+        except OSError as error:
+            return error.errno not in _FAULTS
+    return True
 
 
 class BufferPool:

@@ -28,6 +28,12 @@ from tensor_dedup.errors import StoreError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+# What a read ends with when the medium cannot give back what was written there: a bad sector (EIO,
+# and ENODATA where the driver knows that it was the medium), a block whose protection data is wrong
+# (EILSEQ), and bytes or an inode that the file system's own checksums refuse (EBADMSG, EUCLEAN).
+# Another attempt with more rights, descriptors or space would not help, and another copy does. What
+# speaks of the way to the device (ETIMEDOUT, ENOLINK, ENODEV) says nothing against the bytes.
+_UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN}
 
 
 class AdvisedError(StoreError):
@@ -187,6 +193,23 @@ class UnfitForCollectionError(AdvisedError):
     """What is in use cannot be determined with certainty, so nothing is deleted."""
 
     advice = "run `tensor-dedup repair --from PATH`, or delete the checkpoint that is broken"
+
+
+def is_unreadable(error: OSError) -> bool:
+    """Return whether a read failed because the medium lost the bytes: they count as damaged."""
+    return error.errno in _UNREADABLE
+
+
+@contextmanager
+def unreadable_as_damage(path: PurePath) -> Iterator[None]:
+    """Turn an OSError of a medium that lost the file's bytes into a DamagedFileError."""
+    try:
+        yield
+    except OSError as error:
+        if not is_unreadable(error):
+            raise
+        what = f"the disk cannot read it ({error.strerror})"
+        raise DamagedFileError.at(path, what, errno=error.errno) from error
 
 
 @contextmanager

@@ -8,16 +8,21 @@ When the SQLite file cannot be used, the index of that session is in memory.
 import contextlib
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 from blake3 import blake3
 
 from tensor_dedup.sqlite import transaction
-from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NewerFormatError
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NewerFormatError,
+    unreadable_as_damage,
+)
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.objects import ContainerId, Objects
@@ -55,6 +60,17 @@ _PASSING = frozenset(
         sqlite3.SQLITE_PERM,
     }
 )
+# But these are said of a page that the disk cannot read: no other session will read it either.
+_LOST = frozenset(
+    {
+        sqlite3.SQLITE_IOERR_READ,
+        sqlite3.SQLITE_IOERR_SHORT_READ,
+        sqlite3.SQLITE_IOERR_DATA,
+        sqlite3.SQLITE_IOERR_CORRUPTFS,
+    }
+)
+_NAME = re.compile("[0-9a-f]{64}")
+_KIND = re.compile("[a-z0-9_]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +115,8 @@ class StoreIndex:
 
     def update(self) -> None:
         """Bring the index up to date; errors of SQLite are raised as they are."""
-        rows = self._db.execute("SELECT name, kind, state FROM container").fetchall()
-        known = {ContainerId(name, kind): state for name, kind, state in rows}
+        rows = self._rows("SELECT name, kind, state FROM container")
+        known = {_container(name, kind): str(state) for name, kind, state in rows}
         bad = set(self._objects.bad_containers())
         there = set()
         for container in self._objects.containers():
@@ -140,11 +156,15 @@ class StoreIndex:
         )
 
     def _known_state(self, container: ContainerId) -> str | None:
-        row = self._db.execute(
+        rows = self._rows(
             "SELECT state FROM container WHERE name = ? AND kind = ?",
             (container.name, container.kind),
-        ).fetchone()
-        return None if row is None else str(row[0])
+        )
+        return str(rows[0][0]) if rows else None
+
+    def _rows(self, query: str, values: Sequence[object] = ()) -> list[Any]:
+        """All rows of a query."""
+        return self._db.execute(query, values).fetchall()
 
     def find(
         self, digests: Iterable[bytes], *, external: bool = False
@@ -173,7 +193,7 @@ class StoreIndex:
         for start in range(0, len(wanted), _BATCH):
             part = wanted[start : start + _BATCH]
             marks = ",".join("?" * len(part))
-            rows = self._db.execute(
+            rows = self._rows(
                 "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes, p.base, c.state "
                 "FROM place p "
                 f"JOIN container c ON c.id = p.container WHERE p.digest IN ({marks}) "
@@ -181,10 +201,11 @@ class StoreIndex:
                 part,
             )
             for digest, name, kind, offset, nbytes, base, state in rows:
-                under = None if base is None else bytes(base)
-                size = int(_SIZE.split(state, maxsplit=1)[0])
-                place = PieceLocation(ContainerId(name, kind), offset, nbytes, under, size)
-                found.setdefault(bytes(digest), []).append(place)
+                key, at, length, under = _entry(digest, offset, nbytes, base)
+                with _malformed():
+                    size = int(_SIZE.split(state, maxsplit=1)[0])
+                place = PieceLocation(_container(name, kind), at, length, under, size)
+                found.setdefault(key, []).append(place)
         return found
 
     def places(self, container: ContainerId) -> set[Entry]:
@@ -196,20 +217,24 @@ class StoreIndex:
             return self._places(container)
 
     def _places(self, container: ContainerId) -> set[Entry]:
-        rows = self._db.execute(
+        rows = self._rows(
             "SELECT digest, offset, nbytes, base FROM place p "
             "JOIN container c ON c.id = p.container WHERE c.name = ? AND c.kind = ?",
             (container.name, container.kind),
         )
-        return {
-            (bytes(digest), offset, nbytes, None if base is None else bytes(base))
-            for digest, offset, nbytes, base in rows
-        }
+        return {_entry(*row) for row in rows}
 
     def containers(self) -> list[ContainerId]:
         """Return the containers that the index knows."""
-        rows = self._db.execute("SELECT name, kind FROM container ORDER BY name")
-        return [ContainerId(name, kind) for name, kind in rows]
+        try:
+            return self._containers()
+        except sqlite3.DatabaseError:
+            self._fall_back()
+            return self._containers()
+
+    def _containers(self) -> list[ContainerId]:
+        rows = self._rows("SELECT name, kind FROM container ORDER BY name")
+        return [_container(name, kind) for name, kind in rows]
 
     def _state(self, container: ContainerId, bad: set[str], known: str | None) -> str | None:
         """Changes when what can be read from a container changes; None: nothing can be."""
@@ -219,7 +244,9 @@ class StoreIndex:
         origin = self._origin(container, known)
         if origin is None:
             return None
-        there = origin.is_still(self._objects.files.status(origin.path))
+        there = False
+        with contextlib.suppress(DamagedFileError), unreadable_as_damage(origin.path):
+            there = origin.is_still(self._objects.files.status(origin.path))
         return f"{state} {there} {msgspec.json.encode(origin.to_texts()).decode()}"
 
     def _origin(self, container: ContainerId, known: str | None) -> ExternalFile | None:
@@ -233,15 +260,17 @@ class StoreIndex:
 
     def _own_state(self, container: ContainerId, bad: set[str]) -> str | None:
         layout, files = self._objects.layout, self._objects.files
-        status = files.status(layout.container(container.name, container.kind))
-        if status is None:
-            return None
-        if container.name not in bad:
-            return str(status.size)
+        path = layout.container(container.name, container.kind)
         try:
+            with unreadable_as_damage(path):
+                status = files.status(path)
+            if status is None:
+                return None
+            if container.name not in bad:
+                return str(status.size)
             offsets = self._objects.bad_offsets(container.name)
         except (DamagedFileError, NewerFormatError):
-            return None  # some of it is bad, and nobody knows what
+            return None  # all of it is, or some, and nobody knows what
         return f"{status.size}:{blake3(repr(sorted(offsets)).encode()).hexdigest()}"
 
     def _take(self, container: ContainerId, state: str) -> None:
@@ -281,6 +310,35 @@ class StoreIndex:
         found = "(SELECT id FROM container WHERE name = ?)"
         self._db.execute(f"DELETE FROM place WHERE container IN {found}", (container.name,))
         self._db.execute("DELETE FROM container WHERE name = ?", (container.name,))
+
+
+@contextlib.contextmanager
+def _malformed() -> Iterator[None]:
+    """Turn values that nobody wrote into SQLite's own error for a damaged file."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        found = sqlite3.DatabaseError(f"the database is malformed ({error})")
+        found.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise found from error
+
+
+def _container(name: object, kind: object) -> ContainerId:
+    with _malformed():
+        if not (isinstance(name, str) and isinstance(kind, str)):
+            raise TypeError("a container is called otherwise")
+        if _NAME.fullmatch(name) is None or _KIND.fullmatch(kind) is None:
+            raise ValueError("no container is called so")
+    return ContainerId(name, kind)
+
+
+def _entry(digest: object, offset: object, nbytes: object, base: object) -> Entry:
+    with _malformed():
+        if not (isinstance(digest, bytes) and isinstance(offset, int) and isinstance(nbytes, int)):
+            raise TypeError("an entry has other types")
+        if not (base is None or isinstance(base, bytes)):
+            raise TypeError("an entry has a base of another type")
+    return digest, offset, nbytes, base
 
 
 class _IndexFile:
@@ -355,7 +413,7 @@ def _usable(objects: Objects, undo: contextlib.ExitStack, *, update: bool) -> St
                 index.update()
         except sqlite3.DatabaseError as error:
             file.close()
-            if error.sqlite_errorcode & 0xFF in _PASSING:
+            if _says_nothing_of_the_file(error):
                 break
             broken = True
             with contextlib.suppress(OSError):
@@ -371,6 +429,11 @@ def _usable(objects: Objects, undo: contextlib.ExitStack, *, update: bool) -> St
     index.update()
     index.broken = broken
     return index
+
+
+def _says_nothing_of_the_file(error: sqlite3.DatabaseError) -> bool:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return code & 0xFF in _PASSING and code not in _LOST
 
 
 def _in_memory(objects: Objects) -> sqlite3.Connection:

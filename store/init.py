@@ -1,6 +1,7 @@
 """The location of a store, and its initialisation."""
 
 import os
+import re
 from pathlib import Path
 
 import platformdirs
@@ -16,6 +17,9 @@ from tensor_dedup.store.objects import Objects, make_folders
 
 ENVIRONMENT = "TENSOR_DEDUP_STORE"
 _MARKER_BYTES = 1 << 12
+_NEAR_BYTES = 4
+# What is left of a marker that names another version.
+_LATER = re.compile(rb"tensor-dedup store\nversion (?!1\n)[0-9]+\n")
 
 
 def default_path() -> Path:
@@ -40,20 +44,27 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     Raises:
         NotAStoreError: the folder holds other files, or is empty and `create` is off.
         NewerFormatError: the store was made by a later version.
-        DamagedFileError: its marker is damaged, and `mend` is off or the original cannot be
-            inferred.
+        DamagedFileError: its marker is gone or damaged, and `mend` is off or it may have been that
+            of a later version.
     """
     files, layout = objects.files, objects.layout
-    marker = files.status(layout.marker)
-    if marker is not None:
+    names = set(files.listdir(layout.root))
+    if layout.marker.name in names:
         _check_marker(objects, mend=mend)
         return
-    names = set(files.listdir(layout.root))
     # The beginnings of a store whose making was cut short are no foreign files.
-    if not create or names - KNOWN:
-        what = "there is no store" if not names else "it holds other files, and no store"
-        raise NotAStoreError.at(layout.root, what)
-    _create(objects)
+    if create and not names - KNOWN and all(_is_empty(objects, folder) for folder in FOLDERS):
+        _create(objects)
+        return
+    # Whoever makes a store fills it after the marker is there: by now it may be.
+    if _is_plainly_a_store(objects) and files.status(layout.marker) is None:
+        _mend_marker(objects, "it is gone", mend=mend)
+        return
+    if files.status(layout.marker) is not None:
+        _check_marker(objects, mend=mend)
+        return
+    what = "there is no store" if not names else "it holds other files, and no store"
+    raise NotAStoreError.at(layout.root, what)
 
 
 def _create(objects: Objects) -> None:
@@ -70,18 +81,50 @@ def _create(objects: Objects) -> None:
 
 def _check_marker(objects: Objects, *, mend: bool) -> None:
     path = objects.layout.marker
-    blob = objects.read(path, _MARKER_BYTES)
-    right = frames.encode_text(MARKER_LINES)
-    if blob == right:
-        return
+    right, blob = frames.encode_text(MARKER_LINES), b""
     try:
+        blob = objects.read(path, _MARKER_BYTES)
+        if blob == right:
+            return
         lines = frames.decode_text(blob, path)
-    except DamagedFileError:
+    except DamagedFileError as error:
+        later = _LATER.match(blob)
         # Another version's marker has another checksum too, so it is never this near.
-        if not mend or frames.distance(blob, right) > 4:
+        if later is not None and frames.distance(blob, right) > _NEAR_BYTES:
             raise
-        objects.publish(right, path)
+        lost = isinstance(error.__cause__, OSError)
+        what = "the disk cannot read it" if lost else f"{len(blob)} bytes that are not its own"
+        _mend_marker(objects, what, mend=mend)
         return
     if lines[:1] == MARKER_LINES[:1]:
         raise NewerFormatError.at(path, f"{', '.join(lines[1:])}, this program knows version 1")
     raise NotAStoreError.at(path, "this is the marker of something else")
+
+
+def _mend_marker(objects: Objects, what: str, *, mend: bool) -> None:
+    """Write the marker anew: all stores of a version have the same.
+
+    Raises:
+        DamagedFileError: `mend` is off, or nothing but the marker says that this is a store.
+    """
+    path = objects.layout.marker
+    if not _is_plainly_a_store(objects):
+        raise DamagedFileError.at(path, f"{what}, and beside it there is not all that a store has")
+    if not mend:
+        raise DamagedFileError(
+            f"{path}: {what}; run `tensor-dedup repair`, which writes it anew", path=str(path)
+        )
+    objects.publish(frames.encode_text(MARKER_LINES), path)
+
+
+def _is_empty(objects: Objects, folder: str) -> bool:
+    path = objects.layout.root / folder
+    status = objects.files.status(path)
+    return status is None or (status.kind == "folder" and not objects.files.listdir(path))
+
+
+def _is_plainly_a_store(objects: Objects) -> bool:
+    """Whether the folder has all folders that a store has: nobody else's has."""
+    root = objects.layout.root
+    kinds = [objects.files.status(root / folder) for folder in FOLDERS]
+    return all(status is not None and status.kind == "folder" for status in kinds)

@@ -38,7 +38,10 @@ def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) ->
     Raises:
         StoreBusyError: a session did not end in `wait_s` seconds.
     """
-    busy = f"an import, export, verify or repair is running and did not end in {wait_s:g} s"
+    busy = (
+        f"an import, export, verify or repair is running, or a checkpoint of very many containers "
+        f"is open, and that did not end in {wait_s:g} s"
+    )
     with _held(files, layout.lock, layout.root, busy, exclusive=True, wait_s=wait_s):
         yield
 

@@ -4,8 +4,9 @@ Nothing is written in place. A file appears under its name by a rename, after it
 and its folder is synced before anything refers to it.
 """
 
+import errno
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tensor_dedup.store.errors import (
     NameTakenError,
     NewerFormatError,
     UnknownNameError,
+    unreadable_as_damage,
 )
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format import frames, manifests, tables
@@ -27,6 +29,8 @@ from tensor_dedup.store.format.names import file_of, name_in
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.locks import naming
 
+# Neither the process nor the machine may have another file open.
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _BAD = b"badl"
 _REF_BYTES = 1 << 12
 _HEX = frozenset("0123456789abcdef")
@@ -53,20 +57,26 @@ class Objects:
 
         Raises:
             MissingObjectError: the file does not exist.
-            DamagedFileError: it is larger than `limit`.
+            DamagedFileError: it is larger than `limit`, or the disk cannot read it.
         """
-        try:
-            handle = self.files.open(path, "read")
-        except FileNotFoundError as error:
-            raise MissingObjectError.at(path, "this file of the store is gone") from error
-        try:
+        with self._opened(path) as handle:
             size = self.files.status_of(handle).size
             if size > limit:
                 raise DamagedFileError.at(path, f"{size} bytes, the limit is {limit}", size=size)
             blob = bytearray(size)
             return bytes(blob[: self.files.pread(handle, memoryview(blob), 0)])
-        finally:
-            self.files.close(handle)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Handle]:
+        with unreadable_as_damage(path):
+            try:
+                handle = self.files.open(path, "read")
+            except FileNotFoundError as error:
+                raise MissingObjectError.at(path, "this file of the store is gone") from error
+            try:
+                yield handle
+            finally:
+                self.files.close(handle)
 
     def tmp_path(self) -> Path:
         """Return a new path in the folder of files that are being written."""
@@ -77,8 +87,7 @@ class Objects:
 
         An equal file that already exists is kept.
         """
-        status = self.files.status(target)
-        if status is not None and status.size == len(blob) and self.read(target) == blob:
+        if self.holds(target, blob):
             self._sync_place(target)
             return
         tmp = self.tmp_path()
@@ -89,6 +98,13 @@ class Objects:
         finally:
             self.files.close(handle)
         self.place(tmp, target)
+
+    def holds(self, path: Path, blob: bytes) -> bool:
+        """Return whether there is a readable file with these bytes."""
+        with suppress(DamagedFileError), unreadable_as_damage(path):
+            status = self.files.status(path)
+            return status is not None and status.size == len(blob) and self.read(path) == blob
+        return False
 
     def place(self, tmp: Path, target: Path) -> None:
         """Move a file whose bytes are durable to `target`, durably."""
@@ -148,7 +164,7 @@ class Objects:
 
         Raises:
             MissingObjectError: the file does not exist.
-            DamagedFileError: it is not a table of this container.
+            DamagedFileError: it is not a table of this container, or the disk cannot read it.
             NewerFormatError: it was written by a later version.
         """
         path = at or self.layout.table(container.name, container.kind)
@@ -160,11 +176,7 @@ class Objects:
         return tables.decode(blob, container.name, container.kind, path)
 
     def _trailer(self, path: Path) -> bytes:
-        try:
-            handle = self.files.open(path, "read")
-        except FileNotFoundError as error:
-            raise MissingObjectError.at(path, "this file of the store is gone") from error
-        try:
+        with self._opened(path) as handle:
             size = self.files.status_of(handle).size
             ending = bytearray(min(size, tables.TAIL_BYTES))
             self.files.pread(handle, memoryview(ending), size - len(ending))
@@ -172,8 +184,6 @@ class Objects:
             blob = bytearray(size - tables.TAIL_BYTES - start)
             self.files.pread(handle, memoryview(blob), start)
             return bytes(blob)
-        finally:
-            self.files.close(handle)
 
     def data_is_whole(self, container: ContainerId, table: Table) -> bool:
         """Return whether the file with the data exists and has the right size.
@@ -181,9 +191,11 @@ class Objects:
         For a container that indexes a file in place, return whether that file is unchanged.
         """
         origin = self.origin(container, table)
+        status = None
+        with suppress(DamagedFileError), unreadable_as_damage(self.data_path(container, table)):
+            status = self.files.status(self.data_path(container, table))
         if origin is not None:
-            return origin.is_still(self.files.status(origin.path))
-        status = self.files.status(self.layout.container(container.name, container.kind))
+            return origin.is_still(status)
         if status is None or status.kind != "file":
             return False
         return status.size == table.data_bytes or container.kind != "raw"
@@ -204,16 +216,26 @@ class Objects:
     def open_data(self, container: ContainerId, table: Table) -> Handle:
         """Open the bytes of a container.
 
+        What the disk says against reading them is raised as it is.
+
         Raises:
             ChangedExternalError: a file that was indexed in place has changed.
             FileNotFoundError: a file of the store's own is gone.
         """
-        origin = self.origin(container, table)
+        return self.open_origin(container, self.origin(container, table))
+
+    def open_origin(self, container: ContainerId, origin: ExternalFile | None) -> Handle:
+        """Open the bytes of a container, given the file that it indexes in place, if it does.
+
+        Raises the errors of `open_data`.
+        """
         if origin is None:
             return self.files.open(self.layout.container(container.name, container.kind), "read")
         try:
             handle = self.files.open(origin.path, "read")
         except OSError as error:
+            if error.errno in NO_ROOM:  # which says nothing about the file
+                raise
             raise ChangedExternalError.at(origin.path, f"{error.strerror}") from error
         if not origin.is_still(self.files.status_of(handle)):
             self.files.close(handle)

@@ -288,7 +288,7 @@ class Store:
             return difference(self._objects, one, two)
 
     def list(self) -> "list[Listed]":
-        """Return all checkpoints, ordered by name."""
+        """Return all checkpoints, ordered by name; `damage` says which cannot be read, and why."""
         with self._locked():
             return listed(self._objects)
 
@@ -327,10 +327,12 @@ class Store:
     ) -> GcPlan:
         """Move unused files to the trash; delete those that have been there for `grace_hours`.
 
-        Open checkpoints remain readable, and do not delay it.
+        Open checkpoints remain readable. They do not delay it, but for those that lie in more
+        containers than a process may hold open, and those that have met damage.
 
         Raises:
-            StoreBusyError: other sessions did not end within `wait_s` seconds.
+            StoreBusyError: other sessions, or such checkpoints, were not closed within `wait_s`
+                seconds.
             UnfitForCollectionError: something is damaged or lost; nothing was touched.
         """
         if not grace_hours >= 0:

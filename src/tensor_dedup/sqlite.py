@@ -47,7 +47,10 @@ class _Cursor(sqlite3.Cursor):
 
     def __next__(self) -> Any:
         with INSIDE:  # once a row
-            return super().__next__()
+            try:
+                return super().__next__()
+            except UnicodeDecodeError as error:
+                raise _malformed(error) from error
 
     def __del__(self) -> None:
         # Resetting a statement frees memory, under a mutex that the whole process has in common. A
@@ -72,7 +75,17 @@ def _inside() -> Iterator[None]:
         while _left:
             with contextlib.suppress(sqlite3.Error, IndexError):
                 _left.popleft().close()
-        yield
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise _malformed(error) from error
+
+
+def _malformed(error: UnicodeDecodeError) -> sqlite3.DatabaseError:
+    """A text in a damaged file, or SQLite's message that quotes it, need not be UTF-8."""
+    found = sqlite3.DatabaseError(f"database disk image is malformed ({error})")
+    found.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return found
 
 
 class _Connection(sqlite3.Connection):

@@ -199,11 +199,22 @@ def check_not_kept(objects: Objects, run: str, step: int) -> None:
 
 
 def run_names(objects: Objects) -> list[str]:
-    """Return the names of the runs in a store. An import under a step's name makes no run."""
+    """Return the names of the runs in a store. An import under a step's name makes no run.
+
+    A run of which no step can be read is left out.
+    """
     found = {
         each.run for name in objects.names() if (each := parse_step_name(name)) and not each.kept
     }
-    return sorted(run for run in found if next(manifests_of_run(objects, run), None) is not None)
+    return sorted(run for run in found if _has_step(objects, run))
+
+
+def _has_step(objects: Objects, run: str) -> bool:
+    for step in step_numbers(objects, run):
+        with suppress(StoreError):
+            manifest_of(objects, run, step)
+            return True
+    return False
 
 
 def manifests_of_run(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:

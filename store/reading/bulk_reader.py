@@ -7,9 +7,10 @@ bypasses it where the file system supports that, because filling the page cache 
 the disk.
 """
 
+import errno
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import PAGE, Files, Handle
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.handle_cache import HandleCache, spare_descriptors
 from tensor_dedup.store.reading.reader import StoredPieces
 
 # Long beside the cost of a request, short beside the time a disk takes for all of it.
@@ -46,6 +48,7 @@ class _Leaf:
     start: int
     stop: int
     missing: int = 0
+    lost: bool = False
 
 
 @dataclass(eq=False)
@@ -62,7 +65,6 @@ class ReadSpan:
     """Neighbouring records of one container. `start` and `stop` are multiples of a page."""
 
     container: ContainerId
-    handle: Handle
     records: list[Record]
 
     @property
@@ -91,13 +93,13 @@ def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> l
     `span_bytes` long, unless it is a single larger piece.
     """
     places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
-    places.sort(key=lambda place: (place[0], place[2].offset))
+    places.sort(key=lambda place: (place[0], place[1].offset))
     spans: list[ReadSpan] = []
     for container, group in groupby(places, key=lambda place: place[0]):
         last: ReadSpan | None = None
-        for _, handle, record in group:
+        for _, record in group:
             if last is None or _apart(last, record, span_bytes):
-                last = ReadSpan(container, handle, [])
+                last = ReadSpan(container, [])
                 spans.append(last)
             last.records.append(record)
     return spans
@@ -118,7 +120,10 @@ class BulkReader:
     Without `verify`, unencoded pieces are not compared with their digests, for a caller that knows
     that the bytes are intact. With `mapped`, containers are mapped and not copied: the memory is
     shared with the page cache, and pages that the kernel drops and reads again later are not
-    compared again.
+    compared again. A page that the disk cannot read is found while a span is verified, and the span
+    is then copied from what is intact; one that it cannot read later on, or that was not verified,
+    ends the process (SIGBUS) when it is touched. Of very many spans, those beyond half of the
+    process's descriptors are copied.
     """
 
     def __init__(
@@ -128,8 +133,12 @@ class BulkReader:
         self._pool = pool
         self._verify = verify
         self._mapped = mapped
-        self._direct: dict[ContainerId, Handle | None] = {}
+        self._direct = HandleCache(pieces.door, self._open_direct, spare_descriptors())
+        # Python's mmap keeps a descriptor for as long as the mapping is there.
+        self._mappings = 2 * spare_descriptors()
+        self._bypasses: dict[ContainerId, bool] = {}
         self._undo = ExitStack()
+        self._undo.callback(self._direct.close)
         self._threads = ThreadPoolExecutor(threads, "tensor-dedup-read")
         self._undo.callback(self._threads.shutdown, cancel_futures=True)
 
@@ -209,31 +218,45 @@ class BulkReader:
         mapped = memory is not None
         if memory is None:
             memory = self._pool.take(span.stop - span.start)
-        direct = None if mapped else self._direct_handle(span)
-        work = _Work(self._pieces, span, memory, direct, mapped=mapped, verify=self._verify)
+        direct = self._direct if not mapped and self._can_bypass(span.container) else None
+        work = _Work(
+            self._pieces, span, memory, direct, mapped=mapped, verify=self._verify, pool=self._pool
+        )
         if mapped and not self._verify:
             return work, []
         return work, [self._threads.submit(work.run, block) for block in work.blocks]
 
     def _map(self, span: ReadSpan) -> memoryview | None:
-        if self._mapped and span.container.kind in _IMMUTABLE:
+        if self._mapped and self._mappings and span.container.kind in _IMMUTABLE:
             nbytes = _end(span.records[-1]) - span.start
-            with suppress(OSError):  # cut short, or on a file system that maps nothing: read it
-                return self._pieces.door.map(span.handle, span.start, nbytes)
+            # Cut short, or on a file system that maps nothing: read it.
+            with suppress(OSError), self._pieces.container(span.container) as handle:
+                memory = self._pieces.door.map(handle, span.start, nbytes)
+                self._mappings -= 1
+                return memory
         return None
 
-    def _direct_handle(self, span: ReadSpan) -> Handle | None:
-        if span.container not in self._direct:
-            files = self._pieces.door
+    def _can_bypass(self, container: ContainerId) -> bool:
+        """Whether a container can be read past the page cache."""
+        if container not in self._bypasses:
             try:
-                handle = files.open(span.handle.path, "direct")
+                with self._direct.using(container):
+                    self._bypasses[container] = True
             except OSError:  # a file system that cannot, or gc took the name meanwhile
-                self._direct[span.container] = None
-            else:
-                self._undo.callback(files.close, handle)
-                same = files.status_of(handle) == files.status_of(span.handle)
-                self._direct[span.container] = handle if same else None
-        return self._direct[span.container]
+                self._bypasses[container] = False
+        return self._bypasses[container]
+
+    def _open_direct(self, container: ContainerId) -> Handle:
+        files, path = self._pieces.door, self._pieces.path(container)
+        handle = files.open(path, "direct")
+        try:
+            with self._pieces.container(container) as same:
+                if files.status_of(handle) != files.status_of(same):
+                    raise FileNotFoundError(errno.ENOENT, "it is another file by now", str(path))
+        except BaseException:
+            files.close(handle)
+            raise
+        return handle
 
 
 class _Work:
@@ -244,13 +267,15 @@ class _Work:
         pieces: StoredPieces,
         span: ReadSpan,
         memory: memoryview,
-        direct: Handle | None,
+        direct: "HandleCache[ContainerId] | None",
         *,
         mapped: bool,
         verify: bool,
+        pool: BufferPool,
     ) -> None:
+        self._pool = pool
         self.blocks = _blocks(span)
-        self.path = span.handle.path
+        self.path = pieces.path(span.container)
         self._pieces = pieces
         self._span = span
         self._memory = memory
@@ -259,35 +284,47 @@ class _Work:
         self._verify = verify
         self._lock = threading.Lock()
         self._wrong: dict[int, Record] = {}
+        self._torn = False
 
     def run(self, block: _Block) -> None:
         """Read a block, and hash what is complete now."""
-        if self._mapped:
-            # Threads that fault page by page spoil each other's read-ahead.
-            start = block.start - self._span.start
-            bring_in(self._memory, start, min(block.stop - block.start, len(self._memory) - start))
-        whole = self._mapped or self._read(block)
+        whole = self._bring_in(block) if self._mapped else self._read(block)
         ready = []
         with self._lock:
             for leaf in block.leaves:
                 leaf.missing -= 1
                 if not whole:
                     self._wrong[leaf.record.offset] = leaf.record
-                elif not leaf.missing:
+                    leaf.lost = True
+                elif not leaf.missing and not leaf.lost:
                     ready.append(leaf)
         if self._verify:
             self._compare(ready)
 
+    def _bring_in(self, block: _Block) -> bool:
+        # Threads that fault page by page spoil each other's read-ahead.
+        start = block.start - self._span.start
+        nbytes = min(block.stop - block.start, len(self._memory) - start)
+        if bring_in(self._memory, start, nbytes):
+            return True
+        self._torn = True
+        return False
+
     def _read(self, block: _Block) -> bool:
         span, door = self._span, self._pieces.door
         needed = min(block.stop, _end(span.records[-1])) - block.start
-        with self._memory[block.start - span.start : block.stop - span.start] as view:
-            if self._direct is not None and not _is_cached(door, span.handle, block):
-                with suppress(OSError):  # it can after all not read past the cache
-                    if door.pread(self._direct, view, block.start) >= needed:
+        with (
+            self._memory[block.start - span.start : block.stop - span.start] as view,
+            suppress(OSError),  # what failed once is read again
+            self._pieces.container(span.container) as handle,
+        ):
+            if self._direct is not None and not _is_cached(door, handle, block):
+                # It can after all not read past the cache.
+                with suppress(OSError), self._direct.using(span.container) as direct:
+                    if door.pread(direct, view, block.start) >= needed:
                         return True
-            with view[:needed] as part, suppress(OSError):  # what failed once is read again
-                return door.pread(span.handle, part, block.start) == needed
+            with view[:needed] as part:
+                return door.pread(handle, part, block.start) == needed
         return False
 
     def _compare(self, leaves: Sequence[_Leaf]) -> None:
@@ -300,11 +337,16 @@ class _Work:
 
     def finish(self) -> Filled:
         """When all blocks ran: read again, another way, what was not as it should be."""
-        for record in self._wrong.values():
+        again: Iterable[Record] = self._wrong.values()
+        memory = self._memory
+        if self._torn:
+            # A page that cannot be read cannot be written either, so all goes to other memory.
+            memory, again = self._pool.take(self._span.stop - self._span.start), self._span.records
+        for record in again:
             at = record.offset - self._span.start
-            with self._memory[at : at + record.nbytes] as view:
+            with memory[at : at + record.nbytes] as view:
                 self._pieces.read_piece_into(record.digest, 0, view, record.nbytes)
-        return Filled(self._span, self._memory)
+        return Filled(self._span, memory)
 
 
 def _is_cached(files: Files, handle: Handle, block: _Block) -> bool:

@@ -18,7 +18,8 @@ def fill_leaves(
 ) -> bool:
     """Fill `view` with whole leaves of a record from `start`; return whether they are intact.
 
-    `base` is called for a delta only, and its errors propagate. Encoded leaves are decoded on the
+    `base` is called for a delta only, and its errors propagate, as does the OSError of a disk that
+    cannot read the record. Encoded leaves are decoded on the
     process's hashing threads, each just before it is hashed.
     """
     if record.codec != PLAIN:
@@ -68,21 +69,27 @@ def _decode(
 
     codec = CODECS[record.codec]
     refused: list[str] = []
+    failed: list[tuple[int | None, str | None]] = []
 
     def fill(piece: memoryview, offset: int) -> None:
         at = start + offset
         under = None if record.base is None else memoryview(base(at, piece.nbytes))
-        chunk = read_chunk(files, handle, record, found[at // LEAF_BYTES])
+        # Neither is raised: it would hold on to the caller's memory.
         try:
+            chunk = read_chunk(files, handle, record, found[at // LEAF_BYTES])
             codec.decode(chunk, under, piece)
         except CorruptFrameError as error:
-            refused.append(str(error))  # not raised: it would hold on to the caller's memory
+            refused.append(str(error))
+        except OSError as error:
+            failed.append((error.errno, error.strerror))
 
     try:
         found = read_head(files, handle, record)
         digest = submit(view, fill=fill).result()
     except CorruptFrameError:
         return False
+    if failed:
+        raise OSError(*failed[0], str(handle.path))
     if refused:
         return False
     leaves = leaves_of(record, start, view.nbytes)

@@ -3,11 +3,14 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Self, TypeVar
 
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import (
     BadRangeError,
     ChangedExternalError,
@@ -15,11 +18,15 @@ from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
     MissingObjectError,
-    StoreAccessError,
+    NewerFormatError,
+    StoreBusyError,
     UnknownTensorError,
+    is_unreadable,
+    os_errors,
+    unreadable_as_damage,
 )
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.manifests import (
     PART,
     Piece,
@@ -28,10 +35,12 @@ from tensor_dedup.store.format.manifests import (
     loose,
     synthesized_files,
 )
-from tensor_dedup.store.format.tables import PLAIN, Record
+from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.index import PieceLocation, StoreIndex
+from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.decoding import Base, fill_leaves, leaves_of, read_range
+from tensor_dedup.store.reading.handle_cache import HandleCache, spare_descriptors
 
 # Up to so many containers are opened although fewer hold all that is wanted: for what they have
 # twice. A process may have a thousand files open, and an ensemble may lie in thousands.
@@ -68,10 +77,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """A record in an open container."""
+    """A record in a container that this reader may open."""
 
     container: ContainerId
-    handle: Handle
     record: Record
 
 
@@ -80,10 +88,14 @@ class _BaseLostError(Exception):
 
 
 class StoredPieces:
-    """Pieces of a store, open for reading: all containers that hold them are held open.
+    """Pieces of a store, open for reading: whatever gc does, what holds them stays readable.
 
-    The open files stay readable whatever gc deletes. Any thread may read. Close the object, or use
-    it as a context manager, when no read is running any more. Do not use it in a forked child.
+    Containers that hold all of them are held open, and an open file can be read after it was
+    unlinked. A reader that would need more files than it may hold open opens them by turns, and one
+    that has met damage looks for what it misses in all other containers; both hold a session of the
+    store from then on until they are closed, so that no gc runs meanwhile. Any thread may read.
+    Close the object, or use it as a context manager, when no read is running any more. Do not use
+    it in a forked child.
     """
 
     def __init__(
@@ -97,29 +109,48 @@ class StoredPieces:
         self._objects = objects
         self._open = True
         self._lock = threading.Lock()
-        self._handles: dict[ContainerId, Handle] = {}
+        # The containers that were found, and the files that they index in place, if they do.
+        self._origins: dict[ContainerId, ExternalFile | None] = {}
+        self._handles = HandleCache(objects.files, self._open_data, spare_descriptors())
+        self._session = ExitStack()
+        self._wanted = wanted
+        self._given_up: list[_Spot] = []
+        self._searching = threading.Lock()
+        self._searched: set[bytes] | None = None  # None until a session is held
         self._spots: dict[bytes, list[_Spot]] = {}
         try:
             self._open_containers(index, wanted)
+            if len(self._handles) < len(self._origins):
+                self._hold_session()  # within the caller's: no gc can come in between
         except BaseException:
             self.close()
             raise
+
+    def _hold_session(self) -> set[bytes]:
+        if self._searched is None:
+            files, layout = self._objects.files, self._objects.layout
+            self._handles.with_room(lambda: self._session.enter_context(session(files, layout)))
+            self._searched = set()
+        return self._searched
+
+    def _open_data(self, container: ContainerId) -> Handle:
+        return self._objects.open_origin(container, self._origins[container])
 
     def _open_containers(self, index: StoreIndex, wanted: set[bytes]) -> None:
         self._open_known(index, wanted)
         if not index.fresh and not all(digest in self for digest in wanted):
             index.refresh()
-            self._let_go()
-            self._spots = {}
+            self._handles.close()
+            self._origins, self._spots = {}, {}
             self._open_known(index, wanted)
 
     def _open_known(self, index: StoreIndex, wanted: set[bytes]) -> None:
-        # More than one, also where one would do: gc may take any that is not open.
+        # More than one, also where one would do: it may turn out to be damaged.
         records = self._open_all(index, wanted)
         bases = {r.base for _, r in records if r.digest in wanted and r.base is not None}
         for container, record in [*records, *self._open_all(index, bases)]:
             if record.digest in wanted or record.digest in bases:
-                spot = _Spot(container, self._handles[container], record)
+                spot = _Spot(container, record)
                 self._spots.setdefault(record.digest, []).append(spot)
 
     def _open_all(self, index: StoreIndex, wanted: set[bytes]) -> list[tuple[ContainerId, Record]]:
@@ -127,14 +158,24 @@ class StoredPieces:
         found: list[tuple[ContainerId, Record]] = []
         places = index.find(wanted, external=True)
         for container in choose_containers(places):
-            if container in self._handles:
+            if container in self._origins:
                 continue
-            with suppress(MissingObjectError, DamagedFileError, FileNotFoundError):
-                table = self._objects.table(container)
-                bad = self._objects.bad_offsets(container.name)
-                self._handles[container] = self._objects.open_data(container, table)
+            with suppress(
+                MissingObjectError, DamagedFileError, NewerFormatError, FileNotFoundError
+            ):
+                table, bad = self._handles.with_room(partial(self._looked_up, container))
+                self._origins[container] = self._objects.origin(container, table)
+                try:
+                    with unreadable_as_damage(self.path(container)), self.container(container):
+                        pass  # it is there, and open
+                except BaseException:
+                    del self._origins[container]
+                    raise
                 found += [(container, r) for r in table.records if r.offset not in bad]
         return found
+
+    def _looked_up(self, container: ContainerId) -> tuple[Table, frozenset[int]]:
+        return self._objects.table(container), self._objects.bad_offsets(container.name)
 
     def __enter__(self) -> Self:
         return self
@@ -145,14 +186,11 @@ class StoredPieces:
     def close(self) -> None:
         """Close the containers. Closing twice has no effect."""
         self._open = False
-        self._let_go()
-
-    def _let_go(self) -> None:
-        while self._handles:
-            self.door.close(self._handles.popitem()[1])
+        self._handles.close()
+        self._session.close()
 
     def __contains__(self, digest: object) -> bool:
-        """Return whether a container is open that should hold the piece with this digest."""
+        """Return whether a container was found that should hold the piece with this digest."""
         if not isinstance(digest, bytes):
             return False
         return any(
@@ -161,9 +199,25 @@ class StoredPieces:
         )
 
     def __repr__(self) -> str:
-        containers, state = len(self._handles), "" if self._open else ", closed"
+        containers, state = len(self._origins), "" if self._open else ", closed"
         name, pieces = self.name, len(self._spots)
         return f"{type(self).__name__}({name!r}, pieces={pieces}, containers={containers}{state})"
+
+    def container(self, container: ContainerId) -> AbstractContextManager[Handle]:
+        """Give the open file of a container of `plain_places`, for reading inside the block.
+
+        Raises:
+            OSError, ChangedExternalError: it is gone or cannot be opened.
+            ClosedCheckpointError: this object was closed.
+        """
+        self._check_open()
+        return self._handles.using(container)
+
+    def path(self, container: ContainerId) -> Path:
+        """Return the path of the file with the bytes of a container of `plain_places`."""
+        origin = self._origins[container]
+        own = self._objects.layout.container(container.name, container.kind)
+        return own if origin is None else origin.path
 
     def records(self, digest: bytes) -> list[Record]:
         """Return the records of a piece, in the order in which they are tried."""
@@ -193,7 +247,7 @@ class StoredPieces:
         """The file system interface that the containers were opened through."""
         return self._objects.files
 
-    def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Handle, Record]]:
+    def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
         """Return the unencoded copies of a piece, for a caller that reads and verifies them itself.
 
         Only copies in the store itself are returned: files that others may change are read by this
@@ -201,7 +255,7 @@ class StoredPieces:
         """
         with self._lock:
             return [
-                (spot.container, spot.handle, spot.record)
+                (spot.container, spot.record)
                 for spot in self._spots.get(digest, ())
                 if spot.record.codec == PLAIN and spot.container.kind != EXTERNAL
             ]
@@ -211,8 +265,8 @@ class StoredPieces:
         if start == stop:
             return bytearray()
 
-        def read(spot: _Spot) -> bytearray | None:
-            return read_range(self.door, spot.handle, spot.record, start, stop, self._base(spot))
+        def read(spot: _Spot, handle: Handle) -> bytearray | None:
+            return read_range(self.door, handle, spot.record, start, stop, self._base(spot))
 
         return self._from_any(digest, nbytes, read)
 
@@ -222,13 +276,15 @@ class StoredPieces:
         def read(start: int, nbytes: int) -> bytearray:
             digest = spot.record.base or b""
             try:
-                return self._from_any(digest, nbytes, lambda at: anchored(at, start, nbytes), True)
+                return self._from_any(
+                    digest, nbytes, partial(anchored, start, start + nbytes), True
+                )
             except (CorruptTensorError, MissingObjectError) as error:
                 raise _BaseLostError from error
 
-        def anchored(at: _Spot, start: int, nbytes: int) -> bytearray | None:
+        def anchored(start: int, stop: int, at: _Spot, handle: Handle) -> bytearray | None:
             # No delta: it has no base of its own.
-            return read_range(self.door, at.handle, at.record, start, start + nbytes, read)
+            return read_range(self.door, handle, at.record, start, stop, read)
 
         return read
 
@@ -245,12 +301,12 @@ class StoredPieces:
         stop = start + view.nbytes
         whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
 
-        def read(spot: _Spot) -> bytes | None:
+        def read(spot: _Spot, handle: Handle) -> bytes | None:
             base = self._base(spot)
             if whole_leaves:
-                right = fill_leaves(self.door, spot.handle, spot.record, start, view, base)
+                right = fill_leaves(self.door, handle, spot.record, start, view, base)
                 return leaves_of(spot.record, start, view.nbytes) if right else None
-            data = read_range(self.door, spot.handle, spot.record, start, stop, base)
+            data = read_range(self.door, handle, spot.record, start, stop, base)
             if data is not None:
                 view[:] = data
             return b"" if data is not None else None
@@ -261,68 +317,157 @@ class StoredPieces:
         self,
         digest: bytes,
         nbytes: int,
-        read: Callable[[_Spot], _T | None],
+        read: Callable[[_Spot, Handle], _T | None],
         anchors_only: bool = False,
     ) -> _T:
         """What `read` makes of the first place that is right."""
-        if not self._open:
-            raise ClosedCheckpointError.at(self.name, "it was closed", name=self.name)
-        with self._lock:
-            spots = list(self._spots.get(digest, ()))
-        if anchors_only:
-            spots = [spot for spot in spots if spot.record.base is None]
-        if not spots:
-            changed = self._objects.changed_holding(digest)
-            if changed is not None:
-                raise ChangedExternalError.at(
-                    changed, f"it changed since it was indexed in place for {self.name!r}"
-                )
-            raise MissingObjectError.at(
-                self._objects.layout.root,
-                f"no container holds {digest.hex()} of {self.name!r}",
-                digest=digest.hex(),
-                nbytes=nbytes,
-            )
+        self._check_open()
         lost: _BaseLostError | None = None
-        for spot in spots:
-            try:
-                for _ in range(2):  # the first may have been hit on its way, not on the disk
-                    data = read(spot)
+        wrong: list[tuple[_Spot, OSError | None]] = []
+        with os_errors(self._objects.layout.root):
+            for spot in self._places(digest):
+                if anchors_only and spot.record.base is not None:
+                    continue
+                try:
+                    with self.container(spot.container) as handle:
+                        data, failure = self._tried(spot, handle, read)
                     if data is not None:
                         return data
-                self._give_up(spot)
-            except _BaseLostError as error:
-                lost = error  # which says nothing against this record
-        raise self._corrupt(spots, digest) from lost
+                    self._give_up(spot)
+                    wrong.append((spot, failure))
+                except _BaseLostError as error:
+                    lost = error  # which says nothing against this record
+                    if isinstance(error.__cause__, CorruptTensorError):
+                        wrong.append((spot, None))
+                except (FileNotFoundError, ChangedExternalError):
+                    pass  # opened by turns, and somebody else has removed or changed it since
+                except OSError as error:
+                    if not is_unreadable(error):
+                        raise
+                    wrong.append((spot, _bare(error)))  # of opening it
+        if not wrong:
+            raise self._missing(digest, nbytes)
+        raise self._corrupt(*wrong[0], digest) from lost
+
+    def _places(self, digest: bytes) -> Iterator[_Spot]:
+        """Where a piece is; when the caller asks for more than was known, where else it is."""
+        with self._lock:
+            known = list(self._spots.get(digest, ()))
+        yield from known
+        with suppress(StoreBusyError):  # a gc that does not end: what was found is all there is
+            self._search(digest)
+        with self._lock:
+            found = list(self._spots.get(digest, ()))
+        yield from (spot for spot in found if spot not in known)
+
+    def _search(self, digest: bytes) -> None:
+        """Look for a piece in all containers: few were opened, and the index may be wrong."""
+        with self._searching:
+            searched = self._hold_session()
+            if digest in searched:
+                return
+            # With it all else that is missing: to look is to read all tables.
+            with self._lock:
+                missing = {other for other in self._wanted if not self._spots.get(other)}
+            missing = {digest, *missing} - searched
+            bases = self._find_all(missing) - searched - missing
+            if bases:
+                self._find_all(bases)
+            searched |= missing | bases
+
+    def _find_all(self, wanted: set[bytes]) -> set[bytes]:
+        """Add every good record of these pieces; return the bases of those that are deltas."""
+        bases = set[bytes]()
+        for container in sorted(self._objects.containers(), key=lambda c: c.kind, reverse=True):
+            with suppress(StoreError, FileNotFoundError):  # it is for verify to say so
+                table, bad = self._handles.with_room(partial(self._looked_up, container))
+                held = [r for r in table.records if r.digest in wanted and r.offset not in bad]
+                if held and container not in self._origins:
+                    self._origins[container] = self._objects.origin(container, table)
+                bases |= {record.base for record in held if record.base is not None}
+                with self._lock:
+                    for record in held:
+                        spot, spots = (
+                            _Spot(container, record),
+                            self._spots.setdefault(record.digest, []),
+                        )
+                        if spot not in spots and spot not in self._given_up:
+                            spots.append(spot)
+        return bases
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ClosedCheckpointError.at(self.name, "it was closed", name=self.name)
+
+    def _tried(
+        self, spot: _Spot, handle: Handle, read: Callable[[_Spot, Handle], _T | None]
+    ) -> tuple[_T | None, OSError | None]:
+        """What `read` makes of a place, or why the disk gives nothing of it."""
+        failure = None
+        for _ in range(2):  # the first may have been hit on its way, not on the disk
+            try:
+                data, failure = read(spot, handle), None
+            except OSError as error:
+                if not is_unreadable(error):
+                    raise
+                failure = _bare(error)
+            else:
+                if data is not None:
+                    return data, None
+        return None, failure
+
+    def _missing(self, digest: bytes, nbytes: int) -> MissingObjectError:
+        changed = self._objects.changed_holding(digest)
+        if changed is not None:
+            return ChangedExternalError.at(
+                changed, f"it changed since it was indexed in place for {self.name!r}"
+            )
+        return MissingObjectError.at(
+            self._objects.layout.root,
+            f"no container holds {digest.hex()} of {self.name!r}",
+            digest=digest.hex(),
+            nbytes=nbytes,
+        )
 
     def _give_up(self, spot: _Spot) -> None:
         with self._lock:
             self._spots[spot.record.digest] = [
                 other for other in self._spots[spot.record.digest] if other is not spot
             ]
-        # A store that may only be read keeps no note of it, and is still not believed.
-        with suppress(OSError, StoreAccessError):
+            self._given_up.append(spot)
+        # Where no note of it can be kept (the store may only be read, the disk is full, the list
+        # is damaged itself), it is still not believed.
+        with suppress(OSError, StoreError):
             self._objects.add_bad_offset(spot.container.name, spot.record.offset)
 
-    def _corrupt(self, spots: Sequence[_Spot], digest: bytes) -> CorruptTensorError:
-        where, names = spots[0], self._names_of(digest)
+    def _corrupt(self, where: _Spot, failure: OSError | None, digest: bytes) -> CorruptTensorError:
+        names = self._names_of(digest)
         base = where.record.base
         against = "" if base is None else f", stored against {base.hex()},"
+        what = f"do not have the digest {digest.hex()}"
+        if failure is not None:
+            what = f"cannot be read from the disk ({failure.strerror}), digest {digest.hex()}"
         return CorruptTensorError.at(
-            where.handle.path,
+            self.path(where.container),
             f"the {where.record.nbytes} bytes at {where.record.offset} "
             f"({names[0] if names else 'a header or small file'} of {self.name!r}){against} "
-            f"do not have the digest {digest.hex()}",
+            f"{what}",
             digest=digest.hex(),
             offset=where.record.offset,
             nbytes=where.record.nbytes,
             tensors=names,
             base=None if base is None else base.hex(),
+            errno=None if failure is None else failure.errno,
         )
 
     def _names_of(self, digest: bytes) -> list[str]:
         """The tensors with a digest, as far as they are known here."""
         return [digest.hex()]
+
+
+def _bare(error: OSError) -> OSError:
+    """The same error without the frames, and the caller's memory, that one that was raised holds"""
+    return OSError(error.errno, error.strerror, error.filename)
 
 
 class StoredCheckpoint(StoredPieces):

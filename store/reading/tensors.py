@@ -45,7 +45,8 @@ def load_tensors(
     done so. Tensors share large regions of memory: a region is freed when the last of its tensors
     is gone. They are writable and belong to the caller alone. With `mapped` they are private
     mappings of the containers, shared with the page cache until they are written, and what the
-    kernel drops and reads again is not compared again. `pool` provides memory that is used again.
+    kernel drops and reads again is not compared again; where the disk cannot read it any more, a
+    touch ends the process (SIGBUS). `pool` provides memory that is used again.
 
     Tensors of a dtype that torch lacks (GGUF, 4 and 6 bits) are returned as flat bytes. Any thread
     may call it; the checkpoint may be closed afterwards.

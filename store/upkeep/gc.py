@@ -18,6 +18,7 @@ from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
 DEFAULT_GRACE_HOURS = 24.0
 _HOUR_S = 3600
+_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +146,15 @@ def refuse_unless_certain(found: Inventory) -> None:
     """
     if found.problems:
         problem = found.problems[0]
+        broken = sorted({each.checkpoint for each in found.problems if each.checkpoint})
+        named = f"; broken: {', '.join(broken[:_NAMED])}" if broken else ""
+        more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
         raise UnfitForCollectionError.at(
             problem.path,
-            f"{len(found.problems)} files cannot be read, this is the first ({problem.error})",
+            f"{len(found.problems)} files cannot be read, this is the first "
+            f"({problem.error}){named}{more}",
             problems=len(found.problems),
+            checkpoints=broken,
         )
     lost = found.lost()
     if lost:

@@ -5,20 +5,28 @@ only if their frame has the name.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensor_dedup.errors import CheckpointError, StoreError, UnsupportedError
+from tensor_dedup.store.errors import is_unreadable
 from tensor_dedup.store.format import frames, manifests, tables
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects, container_in, ref_text
 from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 from tensor_dedup.store.upkeep.verify import Level, verify
-from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece, hash_copy, kind_for
-from tensor_dedup.store.writing.hashing import Hashed, Hasher, ProgressListener, SilentListener
+from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece, kind_for
+from tensor_dedup.store.writing.hashing import (
+    Hashed,
+    Hasher,
+    ProgressListener,
+    Range,
+    SilentListener,
+)
 from tensor_dedup.store.writing.sources import ImportFile, ImportSource, aliases_of, read_source
 
 # A few flipped bits are told from another name or manifest, whose digests differ everywhere.
@@ -58,6 +66,7 @@ class Repair:
         self._objects, self._index, self._hasher = objects, index, hasher
         self._progress = progress
         self._result = RepairResult()
+        self._unreadable: list[str] = []
 
     def run(self, paths: Sequence[Path]) -> RepairResult:
         """Restore what can be restored; `paths` are checkpoints, as an import accepts them.
@@ -72,6 +81,7 @@ class Repair:
         found = take_inventory(self._objects)
         self._references(found)
         self._padding(found)
+        self._objects_set_aside()
         self._from_trash()
         sources = [*self._own_leftovers(), *given]
         self._progress.start(sum(source.nbytes for source in sources))
@@ -79,6 +89,8 @@ class Repair:
             self._from_source(source)
         self._index.refresh()
         self._result.missing = _missing(take_inventory(self._objects))
+        if self._result.missing:
+            self._result.missing += self._unreadable
         return self._result
 
     def _check(self, level: Level) -> None:
@@ -111,24 +123,52 @@ class Repair:
         for container, bad in found.bad.items():
             stained = bad - {record.offset for record in found.tables[container].records}
             if stained:
-                self._zero(container, stained, found)
-                self._objects.set_bad_offsets(container.name, sorted(bad - stained))
-                self._result.padding += len(stained)
+                done = self._zero(container, stained, found)
+                self._objects.set_bad_offsets(container.name, sorted(bad - done))
+                self._result.padding += len(done)
 
-    def _zero(self, container: ContainerId, stained: frozenset[int], found: Inventory) -> None:
+    def _zero(self, container: ContainerId, stained: frozenset[int], found: Inventory) -> set[int]:
         # In place: wherever a crash stops it, what is written is what belongs there.
         files, layout = self._objects.files, self._objects.layout
+        done = set[int]()
         handle = files.open(layout.container(container.name, container.kind), "modify")
         try:
             for start, nbytes in tables.gaps(found.tables[container]):
                 if start in stained:
-                    files.pwrite(handle, bytes(nbytes), start)
+                    with _tolerating_lost_pages():  # to write a part of one it has to be read
+                        files.pwrite(handle, bytes(nbytes), start)
+                        done.add(start)
             files.fsync(handle)
         finally:
             files.close(handle)
+        return done
+
+    def _objects_set_aside(self) -> None:
+        """Manifests and pages that were set aside and can be read: the disk may have been away."""
+        layout, files = self._objects.layout, self._objects.files
+        aside = {
+            name.partition(".")[2]: folder / name
+            for folder in (layout.trash, layout.quarantine)
+            for name in files.listdir(folder)
+        }
+        for kind in ("manifest", "page"):  # in this order: one that comes back leads to pages
+            decode = manifests.decode_page if kind == "page" else manifests.decode_manifest
+            problems = take_inventory(self._objects).problems if aside else []
+            for name in {problem.path.name for problem in problems if problem.kind == kind}:
+                path = aside.get(name)
+                with suppress(StoreError):
+                    if path is not None:
+                        blob = self._objects.read(path)
+                        decode(blob, name, path)
+                        self._objects.publish(blob, layout.manifest(name))
+                        self._result.manifests += 1
 
     def _from_trash(self) -> None:
-        """A container that was one too many may by now be the only one that is whole."""
+        """Bring back containers that were set aside, where they hold what is lost.
+
+        One that was one too many may by now be the only one that is whole, and one whose table
+        could not be read may be readable again.
+        """
         before = -1
         while self._result.from_trash != before:  # what came back may itself need another
             before = self._result.from_trash
@@ -137,8 +177,16 @@ class Repair:
                 wanted = found.lost().keys() | found.lost_anchors().keys()
                 with suppress(StoreError):
                     table = self._objects.table(container, at=paths[-1])
-                    if any(record.digest in wanted for record in table.records):
+                    held = any(record.digest in wanted for record in table.records)
+                    if held and self._is_complete(container, table, paths[0]):
                         self._bring_back(container, paths)
+
+    def _is_complete(self, container: ContainerId, table: Table, data: Path) -> bool:
+        """Whether the file that was set aside has all the bytes that its table says."""
+        if container.kind != "raw":
+            return True
+        status = self._objects.files.status(data)
+        return status is not None and status.size == table.data_bytes
 
     def _bring_back(self, container: ContainerId, paths: Sequence[Path]) -> None:
         layout = self._objects.layout
@@ -148,9 +196,13 @@ class Repair:
         self._result.from_trash += 1
 
     def _trashed(self) -> Iterator[tuple[ContainerId, list[Path]]]:
-        """Containers in the trash with their files, the table's last."""
+        """Containers in the trash and the quarantine with their files, the table's last."""
+        for folder in (self._objects.layout.trash, self._objects.layout.quarantine):
+            yield from self._set_aside_in(folder)
+
+    def _set_aside_in(self, folder: Path) -> Iterator[tuple[ContainerId, list[Path]]]:
         layout, files = self._objects.layout, self._objects.files
-        there = {name.partition(".")[2]: name for name in files.listdir(layout.trash)}
+        there = {name.partition(".")[2]: name for name in files.listdir(folder)}
         for file, name in there.items():
             container = container_in(layout.root / "containers" / file[:2] / file)
             if container is None:
@@ -161,7 +213,7 @@ class Repair:
                 if data is None:
                     continue
                 parts.insert(0, data)
-            yield container, [layout.trash / part for part in parts]
+            yield container, [folder / part for part in parts]
 
     def _own_leftovers(self) -> Iterator[ImportSource]:
         """Whole files whose table was damaged: what they hold may still be right.
@@ -172,15 +224,16 @@ class Repair:
         exposed = found.exposed()
         for container, table in found.tables.items() if exposed else ():
             if container.kind == EXTERNAL and any(r.digest in exposed for r in table.records):
-                with suppress(CheckpointError, UnsupportedError):
-                    path = self._objects.data_path(container, table)
+                path = self._objects.data_path(container, table)
+                with suppress(CheckpointError, UnsupportedError), _tolerating_lost_pages():
                     yield read_source(self._objects.files, path)
         if not found.lost():
             return
         for name in self._objects.files.listdir(self._objects.layout.quarantine):
             if name.endswith(".raw"):
-                with suppress(CheckpointError, UnsupportedError):
-                    yield read_source(self._objects.files, self._objects.layout.quarantine / name)
+                path = self._objects.layout.quarantine / name
+                with suppress(CheckpointError, UnsupportedError), _tolerating_lost_pages():
+                    yield read_source(self._objects.files, path)
 
     def _from_source(self, source: ImportSource) -> None:
         hashed = [self._hash(file) for file in source.files]
@@ -200,17 +253,22 @@ class Repair:
                 if container is not None:
                     self._objects.set_bad_offsets(container.name, ())
 
-    def _hash(self, file: ImportFile) -> list[Hashed]:
+    def _hash(self, file: ImportFile) -> list[Hashed | None]:
+        """The digests of a file's segments; None for what the disk cannot read of it."""
+        ranges = [Range(segment.start, segment.nbytes) for segment in file.segments]
         handle = file.open_with(self._objects.files)
         try:
-            return hash_copy(self._hasher, handle, file.segments, self._progress)
+            hashed = self._hasher.hash_readable(handle, ranges, self._progress)
         finally:
             self._objects.files.close(handle)
+        if None in hashed:
+            self._unreadable.append(f"{file.path}: the disk cannot read all of it")
+        return hashed
 
     def _publish(
         self,
         files: Sequence[ImportFile],
-        hashed: Sequence[Sequence[Hashed]],
+        hashed: Sequence[Sequence[Hashed | None]],
         absent: set[str],
     ) -> int:
         """Put back lost manifests and pages where this source makes the same; how many."""
@@ -219,7 +277,10 @@ class Repair:
             Piece(found.digest, part.nbytes, part.name, part.dtype, part.shape)
             for file, all_found in zip(files, hashed, strict=True)
             for part, found in zip(file.segments, all_found, strict=True)
+            if found is not None
         ]
+        if len(pieces) < sum(map(len, hashed)):
+            return 0  # what it describes is not known
         manifest, blobs = manifests.build(entries, pieces, aliases_of(files))
         back = 0
         for name, blob in blobs.items():
@@ -234,14 +295,14 @@ class Repair:
     def _write(
         self,
         file: ImportFile,
-        hashed: Sequence[Hashed],
+        hashed: Sequence[Hashed | None],
         lost: dict[bytes, int],
         writers: dict[str, ContainerWriter],
     ) -> None:
         news = [
             NewPiece(part.start, part.nbytes, found.digest)
             for part, found in zip(file.segments, hashed, strict=True)
-            if lost.pop(found.digest, None) is not None
+            if found is not None and lost.pop(found.digest, None) is not None
         ]
         handle = file.open_with(self._objects.files)
         try:
@@ -254,6 +315,15 @@ class Repair:
 
 
 _KINDS = ("slab", "pack")
+
+
+@contextmanager
+def _tolerating_lost_pages() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_unreadable(error):
+            raise
 
 
 def _missing(found: Inventory) -> list[str]:

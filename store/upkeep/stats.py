@@ -4,7 +4,13 @@ import contextlib
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from tensor_dedup.store.errors import UnknownNameError
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NewerFormatError,
+    UnknownNameError,
+    unreadable_as_damage,
+)
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
@@ -40,17 +46,26 @@ def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One checkpoint of a store. `nbytes` is what an export writes; times in seconds since 1970."""
+    """One checkpoint of a store. `nbytes` is what an export writes; times in seconds since 1970.
+
+    With `damage`, its reference or its manifest cannot be read, and this says why. What is not
+    known then is 0, and `manifest` is empty where it is the reference.
+    """
 
     name: str
     manifest: str
     files: int
     nbytes: int
     imported_at: int
+    damage: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the entry as a JSON object."""
-        return asdict(self)
+        """Return the entry as a JSON object; of a damaged one the name and what is wrong."""
+        if self.damage is not None:
+            return {"name": self.name, "what": self.damage}
+        document = asdict(self)
+        del document["damage"]
+        return document
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,7 @@ class Stats:
 
 
 def listed(objects: Objects) -> list[Listed]:
-    """Return every checkpoint, by name, in a session. Raises the errors of its bookkeeping."""
+    """Return every checkpoint, by name, those that cannot be read too, in a session."""
     found = []
     for name in objects.names():
         with contextlib.suppress(UnknownNameError):  # deleted since the names were read
@@ -93,10 +108,16 @@ def listed(objects: Objects) -> list[Listed]:
 
 
 def _listed(objects: Objects, name: str) -> Listed:
-    manifest_name = objects.ref(name)
-    manifest = objects.manifest(manifest_name)
-    status = objects.files.status(objects.layout.refs / file_of(name))
-    imported_at = status.mtime_ns // 10**9 if status is not None else 0
+    path = objects.layout.refs / file_of(name)
+    manifest_name, imported_at = "", 0
+    try:
+        with unreadable_as_damage(path):
+            status = objects.files.status(path)
+        imported_at = status.mtime_ns // 10**9 if status is not None else 0
+        manifest_name = objects.ref(name)
+        manifest = objects.manifest(manifest_name)
+    except (DamagedFileError, MissingObjectError, NewerFormatError) as error:
+        return Listed(name, manifest_name, 0, 0, imported_at, str(error))
     return Listed(name, manifest_name, len(manifest.files), manifest.nbytes, imported_at)
 
 

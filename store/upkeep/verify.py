@@ -8,7 +8,6 @@ name: as long as it exists, gc deletes nothing.
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
     MissingObjectError,
+    is_unreadable,
 )
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format import tables
@@ -44,21 +44,27 @@ class Scrubber:
         self._objects, self._index = objects, index
         self._hasher, self._progress = hasher, progress
 
-    def wrong(self, handle: Handle, records: Sequence[Record]) -> list[Record]:
-        """Return the records whose stored or decoded bytes are wrong.
+    def wrong(self, handle: Handle, records: Sequence[Record]) -> "list[BadRecord]":
+        """Return the records whose stored or decoded bytes are wrong or cannot be read.
 
         A delta whose base cannot be read counts as right if its chunks are.
         """
         bases = {record.base for record in records if record.base is not None}
         with StoredPieces(self._objects, self._index, bases) as pieces:
-            found = self._hasher.each(partial(self._right, handle, pieces), records)
-            return [r for r, right in zip(records, found, strict=True) if not right]
+            found = self._hasher.each(partial(self._checked, handle, pieces), records)
+            return [bad for bad in found if bad is not None]
 
-    def _right(self, handle: Handle, pieces: StoredPieces, record: Record) -> bool:
+    def _checked(self, handle: Handle, pieces: StoredPieces, record: Record) -> "BadRecord | None":
         try:
-            return self._chunks_right(handle, record) and self._leaves_right(handle, pieces, record)
+            right = self._chunks_right(handle, record)
+            right = right and self._leaves_right(handle, pieces, record)
+            return None if right else BadRecord(record)
         except (CorruptTensorError, MissingObjectError):
-            return True  # of the base, which is named where it is checked itself
+            return None  # of the base, which is named where it is checked itself
+        except OSError as error:
+            if not is_unreadable(error):
+                raise
+            return BadRecord(record, unreadable=True)
         finally:
             self._progress.advance(record.nbytes)
 
@@ -84,8 +90,18 @@ class Scrubber:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record whose bytes are wrong or, with `unreadable`, that the disk cannot read."""
+
+    record: Record
+    unreadable: bool = False
+
+
 _SHOWN_USERS = 5
 _GAP_STEP = 1 << 20
+_STAIN = "is not zero"
+_UNREADABLE = "cannot be read from the disk"
 # Damage to these leaves nothing that could be read: the whole file is set aside.
 _SET_ASIDE = frozenset({"manifest", "page", "table", "container"})
 
@@ -209,8 +225,13 @@ def _set_aside(objects: Objects, problem: Problem) -> None:
     elif path.suffix == ".raw":
         paths.insert(0, path.with_name(path.name + ".table"))
     for each in paths:
-        with suppress(FileNotFoundError):  # two checkpoints may lead to one page
+        try:
             objects.set_aside(each, objects.layout.quarantine)
+        except FileNotFoundError:  # two checkpoints may lead to one page
+            pass
+        except OSError as error:  # where not even its inode can be read it stays in its place
+            if not is_unreadable(error):
+                raise
 
 
 class _Check:
@@ -233,36 +254,52 @@ class _Check:
         """Compare records with their digests, and the padding with zeros."""
         table, before = self._found.tables[container], self._found.bad[container]
         path = self._objects.data_path(container, table)
-        handle = self._objects.open_data(container, table)
         try:
-            check = self._scrubber.wrong if container.kind == ENCODED else self._wrong
-            wrong = [r for r in check(handle, records) if check(handle, [r])]
-            self._result.bytes_checked += sum(record.nbytes for record in records)
-            stained = list(_stained(self._objects, handle, table)) if padding else []
-        finally:
-            self._objects.files.close(handle)
-        for record in wrong:
-            self._say(path, record, before)
+            handle = self._objects.open_data(container, table)
+        except OSError as error:
+            if not is_unreadable(error):
+                raise
+            wrong = [BadRecord(record, unreadable=True) for record in table.records]
+            stained: dict[int, str] = {}
+        else:
+            try:
+                check = self._scrubber.wrong if container.kind == ENCODED else self._wrong
+                suspects = check(handle, records)
+                wrong = [again for bad in suspects for again in check(handle, [bad.record])]
+                stained = dict(_stained(self._objects, handle, table)) if padding else {}
+            finally:
+                self._objects.files.close(handle)
+        self._result.bytes_checked += sum(record.nbytes for record in records)
+        for bad in wrong:
+            self._say(path, bad, before)
         self._result.faults += [
-            Fault("padding", str(path), f"the padding at {at} is not zero") for at in stained
+            Fault("padding", str(path), f"the padding at {at} {what}")
+            for at, what in stained.items()
+            if what == _STAIN or at not in before  # of a page that is lost once is enough
         ]
         checked = {record.offset for record in records}
         kept = before - checked if not padding else frozenset[int]()
-        now = kept | {record.offset for record in wrong} | set(stained)
+        now = kept | {bad.record.offset for bad in wrong} | stained.keys()
         if now != before:
             self._objects.set_bad_offsets(container.name, sorted(now))
             self._found.bad[container] = frozenset(now)
 
-    def _wrong(self, handle: Handle, records: Sequence[Record]) -> list[Record]:
+    def _wrong(self, handle: Handle, records: Sequence[Record]) -> list[BadRecord]:
         ranges = [Range(record.offset, record.nbytes) for record in records]
-        hashed = self._hasher.hash(handle, ranges, progress=self._progress)
-        return [r for r, h in zip(records, hashed, strict=True) if h.digest != r.digest]
+        hashed = self._hasher.hash_readable(handle, ranges, self._progress)
+        return [
+            BadRecord(record, unreadable=found is None)
+            for record, found in zip(records, hashed, strict=True)
+            if found is None or found.digest != record.digest
+        ]
 
-    def _say(self, path: Path, record: Record, before: frozenset[int]) -> None:
+    def _say(self, path: Path, bad: BadRecord, before: frozenset[int]) -> None:
+        record = bad.record
         if record.offset in before:
             return  # known and kept from being read; `lost` says so if nothing replaces it
+        how = "cannot be read from the disk: digest" if bad.unreadable else "do not have the digest"
         what = (
-            f"the {record.stored} bytes at {record.offset} do not have the digest "
+            f"the {record.stored} bytes at {record.offset} {how} "
             f"{record.digest.hex()}; run `tensor-dedup repair --from PATH`"
         )
         self._result.faults.append(
@@ -270,14 +307,20 @@ class _Check:
         )
 
 
-def _stained(objects: Objects, handle: Handle, table: Table) -> Iterator[int]:
-    """Where padding is not zero."""
+def _stained(objects: Objects, handle: Handle, table: Table) -> Iterator[tuple[int, str]]:
+    """Where padding is not zero, or cannot be read."""
     for start, nbytes in tables.gaps(table):
         for at in range(start, start + nbytes, _GAP_STEP):
             data = bytearray(min(_GAP_STEP, start + nbytes - at))
-            objects.files.pread(handle, memoryview(data), at)
+            try:
+                objects.files.pread(handle, memoryview(data), at)
+            except OSError as error:
+                if not is_unreadable(error):
+                    raise
+                yield start, _UNREADABLE
+                break
             if any(data):
-                yield start
+                yield start, _STAIN
                 break
 
 

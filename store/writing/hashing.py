@@ -20,6 +20,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.store.errors import is_unreadable
 from tensor_dedup.store.files import Files, Handle
 
 if TYPE_CHECKING:
@@ -103,19 +104,49 @@ class Hasher:
         """
 
         def work(piece: Range) -> list[bytes]:
-            view = self._buffer()[: piece.nbytes]
-            if self._files.pread(source, view, piece.start) != piece.nbytes:
-                raise changed(source, f"it ends before {piece.start + piece.nbytes}")
-            if target is not None:
-                self._files.pwrite(target, view, piece.target)
-            leaves = leaf_digests(view)
-            if progress is not None:
-                progress.advance(piece.nbytes)
-            return leaves
+            return self._hash_piece(source, piece, target, progress)
 
         pieces = [piece for wanted in ranges for piece in _cut(wanted)]
         found = self.each(work, pieces)
         return [_joined(wanted.nbytes, found) for wanted in ranges]
+
+    def hash_readable(
+        self, source: Handle, ranges: Sequence[Range], progress: ProgressListener | None = None
+    ) -> list[Hashed | None]:
+        """Return the digests of each range as `hash`, or None where the disk cannot read it all."""
+
+        def work(piece: Range) -> list[bytes] | None:
+            try:
+                return self._hash_piece(source, piece, None, progress)
+            except OSError as error:
+                if not is_unreadable(error):
+                    raise
+                return None
+
+        found = self.each(work, [piece for wanted in ranges for piece in _cut(wanted)])
+        hashed: list[Hashed | None] = []
+        for wanted in ranges:
+            parts = [next(found) for _ in _cut(wanted)]
+            read = [part for part in parts if part is not None]
+            hashed.append(_joined(wanted.nbytes, iter(read)) if len(read) == len(parts) else None)
+        return hashed
+
+    def _hash_piece(
+        self,
+        source: Handle,
+        piece: Range,
+        target: Handle | None,
+        progress: ProgressListener | None,
+    ) -> list[bytes]:
+        view = self._buffer()[: piece.nbytes]
+        if self._files.pread(source, view, piece.start) != piece.nbytes:
+            raise changed(source, f"it ends before {piece.start + piece.nbytes}")
+        if target is not None:
+            self._files.pwrite(target, view, piece.target)
+        leaves = leaf_digests(view)
+        if progress is not None:
+            progress.advance(piece.nbytes)
+        return leaves
 
     def _buffer(self) -> memoryview:
         if not hasattr(self._local, "buffer"):

@@ -265,19 +265,13 @@ class PublishBatch:
         An equal file that already exists is kept.
         """
         files = self._objects.files
-        if target is not None and self._has(target, blob):
+        if target is not None and self._objects.holds(target, blob):
             self._there.append(target)
             return target
         handle = files.open(self._objects.tmp_path(), "create")
         self.take(handle, target)
         files.pwrite(handle, blob, 0)
         return handle.path
-
-    def _has(self, target: Path, blob: bytes) -> bool:
-        status = self._objects.files.status(target)
-        if status is None or status.size != len(blob):
-            return False
-        return self._objects.read(target) == blob
 
     def publish(self) -> None:
         """Make all files durable under their names."""

@@ -66,6 +66,20 @@ def test_runs_and_steps_are_listed(kept: Runs) -> None:
     assert "loss 0.25" in kept.text("show", "a/one")
 
 
+def test_a_damaged_step_hides_no_other(runs: Runs) -> None:
+    for name in ("two@0", "a%2Fone@10"):
+        reference = runs.store / "refs" / name
+        reference.write_bytes(reference.read_bytes()[:-9])
+    result = runs.run("list", "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert [(e["run"], e["steps"]) for e in document["runs"]] == [("a/one", [0, 20, 30])]
+    assert [each["name"] for each in document["damaged"]] == ["a/one@10", "two@0"]
+    text = runs.run("list")
+    assert text.exit_code == 1
+    assert "two@0 cannot be read: " in text.stdout
+
+
 def test_stats_of_one_run_and_of_all(kept: Runs) -> None:
     one, all_ = kept.document("stats", "a/one"), kept.document("stats")
     assert (one["run_id"], one["checkpoints"], one["total_chunks"]) == ("a/one", 4, 24)

@@ -340,3 +340,21 @@ def test_a_damaged_marker_is_mended(shell: Shell) -> None:
     assert "repair" in shell.run("list").stderr
     assert shell.document("repair")["whole"]
     assert shell.document("list")["checkpoints"]
+
+
+def test_a_damaged_manifest_hides_no_other_checkpoint(shell: Shell) -> None:
+    for name in ("one", "two"):
+        shell.document("import", shell.root / "m", "--name", name)
+    manifest = shell.document("show", "one")["manifest"]
+    assert shell.document("show", "two")["manifest"] == manifest
+    reference = shell.store / "refs" / "two"
+    reference.write_bytes(reference.read_bytes().replace(b"two", b"owt"))
+    result = shell.run("list", "--json")
+    document = json.loads(result.stdout)
+    assert (result.returncode, [each["name"] for each in document["checkpoints"]]) == (1, ["one"])
+    assert [each["name"] for each in document["damaged"]] == ["two"]
+    assert "repair" in document["damaged"][0]["what"]
+    text = shell.run("list")
+    assert text.returncode == 1
+    assert "two cannot be read: " in text.stdout
+    assert "one" in text.stdout.split("two")[0]

@@ -1,26 +1,51 @@
 """A flipped bit in every kind of file is found, named, kept from readers, and repaired."""
 
+import errno
+import os
+import random
+import re
+import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from stores import Content, assert_clean, assert_holds, content, open_store, stored, three
+from damage import PLACES, flip, manifest_of, one
+from disk_faults import FaultyFiles
+from stores import (
+    KIB,
+    Content,
+    assert_clean,
+    assert_holds,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    three,
+    u8,
+    write,
+)
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
     MissingObjectError,
+    NewerFormatError,
+    NotAStoreError,
     UnfitForCollectionError,
+    UnknownNameError,
 )
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.format import tables
-from tensor_dedup.store.format.layout import StoreLayout
-from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.layout import FOLDERS, MARKER_LINES
 
-Flips = Callable[[Path], tuple[Path, int]]
+# Of SQLite's files, and of ours.
+PAGE = 4096
 
 
 @pytest.fixture
@@ -39,55 +64,6 @@ def store(tmp_path: Path, paths: Mapping[str, Path]) -> Store:
 @pytest.fixture
 def expected(paths: Mapping[str, Path]) -> dict[str, Content]:
     return {name: content(path) for name, path in paths.items()}
-
-
-def one(root: Path, pattern: str) -> Path:
-    return min(root.glob(pattern))
-
-
-def manifest_of(root: Path, name: str) -> Path:
-    store = open_store(root)
-    with store.checkpoint(name) as checkpoint:
-        return root / "manifests" / checkpoint.manifest[:2] / checkpoint.manifest
-
-
-def page(root: Path) -> Path:
-    manifests = {manifest_of(root, name) for name in ("base", "tune", "tiny")}
-    return min(set(root.glob("manifests/*/*")) - manifests)
-
-
-def padding(root: Path) -> tuple[Path, int]:
-    objects = Objects(RealFiles(), StoreLayout(root))
-    gaps = [
-        (objects.layout.container(container.name, container.kind), start)
-        for container in objects.containers()
-        for start, _ in tables.gaps(objects.table(container))
-    ]
-    return min(gaps)
-
-
-# Each kind of file, a byte in it, and what verify calls the damage.
-PLACES: dict[str, tuple[Flips, str]] = {
-    "raw, header": (lambda root: (one(root, "containers/*/*.raw"), 20), "tensor"),
-    "raw, tensor": (lambda root: (one(root, "containers/*/*.raw"), 500_000), "tensor"),
-    "raw, table": (lambda root: (one(root, "containers/*/*.raw.table"), 60), "table"),
-    "slab, tensor": (lambda root: (one(root, "containers/*/*.slab"), 70_000), "tensor"),
-    "pack, padding": (lambda root: padding(root), "padding"),
-    "slab, table": (lambda root: (one(root, "containers/*/*.slab"), -60), "table"),
-    "slab, tail": (lambda root: (one(root, "containers/*/*.slab"), -3), "table"),
-    "pack, tensor": (lambda root: (one(root, "containers/*/*.pack"), 3), "tensor"),
-    "pack, table": (lambda root: (one(root, "containers/*/*.pack"), -100), "table"),
-    "manifest": (lambda root: (manifest_of(root, "tune"), 40), "manifest"),
-    "page": (lambda root: (page(root), 100), "page"),
-    "reference, manifest": (lambda root: (root / "refs" / "base", 70), "reference"),
-    "reference, checksum": (lambda root: (root / "refs" / "tiny", -4), "reference"),
-}
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -192,6 +168,117 @@ def test_a_broken_index_is_made_anew(
     assert_clean(store, expected)
 
 
+RUINS: dict[str, Callable[[bytearray, int, random.Random], object]] = {
+    "zeros": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), bytes(PAGE)),
+    "ones": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), b"\xff" * PAGE),
+    "noise": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), dice.randbytes(PAGE)),
+    "half": lambda page, at, dice: page.__setitem__(
+        slice(at + PAGE // 2, at + PAGE), dice.randbytes(PAGE // 2)
+    ),
+    "another": lambda page, at, dice: page.__setitem__(
+        slice(at, at + PAGE), page[(at + PAGE) % len(page) :][:PAGE]
+    ),
+    "texts": lambda page, at, dice: [
+        page.__setitem__(slice(found.start(), found.start() + 3), b"\xac\xff\xfe")
+        for found in re.finditer(rb"[0-9a-f]{64}|CREATE TABLE", page)
+    ],
+}
+
+
+@pytest.mark.parametrize("ruin", RUINS)
+def test_every_verb_copes_with_a_bad_page_of_the_index(
+    ruin: str, store: Store, paths: Mapping[str, Path], expected: dict[str, Content]
+) -> None:
+    index, dice = store.path / "index.sqlite", random.Random(ruin)
+    new = write(
+        store.path.parent / "new", {"m.safetensors": safetensors(u8(q=noise(33, 70 * KIB)))}
+    )
+    with store.checkpoint("base") as checkpoint:
+        digests = [tensor.digest for tensor in checkpoint]
+    after = {**expected, "new": content(new)}
+    verbs: dict[str, Callable[[], object]] = {
+        "reads": lambda: assert_holds(store, expected),
+        "pieces": lambda: store.open_pieces(digests).close(),
+        "verify": lambda: store.verify(full=True),
+        "repair": lambda: store.repair(list(paths.values())),
+        "gc": lambda: store.gc(0),
+        "stats": store.stats,
+        "import": lambda: store.import_(new, replace=True),
+    }
+    store.import_(new)
+    store.delete("new")
+    good = index.read_bytes()
+    for verb, act in verbs.items():
+        for at in range(0, len(good), PAGE):
+            data = bytearray(good)
+            RUINS[ruin](data, at, dice)
+            index.write_bytes(data)
+            (store.path / "index.sqlite-wal").write_bytes(dice.randbytes(9000))
+            (store.path / "index.sqlite-shm").write_bytes(dice.randbytes(32 * KIB))
+            act()
+        store.verify(full=True)
+        assert store.verify(full=True).fine, verb
+    assert_clean(store, after)
+
+
+class _Unreadable:
+    """A connection to a file of which the disk cannot read a page."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.in_transaction = False
+
+    def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
+        if query.startswith(("PRAGMA", "CREATE")):
+            return self._db.execute(query, *values)
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+        raise error
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class _BadIndex(RealFiles):
+    """A disk that cannot read the index file that is there now; a new one lies elsewhere."""
+
+    def __init__(self, index: Path) -> None:
+        self.inode = index.stat().st_ino
+        self.refused = 0
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        db = super().database(path)
+        if path.exists() and path.stat().st_ino == self.inode:
+            self.refused += 1
+            return cast("sqlite3.Connection", _Unreadable(db))
+        return db
+
+
+def test_an_index_that_the_disk_cannot_read_is_replaced(
+    store: Store, paths: Mapping[str, Path], expected: dict[str, Content]
+) -> None:
+    files = _BadIndex(store.path / "index.sqlite")
+    holder = (store.path / "index.sqlite").open("rb")  # so that no other file gets its inode
+    bad = Store.open(store.path, files=files)
+    assert [fault.kind for fault in bad.verify().faults] == ["index"]
+    bad.import_(paths["tiny"], "again")
+    bad.delete("again")
+    assert_clean(bad, expected)
+    assert files.refused == 1
+    holder.close()
+
+
+def test_an_index_that_knows_nothing_hides_nothing(
+    store: Store, expected: dict[str, Content]
+) -> None:
+    with sqlite3.connect(store.path / "index.sqlite") as db:
+        db.execute("DELETE FROM place")
+    db.close()
+    assert_holds(store, expected)
+    assert [fault.kind for fault in store.verify().faults] == ["index"]
+    assert_clean(store, expected)
+
+
 def test_an_index_that_lies_is_found_and_not_believed(
     store: Store, expected: dict[str, Content]
 ) -> None:
@@ -215,12 +302,88 @@ def test_flipping_each_digest_in_the_index_is_found(store: Store) -> None:
     assert store.verify(full=True).fine
 
 
-def test_a_damaged_marker_stops_everything_but_repair(store: Store) -> None:
-    flip(store.path / "FORMAT", 8)
-    with pytest.raises(DamagedFileError, match="FORMAT"):
-        Store.open(store.path)
-    Store.open(store.path, mend=True)
-    assert Store.open(store.path).verify(full=True).fine
+MARKER = frames.encode_text(MARKER_LINES)
+MARKERS: dict[str, bytes | None] = {
+    "flipped": MARKER.replace(b"store", b"stare"),
+    "another version by a flip": MARKER.replace(b"version 1", b"version 3"),
+    "empty": b"",
+    "cut": MARKER[:25],
+    "cut early": MARKER[:4],
+    "zeros": bytes(100),
+    "no text": b"\xff" * 100,
+    "too long": bytes(10_000),
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("found", MARKERS)
+def test_a_damaged_marker_stops_everything_but_repair(
+    found: str, store: Store, paths: Mapping[str, Path], expected: dict[str, Content]
+) -> None:
+    marker, left = store.path / "FORMAT", MARKERS[found]
+    marker.unlink() if left is None else marker.write_bytes(left)
+    for create in (False, True):
+        with pytest.raises(DamagedFileError, match=r"FORMAT.*run `tensor-dedup repair`"):
+            Store.open(store.path, create=create)
+    Store.open(store.path, mend=True, create=False)
+    assert marker.read_bytes() == MARKER
+    assert_clean(Store.open(store.path), expected)
+
+
+def test_a_marker_that_the_disk_cannot_read_is_written_anew(
+    store: Store, tmp_path: Path, expected: dict[str, Content]
+) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    files.lose_page(store.path / "FORMAT", 0)
+    with pytest.raises(DamagedFileError, match="run `tensor-dedup repair`"):
+        Store.open(store.path, files=files)
+    Store.open(store.path, mend=True, files=files)
+    assert_clean(open_store(store.path, files), expected)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_marker_of_another_version_stays(damaged: bool, store: Store) -> None:
+    later = frames.encode_text(["tensor-dedup store", "version 2"])
+    marker = store.path / "FORMAT"
+    marker.write_bytes(later[:-20] if damaged else later)
+    before = marker.read_bytes()
+    for mend in (False, True):
+        with pytest.raises(DamagedFileError if damaged else NewerFormatError):
+            Store.open(store.path, mend=mend, create=False)
+    assert marker.read_bytes() == before
+
+
+@pytest.mark.parametrize("missing", FOLDERS)
+def test_repair_makes_no_store_of_what_is_none(missing: str, store: Store, tmp_path: Path) -> None:
+    alike = tmp_path / "alike"
+    for folder in FOLDERS:
+        if folder != missing:
+            write(alike / folder, {"file": b"1"})
+    write(alike, {missing: b"a file"})
+    before = content(alike)
+    for marker in (None, b"", MARKER[:30]):
+        if marker is not None:
+            (alike / "FORMAT").write_bytes(marker)
+            before["FORMAT"] = marker
+        with pytest.raises((NotAStoreError, DamagedFileError)):
+            Store.open(alike, mend=True, create=False)
+        assert content(alike) == before
+
+
+def test_a_damaged_manifest_hides_no_other_checkpoint(store: Store) -> None:
+    flip(manifest_of(store.path, "base"), 40)
+    flip(store.path / "refs" / "tiny", 70)
+    found = {each.name: each for each in store.list()}
+    assert list(found) == ["base", "tiny", "tune"]
+    assert found["tune"].damage is None
+    assert found["tune"].nbytes > 0
+    assert "its bytes do not have the digest" in str(found["base"].damage)
+    assert "refs/tiny" in str(found["tiny"].damage)
+    with pytest.raises(UnfitForCollectionError, match="broken: base, tiny") as caught:
+        store.gc(0)
+    assert caught.value.facts["checkpoints"] == ["base", "tiny"]
+    assert store.stats().damaged_files == 2
 
 
 def test_a_broken_list_of_bad_places_is_made_anew(
@@ -251,3 +414,103 @@ def test_the_trash_is_asked_before_anybody_else(store: Store) -> None:
         path.rename(store.path / "manifests" / name[:2] / name)
     assert store.repair().from_trash == 1
     assert stored(store, "tiny") == kept
+
+
+_MEDIA = [errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN]
+
+
+def _flip(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    flip(path, at)
+
+
+def _zero(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    data = bytearray(path.read_bytes())
+    start = at // PAGE * PAGE
+    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
+    path.write_bytes(data)
+
+
+def _noise(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    data = bytearray(path.read_bytes())
+    data[at : at + 100] = dice.randbytes(len(data[at : at + 100]))
+    path.write_bytes(data)
+
+
+def _cut(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    os.truncate(path, at)
+
+
+def _remove(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    path.unlink()
+
+
+def _lose(path: Path, at: int, dice: random.Random, files: FaultyFiles) -> None:
+    files.lose_page(path, at, dice.choice(_MEDIA))
+
+
+FAULTS = [_flip, _zero, _noise, _cut, _remove, _lose, _lose, _lose]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Path]]:
+    """A store with a container of each kind, and the checkpoints that it came from."""
+    root = tmp_path_factory.mktemp("world")
+    paths = three(root)
+    data = safetensors(u8(o=noise(30, 300 * KIB), tail=noise(9, 5 * KIB)))
+    paths["outside"] = write(root / "outside", {"o.safetensors": data})
+    store = open_store(root / "store")
+    for name in ("base", "tune", "tiny"):
+        store.import_(paths[name], base="base" if name == "tune" else None)
+    store.import_(paths["outside"], external=True)
+    assert set(store.stats().containers) == {"raw", "slab", "pack", "delta", "external"}
+    return root / "store", paths
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 400))]
+)
+def test_random_damage_is_found_and_repaired(
+    seed: int, world: tuple[Path, Mapping[str, Path]], tmp_path: Path
+) -> None:
+    template, paths = world
+    expected = {name: content(path) for name, path in paths.items()}
+    root, dice = tmp_path / "store", random.Random(seed)
+    shutil.copytree(template, root)
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    for _ in range(dice.randint(1, 4)):
+        names = sorted(p for p in root.rglob("*") if p.is_file() and p.stat().st_size)
+        path, fault = dice.choice(names), dice.choice(FAULTS)
+        fault(path, dice.randrange(path.stat().st_size), dice, files)
+    try:
+        store = open_store(root, files)
+    except DamagedFileError:
+        store = Store.open(root, files=files, mend=True, create=False, worker_count=1)
+    kept = _readable(store, expected)
+    assert [each.name for each in store.list()] == store._objects.names()
+    store.verify(sample=0.3, seed=seed)
+    store.verify(full=True)
+    assert _readable(store, expected) >= kept
+    if not store.verify(full=True).fine:
+        with suppress(UnfitForCollectionError):
+            store.gc(24)
+    store.repair(list(paths.values()))
+    for name in expected.keys() - _readable(store, expected):  # whose reference is lost
+        store.import_(paths[name], name, replace=True)
+    assert store.repair(list(paths.values())).missing == []
+    for _ in range(2):  # the first may find that the index was wrong
+        found = store.verify(full=True)
+    assert found.fine, found.faults
+    assert_clean(store, expected)
+
+
+def _readable(store: Store, expected: Mapping[str, Content]) -> set[str]:
+    """The checkpoints that read back as they are; the others must say what is wrong."""
+    found = set()
+    for name, files in expected.items():
+        try:
+            assert stored(store, name) == files
+        except (CorruptTensorError, DamagedFileError, MissingObjectError, UnknownNameError):
+            continue
+        found.add(name)
+    return found

@@ -237,8 +237,8 @@ def test_another_container_stands_in(own: tuple[Store, Path, Path]) -> None:
         store.repair([source])  # a second container with what was damaged in the first
         with store.checkpoint("m") as checkpoint:
             assert raw(load_tensors(checkpoint)["a"]) == noise(1, 5 * MIB)
-        with pytest.raises(CorruptTensorError):  # opened before there was another
-            load_tensors(early)
+        # Opened before there was another: it looks for one when it meets the damage.
+        assert raw(load_tensors(early)["a"]) == noise(1, 5 * MIB)
 
 
 @pytest.mark.parametrize("mapped", [True, False])

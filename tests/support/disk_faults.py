@@ -1,7 +1,8 @@
 """For tests: a disk that fails on purpose, and the contract that every way to the disk must keep.
 
 `FaultyFiles` numbers the operations of the store. It dies in place of any of them, tears or fails
-it, and afterwards takes back what was never synced: bytes, names, or both.
+it, and afterwards takes back what was never synced: bytes, names, or both. Single pages of its
+files can be made unreadable, as bad sectors are.
 """
 
 import errno
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tensor_dedup.store.files import Files, FileStatus, Handle, Mode, RealFiles
+from tensor_dedup.store.files import PAGE, Files, FileStatus, Handle, Mode, RealFiles
 
 Loss: TypeAlias = Literal["nothing", "bytes", "everything"]
 
@@ -74,8 +75,34 @@ class FaultyFiles(Files):
         self._journal: list[_Undo] = []
         self._open: set[Handle] = set()
         self._kept: list[int] = []
+        # By inode: the pages that cannot be read, and with which errno.
+        self._lost_pages: dict[int, dict[int, int]] = {}
         # Of those that never lose anything; a thousand of them would use up all descriptors.
         weakref.finalize(self, _close_all, self._kept)
+
+    def lose_page(self, path: Path, offset: int, code: int = errno.EIO) -> None:
+        """From now on the page of a file with this byte cannot be read; a rename changes nothing.
+
+        A write of the whole page makes it good, as a disk puts another sector in its place; a write
+        of a part of it fails, because the kernel has to read the rest.
+        """
+        self._lost_pages.setdefault(path.stat().st_ino, {})[offset // PAGE] = code
+
+    def find_pages(self) -> None:
+        """Every page can be read again: a cable had come loose."""
+        self._lost_pages.clear()
+
+    def _check_pages(
+        self, handle: Handle, offset: int, nbytes: int, *, whole: bool = False
+    ) -> None:
+        """OSError for a range with a lost page; with `whole`, for one that it does not cover."""
+        lost = self._lost_pages.get(os.fstat(handle.fd).st_ino, {})
+        for page in range(offset // PAGE, -(-(offset + nbytes) // PAGE)) if lost else ():
+            covered = offset <= page * PAGE and (page + 1) * PAGE <= offset + nbytes
+            if page in lost and not (whole and covered):
+                raise OSError(lost[page], os.strerror(lost[page]), str(handle.path))
+            if whole:
+                lost.pop(page, None)
 
     def lose(self, loss: Loss) -> None:
         """After a crash: let go of everything, as a dead process does, and lose what was unsynced.
@@ -144,6 +171,7 @@ class FaultyFiles(Files):
 
     def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
         self._step("pread")
+        self._check_pages(handle, offset, min(len(view), os.fstat(handle.fd).st_size - offset))
         return self._inner.pread(handle, view, offset)
 
     def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
@@ -158,6 +186,7 @@ class FaultyFiles(Files):
         half = memoryview(data)[: len(data) // 2]
         keep = self._keep(handle, offset, len(data))
         self._step("pwrite", lambda: self._inner.pwrite(handle, half, offset))
+        self._check_pages(handle, offset, len(data), whole=True)
         keep()
         self._inner.pwrite(handle, data, offset)
 
@@ -200,6 +229,7 @@ class FaultyFiles(Files):
     def clone(self, source: Handle, target: Handle) -> bool:
         keep = self._keep(target, 0, 0)
         self._step("clone")
+        self._check_pages(source, 0, os.fstat(source.fd).st_size)
         keep()
         return self._inner.clone(source, target)
 
@@ -210,6 +240,7 @@ class FaultyFiles(Files):
             self._inner.copy_range(source, target, start, nbytes // 2)
 
         self._step("copy_range", half)
+        self._check_pages(source, start, nbytes)
         keep()
         return self._inner.copy_range(source, target, start, nbytes)
 

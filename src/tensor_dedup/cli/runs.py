@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,14 @@ from tensor_dedup.cli.output import (
     say,
     yes_option,
 )
-from tensor_dedup.cli.store import empty, existing, print_table, space_after, store_option
+from tensor_dedup.cli.store import (
+    damage_lines,
+    empty,
+    existing,
+    print_table,
+    space_after,
+    store_option,
+)
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.notes import shown
@@ -75,17 +82,29 @@ def command() -> None:
 @command.command(name="list")
 @store_option
 @json_option
-def list_(store: str | None, as_json: bool) -> None:
-    """List the runs of the store and their steps."""
+@click.pass_context
+def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
+    """List the runs of the store and their steps. Exit status 1 when a step cannot be read."""
     opened = existing(store)
     runs = {run: steps_of(opened, run) for run in opened.runs()}
+    # An import may have a step's name. That one cannot be told from a step then is as bad.
+    damaged = [
+        each for each in opened.list() if each.damage is not None and parse_step_name(each.name)
+    ]
     if as_json:
         found = [_summary(run, steps) for run, steps in runs.items()]
-        say({"store": str(opened.path), "runs": found}, as_json)
-        return
-    if not runs:
+        broken = [each.to_dict() for each in damaged]
+        say({"store": str(opened.path), "runs": found, "damaged": broken}, as_json)
+    elif not runs and not damaged:
         say({}, as_json, empty(opened, "no training runs"))
-        return
+    else:
+        _print_runs(opened, runs)
+        say({}, as_json, *damage_lines(damaged))
+    if damaged:
+        ctx.exit(1)
+
+
+def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
     table = listing("run", "steps", "first", "latest", "saved")
     for run, steps in runs.items():
         last = steps[-1]

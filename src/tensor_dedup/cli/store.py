@@ -266,24 +266,39 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
 @click.command(name="list")
 @store_option
 @json_option
-def list_(store: str | None, as_json: bool) -> None:
-    """List the checkpoints of the store."""
+@click.pass_context
+def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
+    """List the checkpoints of the store. Exit status 1 when one of them cannot be read."""
     opened = existing(store)
     found = opened.list()
+    damaged = [each for each in found if each.damage is not None]
     if as_json:
-        document = {"store": str(opened.path), "checkpoints": [each.to_dict() for each in found]}
+        document = {
+            "store": str(opened.path),
+            "checkpoints": [each.to_dict() for each in found if each.damage is None],
+            "damaged": [each.to_dict() for each in damaged],
+        }
         say(document, as_json)
     elif found:
         print_table(opened, _listing_table(found))
+        say({}, as_json, *damage_lines(damaged))
     else:
         say({}, as_json, empty(opened, "no checkpoints"))
+    if damaged:
+        ctx.exit(1)
+
+
+def damage_lines(damaged: Sequence[Listed]) -> list[str]:
+    """What is wrong with each of these, for people."""
+    return [f"{each.name} cannot be read: {each.damage}" for each in damaged]
 
 
 def _listing_table(found: list[Listed]) -> Table:
     table = listing("name", "files", "size", "imported")
     for each in found:
         when = datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        table.add_row(Dotted(each.name), str(each.files or "-"), human(each.nbytes), when)
+        size = "damaged" if each.damage is not None else human(each.nbytes)
+        table.add_row(Dotted(each.name), str(each.files or "-"), size, when)
     return table
 
 

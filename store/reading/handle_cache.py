@@ -1,0 +1,100 @@
+"""Open files by key, no more at a time than a process can spare."""
+
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.objects import NO_ROOM
+
+# Others need descriptors too: the program, the loads beside this one, the memory manager's client.
+_SHARE = 4
+_MOST = 256
+_Key = TypeVar("_Key")
+_T = TypeVar("_T")
+
+
+def spare_descriptors() -> int:
+    """Return how many files one reader may hold open: a quarter of the process's, 256 at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // _SHARE))
+
+
+@dataclass(eq=False, slots=True)
+class _OpenFile:
+    handle: Handle
+    users: int = 0
+
+
+class HandleCache(Generic[_Key]):
+    """Files that `open_file` opens, kept open by key, the least recently used closed first.
+
+    A file that is in use is not closed, so more than `limit` are open while more are in use. Safe
+    from any thread. After `close` nothing may be used.
+    """
+
+    def __init__(self, files: Files, open_file: Callable[[_Key], Handle], limit: int) -> None:
+        self._files, self._open_file = files, open_file
+        self._limit = limit
+        self._lock = threading.Lock()
+        # In the order of their last use.
+        self._kept: dict[_Key, _OpenFile] = {}
+
+    def __len__(self) -> int:
+        """Return how many files are open."""
+        return len(self._kept)
+
+    @contextmanager
+    def using(self, key: _Key) -> Iterator[Handle]:
+        """Give the open file of this key, which stays open inside the block.
+
+        Raises:
+            OSError: it cannot be opened. The other errors are those of `open_file`.
+        """
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                found = _OpenFile(self._with_room(lambda: self._open_file(key)))
+            self._kept[key] = found
+            found.users += 1
+            self._trim()
+        try:
+            yield found.handle
+        finally:
+            with self._lock:
+                found.users -= 1
+                self._trim()
+
+    def with_room(self, act: Callable[[], _T]) -> _T:
+        """Do what opens another file; where that cannot be, close some of these and try again."""
+        with self._lock:
+            return self._with_room(act)
+
+    def _with_room(self, act: Callable[[], _T]) -> _T:
+        while True:
+            try:
+                return act()
+            except OSError as error:
+                before = len(self._kept)
+                if error.errno in NO_ROOM:
+                    self._limit = max(1, before // 2)
+                    self._trim()
+                if len(self._kept) == before:
+                    raise
+
+    def _trim(self) -> None:
+        excess = len(self._kept) - self._limit
+        if excess <= 0:
+            return
+        idle = [key for key, found in self._kept.items() if not found.users]
+        for key in idle[:excess]:
+            self._files.close(self._kept.pop(key).handle)
+
+    def close(self) -> None:
+        """Close all files; `using` opens them again."""
+        with self._lock:
+            while self._kept:
+                self._files.close(self._kept.popitem()[1].handle)
