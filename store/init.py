@@ -52,8 +52,10 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     if layout.marker.name in names:
         _check_marker(objects, mend=mend)
         return
-    # The beginnings of a store whose making was cut short are no foreign files.
-    if create and not names - KNOWN and all(_is_empty(objects, folder) for folder in FOLDERS):
+    # The beginnings of a store whose making was cut short are no foreign files. Its marker may have
+    # been in `tmp` by then.
+    filled = (folder for folder in FOLDERS if folder != layout.tmp.name)
+    if create and not names - KNOWN and all(_is_empty(objects, folder) for folder in filled):
         _create(objects)
         return
     # Whoever makes a store fills it after the marker is there: by now it may be.
