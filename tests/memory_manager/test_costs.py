@@ -11,6 +11,7 @@ import threading
 import time
 import tracemalloc
 import urllib.request
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from manager_fakes import FakeBackend
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
-from tensor_dedup.memory_manager.client import Put, connect
+from tensor_dedup.memory_manager.client import Lease, connect
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
@@ -390,8 +391,8 @@ class PlayedClients:
             if isinstance(effect, Send):
                 assert isinstance(effect.reply, Refused)
                 raise RefusedError(effect.reply.text, code=effect.reply.code)
-        [job] = [e for e in effects if isinstance(e, AllocateSlab)]
-        self.core.allocated(0.0, job.slab)
+        [made] = [e for e in effects if isinstance(e, AllocateSlab)]
+        self.core.allocated(0.0, made.slab)
         [job] = [e for e in self.ask(client, Seal(reply.put)) if isinstance(e, SealAndHash)]
         self.core.hashed(0.0, job.slab, [each for _, _, each in job.pieces])
         return reply.put
@@ -401,25 +402,27 @@ class PlayedClients:
 def test_who_goes_takes_its_work_along(how: str) -> None:
     played = PlayedClients()
     client = played.client()
+    job: AllocateSlab | SealAndHash | ReclaimSlab
     if how == "offer":
         spans = [DigestSpan(0, PAGE, "0" * 64)]
-        [job] = [e for e in played.ask(client, Offer(PAGE, spans)) if isinstance(e, ReclaimSlab)]
+        effects = played.ask(client, Offer(PAGE, spans))
+        job = next(e for e in effects if isinstance(e, ReclaimSlab))
     else:
         put = played.reply(client, Reserve(["key"])).put
         effects = played.ask(client, Allocate(put, [PutPiece(PAGE)]))
-        [job] = [e for e in effects if isinstance(e, AllocateSlab)]
+        job = next(e for e in effects if isinstance(e, AllocateSlab))
         if how == "seal":
             played.core.allocated(0.0, job.slab)
-            [job] = [e for e in played.ask(client, Seal(put)) if isinstance(e, SealAndHash)]
+            effects = played.ask(client, Seal(put))
+            job = next(e for e in effects if isinstance(e, SealAndHash))
     assert job.process == client
     if how == "abandon":
         effects = played.ask(client, Abandon(put))
     else:
         effects = list(played.core.disconnected(1.0, client))
     assert CancelJob(job.slab) in effects
-    result = ("stale_put", "gone")
     done = played.core.allocated if isinstance(job, AllocateSlab) else played.core.hashed
-    done(1.0, job.slab, result)  # type: ignore[arg-type]
+    done(1.0, job.slab, ("stale_put", "gone"))
     played.core.ended(2.0, client)
     assert played.core.state.ledger.slabs == {}
     assert played.core.state.ledger.charged == 0
@@ -553,7 +556,6 @@ def test_slabs_are_freed_by_nobody_who_is_waited_for(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "close", closing)
-        patch.setattr("weakref.finalize", weak_finalize(close, closing))
         with (
             serving(folder, settings=Settings(4 * MIB)) as server,
             connect(folder / "m.sock", keep_connected=False) as client,
@@ -564,18 +566,6 @@ def test_slabs_are_freed_by_nobody_who_is_waited_for(folder: Path) -> None:
             managers.until(lambda: "tensor-dedup-free" in by)
             # Of this process's client, which holds leases of its own, there are other threads.
             assert by <= {"tensor-dedup-free", ""}
-
-
-def weak_finalize(old: object, new: object) -> Any:
-    """`weakref.finalize`, with another function in place of `old`."""
-    import weakref
-
-    real = weakref.finalize
-
-    def finalize(each: Any, function: Any, *arguments: Any) -> Any:
-        return real(each, new if function is old else function, *arguments)
-
-    return finalize
 
 
 # Descriptors of slabs.
@@ -611,8 +601,8 @@ def test_while_slabs_fill_what_may_be_open_clients_come_in(folder: Path) -> None
 
 def test_slabs_in_use_are_not_evicted_for_descriptors(folder: Path) -> None:
     with managers.running(folder, limit=64) as manager, manager.client() as client:
-        kept, refused = [], None
-        puts: list[Put] = []
+        kept: list[Lease] = []
+        refused: RefusedError | None = None
         while refused is None:
             try:
                 kept += managers.build(
@@ -623,7 +613,6 @@ def test_slabs_in_use_are_not_evicted_for_descriptors(folder: Path) -> None:
             assert len(kept) < 64
         assert refused.code == "no_memory"
         assert "ulimit -n" in refused.message
-        assert not puts
         assert manager.overview().totals.residents == len(kept)
 
 
@@ -648,8 +637,6 @@ class Scarce(MemfdBackend):
         self.living: list[Any] = []
 
     def reserve(self, nbytes: int) -> Any:
-        import weakref
-
         self.living = [each for each in self.living if each() is not None]
         if len(self.living) >= self.slabs:
             raise NoMemoryError("no descriptor", errno=errno.ENFILE)
@@ -759,7 +746,7 @@ def test_what_is_remembered_has_a_limit_and_others_still_borrow() -> None:
     greedy, modest = played.client(), played.client()
     put = played.build(modest, "shared", [name(n) for n in range(64)])
     played.ask(modest, LookupDigests([name(n) for n in range(64)]))
-    codes = set()
+    codes = set[str]()
     while not codes:
         for number in range(60):
             reply = played.reply(greedy, Reserve([f"{greedy}.{number}.{n}" for n in range(256)]))
