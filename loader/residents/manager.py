@@ -253,7 +253,8 @@ class ManagerResidents(Generic[Request, Held]):
     @property
     def not_lent(self) -> str | None:
         """The reason why a requested manager does not hold everything, or None."""
-        return self.failed or self.refused or (self.session and self.session.unusable)
+        unusable = self.session.unusable if self.session is not None else None
+        return self.failed or self.refused or unusable
 
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
         """Look residents up, in order: by digest where it is known, else by recipe.

@@ -273,7 +273,7 @@ def test_a_slab_of_holes_is_no_slab(speaker: Speaker) -> None:
 class Slow(FakeBackend):
     """Hashes as it is told, and counts how often."""
 
-    capabilities = Capabilities("fake", hardware_readonly=False, hashes_itself=True)
+    capabilities = Capabilities("fake", hardware_readonly=False, hashes_itself=True)  # type: ignore[misc]
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
