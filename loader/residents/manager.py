@@ -37,7 +37,12 @@ from tensor_dedup.memory_manager.client import (
 )
 from tensor_dedup.memory_manager.client.client import PUT_WAIT_S
 from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
-from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError, RefusedError
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    ManagerGoneError,
+    MemoryManagerError,
+    RefusedError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +110,12 @@ class ManagedMemory(Protocol[Request, _Held_co]):
         """The prefix of keys, so that managers of different memory never mix them up."""
 
     def resident(self, key: ResidentKey, lease: Lease) -> _Held_co:
-        """Return the resident that a lease is on; the digest of `key` may be ""."""
+        """Return the resident that a lease is on; the digest of `key` may be "".
+
+        Raises:
+            SlabUsageError: The lease is not on a tensor of this geometry, or not inside its slab.
+            BackendError: The same, of memory whose digests are their writers' word.
+        """
 
     def data(self, request: Request) -> Buffer | None:
         """Return the bytes that the client is to copy, or None if `fill` writes them."""
@@ -120,7 +130,8 @@ class ManagedMemory(Protocol[Request, _Held_co]):
 class ManagerSession(Generic[Request, Held]):
     """One load's requests to one memory manager. For one thread; the client may serve several.
 
-    Look-ups and puts raise MemoryManagerError; load the rest privately then.
+    Look-ups and puts raise MemoryManagerError; load the rest privately then. A single tensor that
+    is lent as something else is as good as missing: `unusable` tells why the first of them was.
     """
 
     def __init__(
@@ -129,12 +140,13 @@ class ManagerSession(Generic[Request, Held]):
         self.client: Final = client
         self.checkpoint: Final = checkpoint
         self.memory: Final = memory
+        self.unusable: str | None = None
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
         """Return the residents with these bytes, in order, or None, looked up in one batch."""
         leases = self.client.lease([key.digest for key in keys], self.checkpoint)
         return [
-            None if lease is None else self.memory.resident(key, lease)
+            None if lease is None else self._resident(key, lease)
             for key, lease in zip(keys, leases, strict=True)
         ]
 
@@ -166,7 +178,11 @@ class ManagerSession(Generic[Request, Held]):
         result = self.client.put(layers, self.checkpoint, fill=self.memory.fill(by_key))
         for key, layer in result.layers.items():
             each, [lease] = by_key[key], layer.leases
-            found[each.recipe] = self.memory.resident(each.key, lease), layer.written
+            resident = self._resident(each.key, lease)
+            if resident is not None:
+                found[each.recipe] = resident, layer.written
+        for error in result.unusable.values():
+            self._note_unusable(str(error))
         if result.error is not None:
             raise result.error
         if result.still_building:
@@ -194,7 +210,20 @@ class ManagerSession(Generic[Request, Held]):
         if layer is None or len(layer.leases) != 1 or layer.record != _record(key):
             return None
         [lease] = layer.leases
-        return self.memory.resident(key, lease) if key.digest in ("", lease.digest) else None
+        return self._resident(key, lease) if key.digest in ("", lease.digest) else None
+
+    def _resident(self, key: ResidentKey, lease: Lease) -> Held | None:
+        """Return the resident that a lease is on, or None if it is on something else."""
+        try:
+            return self.memory.resident(key, lease)
+        except (SlabUsageError, BackendError) as error:
+            self._note_unusable(f"what is lent for {lease.digest} is not that tensor: {error}")
+            return None
+
+    def _note_unusable(self, reason: str) -> None:
+        if self.unusable is None:
+            self.unusable = reason
+            _log.warning("%s: a tensor stays private: %s", self.checkpoint, reason)
 
     def _key(self, recipe: str) -> str:
         name = blake3(recipe.encode(), derive_key_context=_CONTEXT).hexdigest()
@@ -224,7 +253,8 @@ class ManagerResidents(Generic[Request, Held]):
     @property
     def not_lent(self) -> str | None:
         """The reason why a requested manager does not hold everything, or None."""
-        return self.failed or self.refused
+        unusable = self.session.unusable if self.session is not None else None
+        return self.failed or self.refused or unusable
 
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
         """Look residents up, in order: by digest where it is known, else by recipe.

@@ -11,6 +11,8 @@ from tensor_dedup.memory_manager.protocol.layout import MEMORY, SlabLayout
 
 # Offset, size and announced digest ("" when not known) of each tensor of a slab.
 Pieces = Sequence[tuple[int, int, str]]
+# Offset and size.
+Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +55,31 @@ class Memory(Protocol):
 
 
 class Backend(Protocol):
-    """A source of slabs, which it makes, seals, hashes and reclaims. Safe from any thread."""
+    """A source of slabs, which it makes, seals, hashes and reclaims. Safe from any thread.
+
+    What takes long is done range by range, so that the caller can stop, or do something for
+    somebody else, between two of them.
+    """
 
     @property
     def capabilities(self) -> Capabilities:
         """Return its capabilities, which never change."""
 
     def reserve(self, nbytes: int) -> Memory:
-        """Return a slab whose memory is committed: writing to it never fails for want of memory.
+        """Return a slab. Holders of its descriptor cannot change its size.
 
-        Holders of its descriptor cannot change its size.
+        Nobody may write to a range of it before `commit`.
 
         Raises:
             NoMemoryError: The system has no memory or no descriptor left.
             BackendError: The memory cannot be provided for another reason.
+        """
+
+    def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
+        """Commit a range: writing to it never fails for want of memory from now on.
+
+        Raises:
+            NoMemoryError: The system has no memory left.
         """
 
     def seal(self, memory: Memory) -> None:
@@ -79,22 +92,21 @@ class Backend(Protocol):
             StillWritableError: A writable mapping still exists; the slab is unchanged.
         """
 
-    def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """Return the digests of a sealed slab's tensors; nothing stays mapped.
+    def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
+        """Return the leaf digests of each of these spans of a sealed slab; nothing stays mapped.
 
         Raises:
-            NoMemoryError: The slab cannot be mapped.
-            NotSealedError: The backend does not hash, and a digest was not announced.
-            InterruptedError: The backend has been closed.
+            NoMemoryError: The spans cannot be mapped.
+            BackendError: The backend does not hash.
         """
 
     def reclaim(self, fd: int, nbytes: int) -> Memory:
-        """Reclaim a sealed slab of an earlier manager. It takes over `fd` even if it raises.
+        """Reclaim a sealed slab of an earlier manager. It takes over `fd` unless it raises.
+
+        Closing a descriptor that somebody else has opened can take as long as that process likes:
+        where and when to do so is the caller's to say.
 
         Raises:
             NotSealedError: It is not memory of this kind, has another size, or can be changed; only
-                a backend that seals can tell the last two.
+                a backend that seals can tell the last two. Or part of it was never written.
         """
-
-    def close(self) -> None:
-        """Stop hashing at once: from now on `digests` raises InterruptedError."""

@@ -25,8 +25,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Pieces
-from tensor_dedup.memory_manager.backends.vmm import ALIGNMENT, announced
+from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
+from tensor_dedup.memory_manager.backends.vmm import ALIGNMENT
 from tensor_dedup.memory_manager.cuda.driver import (
     IPC_HANDLE_BYTES,
     Driver,
@@ -71,7 +71,6 @@ class IpcBackend:
 
     def __init__(self, helper: "Helper") -> None:
         self._helper = helper
-        self._closed = threading.Event()
         self.capabilities: Final = Capabilities(
             "ipc",
             hardware_readonly=False,
@@ -85,8 +84,6 @@ class IpcBackend:
 
     def reserve(self, nbytes: int) -> IpcSlab:
         """Implement `Backend.reserve`."""
-        if self._closed.is_set():
-            raise InterruptedError(errno.EINTR, "the manager is about to end")
         number, handle = self._helper.allocate(nbytes)
         try:
             return IpcSlab(self._helper, number, write_ticket(handle, nbytes), nbytes)
@@ -94,23 +91,19 @@ class IpcBackend:
             self._helper.free(number)
             raise NoMemoryError(f"no descriptor for a ticket: {error.strerror}") from error
 
+    def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
+        """Implement `Backend.commit`: `reserve` has done it."""
+
     def seal(self, memory: Memory) -> None:
         """Implement `Backend.seal`."""
 
-    def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """Return the announced digests: the manager cannot read this memory."""
-        if self._closed.is_set():
-            raise InterruptedError(errno.EINTR, "the manager is about to end")
-        return announced(pieces)
+    def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
+        """Raise BackendError: the manager cannot read this memory."""
+        raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> IpcSlab:
         """Raise NotSealedError: the memory ended with the helper that allocated it."""
-        os.close(fd)
         raise NotSealedError("memory of the backend `ipc` does not outlive its manager; load again")
-
-    def close(self) -> None:
-        """End hashing; the helper ends with this object and its last slab."""
-        self._closed.set()
 
 
 # Tickets.

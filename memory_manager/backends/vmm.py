@@ -8,13 +8,11 @@ their writes; the writer is trusted to have unmapped it, and to announce the dig
 wrote.
 """
 
-import errno
 import os
-import threading
 import weakref
 from typing import Final
 
-from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Pieces
+from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
 from tensor_dedup.memory_manager.cuda.driver import Driver, GpuInfo, find_device
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError, NotSealedError
 from tensor_dedup.memory_manager.protocol.layout import SlabLayout
@@ -57,7 +55,6 @@ class VmmBackend:
                 handle=handle,
             )
         self._granule: Final = granule
-        self._closed = threading.Event()
         self.capabilities: Final = Capabilities(
             "vmm",
             hardware_readonly=True,
@@ -70,8 +67,6 @@ class VmmBackend:
 
     def reserve(self, nbytes: int) -> VmmAllocation:
         """Implement `Backend.reserve`."""
-        if self._closed.is_set():
-            raise InterruptedError(errno.EINTR, "the manager is about to end")
         handle = self._driver.create(self.device.ordinal, nbytes)
         try:
             return VmmAllocation(self._driver.export(handle), nbytes)
@@ -79,18 +74,18 @@ class VmmBackend:
             # The descriptor holds the memory; a handle would hold it after all descriptors.
             self._driver.release(handle)
 
+    def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
+        """Implement `Backend.commit`: `reserve` has done it."""
+
     def seal(self, memory: Memory) -> None:
         """Implement `Backend.seal`."""
 
-    def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """Return the announced digests: the manager cannot read this memory."""
-        if self._closed.is_set():
-            raise InterruptedError(errno.EINTR, "the manager is about to end")
-        return announced(pieces)
+    def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
+        """Raise BackendError: the manager cannot read this memory."""
+        raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> VmmAllocation:
         """Implement `Backend.reclaim`."""
-        slab = VmmAllocation(fd, nbytes)
         try:
             handle = self._driver.import_(fd)
         except BackendError as error:
@@ -107,21 +102,4 @@ class VmmBackend:
                 f"{nbytes} bytes of GPU {found}; this manager has {self.device.uuid}, in units of "
                 f"{self._granule}"
             )
-        return slab
-
-    def close(self) -> None:
-        """Implement `Backend.close`."""
-        self._closed.set()
-
-
-def announced(pieces: Pieces) -> list[str]:
-    """Return the digests that a writer has announced.
-
-    Raises:
-        NotSealedError: One is missing.
-    """
-    if not all(digest for _, _, digest in pieces):
-        raise NotSealedError(
-            "this backend does not hash: announce every digest, at the latest when you seal"
-        )
-    return [digest for _, _, digest in pieces]
+        return VmmAllocation(fd, nbytes)

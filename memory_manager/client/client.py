@@ -319,6 +319,7 @@ class Client:
                 granted = {key: waiting.pop(key) for key in reservation.of("granted")}
                 with reservation.put as put:
                     result.layers |= put.build(granted, fill)
+                    result.unusable |= put.unusable
             for key in reservation.of("building"):
                 if self.wait(key, max(0.0, deadline - time.monotonic())) == "building":
                     result.still_building.append(key)
@@ -341,6 +342,8 @@ class Client:
         """
         connection = self._connection
         reply, _ = connection.ask(Reserve(list(keys), checkpoint), Reserved)
+        if len(reply.answers) != len(keys):
+            raise ProtocolError(f"{len(reply.answers)} answers for {len(keys)} layers")
         answers = dict(zip(keys, reply.answers, strict=True))
         granted = [key for key, answer in answers.items() if answer == "granted"]
         if not granted:

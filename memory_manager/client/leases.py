@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
 from tensor_dedup.memory_manager.client.connection import Connection
-from tensor_dedup.memory_manager.errors import LeaseClosedError
+from tensor_dedup.memory_manager.errors import LeaseClosedError, ProtocolError
 from tensor_dedup.memory_manager.protocol.messages import DigestSpan, Extent, SlabRef
 
 _Item = TypeVar("_Item")
@@ -134,8 +134,14 @@ class SlabTable:
 def lease_of(
     extent: Extent | None, slabs: Sequence[SharedSlab], connection: Connection
 ) -> Lease | None:
-    """Return the lease for an extent in a reply, or None if there is none."""
+    """Return the lease for an extent in a reply, or None if there is none.
+
+    Raises:
+        ProtocolError: It lies in none of the reply's slabs.
+    """
     if extent is None:
         return None
+    if extent.slab >= len(slabs):
+        raise ProtocolError(f"a tensor in slab {extent.slab} of a reply with {len(slabs)}")
     place = (extent.offset, extent.nbytes, extent.digest)
     return Lease(slabs[extent.slab], place, extent.lease, connection)

@@ -85,12 +85,14 @@ class PutResult:
     """The result of `Client.put`.
 
     `layers` has the layers that are in the manager's memory; those that it lacks are to be kept in
-    private memory. The reasons are `error`, which ended the call, and `still_building`: the layers
-    that other processes had not finished when the time was up.
+    private memory. The reasons are `error`, which ended the call, `unusable`: layers of which a
+    tensor of another size is resident under the digest, and `still_building`: those that other
+    processes had not finished when the time was up.
     """
 
     layers: dict[str, PutLayer] = field(default_factory=dict)
     error: MemoryManagerError | None = None
+    unusable: dict[str, BackendError] = field(default_factory=dict)
     still_building: list[str] = field(default_factory=list)
 
 
@@ -135,16 +137,18 @@ class Put:
         self._sizes: tuple[int, ...] = ()
         self._offsets: tuple[int, ...] = ()
         self.number: Final = number
+        self.unusable: Final[dict[str, BackendError]] = {}
         self.open_keys: Final = set(keys)
 
     def build(self, layers: Mapping[str, NewLayer], fill: Fill) -> dict[str, PutLayer]:
         """Build and publish these layers, and return a lease on each of their tensors.
 
-        Tensors that are resident already are leased; `fill` writes only the others.
+        Tensors that are resident already are leased; `fill` writes only the others. A layer is left
+        out, and entered into `unusable`, if a tensor of another size is resident under the digest
+        of one of its own.
 
         Raises:
             RefusedError: There is no room, or the bytes do not match the announced digest.
-            BackendError: A tensor of another size is resident under the digest of one of these.
             ProtocolError: The manager lends other bytes than were written.
         """
         tensors = {
@@ -153,7 +157,8 @@ class Put:
             for index, tensor in enumerate(layer.tensors)
         }
         leases = self._lease_resident(tensors)
-        missing = [slot for slot in tensors if slot not in leases]
+        layers = {key: layer for key, layer in layers.items() if key not in self.unusable}
+        missing = [slot for slot in tensors if slot[0] in layers and slot not in leases]
         if missing:
             self.allocate(
                 [tensors[slot].nbytes for slot in missing],
@@ -185,7 +190,7 @@ class Put:
         for slot, lease in leases.items():
             # Of a GPU's memory a digest is its writer's word, and may be another tensor's.
             if lease.nbytes != tensors[slot].nbytes:
-                raise BackendError(
+                self.unusable[slot[0]] = BackendError(
                     f"a tensor of {tensors[slot].nbytes} bytes where {lease.nbytes} are lent under "
                     "its digest; load it privately",
                     digest=lease.digest,

@@ -12,7 +12,12 @@ from typing import Final, Protocol
 
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.client.leases import Lease, SharedSlab
-from tensor_dedup.memory_manager.errors import LeaseClosedError, MemoryManagerError, RefusedError
+from tensor_dedup.memory_manager.errors import (
+    LeaseClosedError,
+    MemoryManagerError,
+    ProtocolError,
+    RefusedError,
+)
 from tensor_dedup.memory_manager.protocol.limits import MAX_PIECES
 from tensor_dedup.memory_manager.protocol.messages import (
     FoundDigests,
@@ -96,6 +101,8 @@ def offer_slab(connection: Connection, slab: SharedSlab) -> bool:
     except RefusedError as error:
         log.warning("a slab of %d bytes was not taken back: %s", slab.nbytes, str(error))
         return False
+    if len(reply.leases) != len(spans):
+        raise ProtocolError(f"{len(reply.leases)} leases for {len(spans)} tensors")
     numbers = dict(zip([span.offset for span in spans], reply.leases, strict=True))
     for lease in leases:
         number = numbers.pop(lease.offset, 0)

@@ -15,10 +15,16 @@ from tensor_dedup.memory_manager.core.manager_state import (
 
 # Longer than the pauses inside of most loads; a load that pauses for longer has several lines.
 QUIET_S: Final = 3.0
+_MAX_TALLIES: Final = 64  # of one client, which may name as many checkpoints as it likes
 
 
-def count(connection: ClientState, put: PutState, now: float, slab: SlabState) -> None:
+def count(
+    state: ManagerState, connection: ClientState, put: PutState, now: float, slab: SlabState
+) -> None:
     """Count the tensors of a slab that a put has made resident."""
+    if put.checkpoint not in connection.tallies and len(connection.tallies) >= _MAX_TALLIES:
+        name = next(iter(connection.tallies))
+        _say(state, connection, name, connection.tallies.pop(name))
     tally = connection.tallies.setdefault(put.checkpoint, Tally(put.opened, now))
     tally.tensors += len(slab.residents)
     tally.nbytes += slab.nbytes

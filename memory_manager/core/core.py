@@ -72,7 +72,11 @@ class Core:
     """
 
     def __init__(self, settings: Settings) -> None:
-        ledger = Ledger(settings.budget, mappings_hold=settings.mappings_hold)
+        ledger = Ledger(
+            settings.budget,
+            mappings_hold=settings.mappings_hold,
+            max_slabs=settings.max_slabs,
+        )
         self._state = ManagerState(settings, ledger, next_put=settings.first_put)
 
     @property
@@ -163,6 +167,7 @@ class Core:
         connection.waiting = None
         for slab in {r.slab for r in connection.leases.values()}:
             state.charge(state.ledger.slabs[slab], connection.process)
+        reclaim.leave(state, connection)
         for put in list(connection.puts.values()):
             puts.gone(state, now, connection, put)
         for lease in list(connection.leases):
@@ -194,6 +199,11 @@ class Core:
         """Handle the outcome of a SealAndHash or a ReclaimSlab: the digests, or the failure."""
         handed_back = slab in self._state.offers
         (reclaim if handed_back else puts).hashed(self._state, now, slab, result)
+        return self._effects()
+
+    def spare_descriptors(self, count: int) -> list[Effect]:
+        """Evict up to so many unused slabs, because the manager needs their descriptors."""
+        self._state.ledger.evict_for_descriptors(count)
         return self._effects()
 
     def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:

@@ -25,10 +25,11 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class AllocateSlab:
-    """Reserve memory for a slab; then call `allocated`."""
+    """Reserve memory for a slab, for this process; then call `allocated`."""
 
     slab: int
     nbytes: int
+    process: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class SealAndHash:
 
     slab: int
     pieces: tuple[tuple[int, int, str], ...]
+    process: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,14 @@ class ReclaimSlab:
     slab: int
     nbytes: int
     pieces: tuple[tuple[int, int, str], ...]
+    process: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJob:
+    """Nobody waits for the job on this slab any more: end it soon, then call as if it was done."""
+
+    slab: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +87,14 @@ class End:
 
 
 Effect: TypeAlias = (
-    Send | Close | AllocateSlab | SealAndHash | ReclaimSlab | FreeSlab | Forget | Note | End
+    Send
+    | Close
+    | AllocateSlab
+    | SealAndHash
+    | ReclaimSlab
+    | CancelJob
+    | FreeSlab
+    | Forget
+    | Note
+    | End
 )

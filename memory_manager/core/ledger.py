@@ -2,12 +2,26 @@
 
 A slab is charged from the moment it is requested until the manager has released it *and* no process
 can have it mapped: a process whose connection broke is charged for what it held until it has ended.
+What the manager remembers is charged, too: a slab of tiny tensors takes more of its memory than of
+the system's.
 """
 
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 _MAX_CHECKPOINTS = 64  # names remembered for one tensor
+# The manager's own memory in bytes; a test measures that it is no more.
+SLAB_BYTES: Final = 2048  # the kernel's part of an open memory file included
+RESIDENT_BYTES: Final = 960
+LEASE_BYTES: Final = 224
+PUT_BYTES: Final = 768
+KEY_BYTES: Final = 192  # of a put, beside the key's text
+NAME_BYTES: Final = 144  # of a checkpoint for one tensor, beside its text
+_LEAST_REMEMBERED: Final = 32 << 20
+_SHARE_REMEMBERED: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -28,78 +42,113 @@ class ResidentEntry:
 class SlabState:
     """The memory of one put.
 
-    `busy`: a backend job runs on it. `released_but_mapped`: released, but perhaps still mapped
-    somewhere.
+    `cost`: what is charged for it, `nbytes` and what the manager remembers of it. `busy`: a backend
+    job runs on it. `released_but_mapped`: released, but perhaps still mapped somewhere. `holds`:
+    those of its residents. `named`: what the names of its residents' checkpoints cost.
     """
 
     number: int
     nbytes: int
+    cost: int
     residents: dict[str, ResidentEntry] = field(default_factory=dict)
     busy: bool = False
     doomed: bool = False
     released_but_mapped: bool = False
     owned: bool = True  # a put is filling it
     used: float = 0.0
+    holds: int = 0
+    named: int = 0
     lingering: set[int] = field(default_factory=set)
 
     @property
     def held(self) -> bool:
         """Whether it is in use, as far as the manager knows."""
-        return (
-            self.busy
-            or self.owned
-            or bool(self.lingering)
-            or any(resident.holds for resident in self.residents.values())
-        )
+        return self.busy or self.owned or bool(self.lingering) or bool(self.holds)
 
 
 class Ledger:
-    """All slabs and residents, pins, and the budget (in bytes of slabs).
+    """All slabs and residents, pins, and the budget (in bytes).
 
     `mappings_hold`: what a process maps stays when the manager lets go; otherwise the manager must
-    hold a slab until no process can have it mapped any more.
+    hold a slab until no process can have it mapped any more. `max_slabs`: how many the manager may
+    hold at a time, as each takes a descriptor.
     """
 
-    def __init__(self, budget: int, *, mappings_hold: bool = True) -> None:
+    def __init__(
+        self, budget: int, *, mappings_hold: bool = True, max_slabs: int = sys.maxsize
+    ) -> None:
         self.budget = budget
         self._mappings_hold = mappings_hold
-        self.charged = 0
+        self._max_slabs = max_slabs
+        self._max_remembered = max(_LEAST_REMEMBERED, budget // _SHARE_REMEMBERED)
+        self._slab_costs = 0
+        self._slab_bytes = 0
+        self.remembered = 0  # bytes, of what is not part of a slab's cost
+        self.open_slabs = 0  # that the manager has a descriptor of
         self.evicted_bytes = 0
         self.slabs: dict[int, SlabState] = {}
+        self._idle: OrderedDict[int, SlabState] = OrderedDict()  # least recently used first
         self.residents: dict[str, ResidentEntry] = {}
         self.pins: set[str] = set()
         self.freed: list[int] = []  # for the caller, who empties it
+        self.cancelled: list[int] = []  # busy slabs that nobody wants any more, likewise
         self.orphans: set[str] = set()  # records that lost a tensor, likewise
         self._next = 1
 
-    def add(self, nbytes: int, now: float) -> SlabState | None:
+    @property
+    def charged(self) -> int:
+        """Bytes that are charged: of slabs, and of what the manager remembers."""
+        return self._slab_costs + self.remembered
+
+    @property
+    def bookkeeping(self) -> int:
+        """The part of `charged` that is memory of the manager's own, and no slab's."""
+        return self.charged - self._slab_bytes
+
+    # Slabs.
+
+    def add(self, nbytes: int, now: float, tensors: int = 1) -> SlabState | None:
         """Charge a new slab, evicting unused ones; return None when there is no room."""
-        if not self._make_room(nbytes):
+        cost = nbytes + SLAB_BYTES + tensors * RESIDENT_BYTES
+        if not self._make_room(cost):
             return None
-        slab = SlabState(self._next, nbytes, used=now)
+        slab = SlabState(self._next, nbytes, cost, used=now)
         self._next += 1
         self.slabs[slab.number] = slab
-        self.charged += nbytes
+        self._slab_costs += cost
+        self._slab_bytes += nbytes
+        self.open_slabs += 1
         return slab
 
-    def _make_room(self, nbytes: int) -> bool:
-        short = self.charged + nbytes - self.budget
-        if short <= 0:
-            return True
-        idle = sorted(self._evictable(), key=lambda slab: slab.used)
-        if sum(slab.nbytes for slab in idle) < short:
-            return False
-        for slab in idle:
+    def _make_room(self, cost: int) -> bool:
+        short = self.charged + cost - self.budget
+        victims: list[SlabState] = []
+        for slab in self._evictable():
             if short <= 0:
                 break
-            short -= slab.nbytes
+            short -= slab.cost
+            victims.append(slab)
+        if short > 0:
+            return False
+        for slab in victims:
             self.evict(slab)
         return True
 
     def _evictable(self) -> Iterator[SlabState]:
-        return (
-            slab for slab in self.slabs.values() if not slab.held and not self.pinned_slab(slab)
-        )
+        return (slab for slab in self._idle.values() if not self.pinned_slab(slab))
+
+    def has_descriptor(self) -> bool:
+        """Return whether one more slab may have a descriptor, after evicting one if need be."""
+        if self.open_slabs >= self._max_slabs:
+            self.evict_for_descriptors(1 + self.open_slabs - self._max_slabs)
+        return self.open_slabs < self._max_slabs
+
+    def evict_for_descriptors(self, count: int) -> int:
+        """Evict up to so many unused slabs, whatever their size; return how many."""
+        victims = [slab for slab, _ in zip(self._evictable(), range(count), strict=False)]
+        for slab in victims:
+            self.evict(slab)
+        return len(victims)
 
     def evict(self, slab: SlabState) -> None:
         """Release a slab that is not held."""
@@ -112,38 +161,63 @@ class Ledger:
             del self.residents[digest]
             self.orphans |= resident.records
         slab.residents = {}
-        slab.owned = False
+        self.forget(slab.named)
+        slab.owned, slab.named = False, 0
         if slab.busy:
+            if not slab.doomed:
+                self.cancelled.append(slab.number)
             slab.doomed = True
             return
         if not slab.released_but_mapped:
             slab.released_but_mapped = True
             if self._mappings_hold:
-                self.freed.append(slab.number)
+                self._free(slab)
         self._settle(slab)
+        self._rank(slab)
 
     def _settle(self, slab: SlabState) -> None:
         gone = slab.released_but_mapped and not slab.lingering
         if gone and self.slabs.pop(slab.number, None) is not None:
-            self.charged -= slab.nbytes
+            self._slab_costs -= slab.cost
+            self._slab_bytes -= slab.nbytes
             if not self._mappings_hold:
-                self.freed.append(slab.number)
+                self._free(slab)
+
+    def _free(self, slab: SlabState) -> None:
+        self.freed.append(slab.number)
+        self.open_slabs -= 1
+
+    def _rank(self, slab: SlabState) -> None:
+        """Note a change of who holds a slab: what is held by nobody now was used last."""
+        self._idle.pop(slab.number, None)
+        if not slab.held and not slab.released_but_mapped:
+            self._idle[slab.number] = slab
 
     def idle(self, slab: SlabState) -> bool:
         """Note that a slab's backend job is done; return False if it was released meanwhile."""
         slab.busy = False
         if slab.doomed:
             self.drop(slab)
+        self._rank(slab)
         return not slab.doomed
+
+    def disown(self, slab: SlabState) -> None:
+        """Note that no put fills a slab any more."""
+        slab.owned = False
+        self._rank(slab)
 
     def linger(self, slab: SlabState, process: int) -> None:
         """Note that a process without a connection may have this slab mapped."""
         slab.lingering.add(process)
+        self._rank(slab)
 
     def unlinger(self, slab: SlabState, process: int) -> None:
         """Note that a process has ended, or has said that it unmapped the slab."""
         slab.lingering.discard(process)
         self._settle(slab)
+        self._rank(slab)
+
+    # Residents.
 
     def enter(self, slab: SlabState, offset: int, nbytes: int, digest: str) -> ResidentEntry:
         """Make a tensor of a sealed slab resident; return an older one of its digest, if any."""
@@ -156,20 +230,29 @@ class Ledger:
 
     def hold(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
         """Count a lease or a put that needs this tensor."""
-        resident.holds += 1
-        resident.leases += leased
-        self.slabs[resident.slab].used = now
+        self._count(resident, now, 1, leased)
 
     def let_go(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
         """Undo one `hold`."""
-        resident.holds -= 1
-        resident.leases -= leased
-        self.slabs[resident.slab].used = now
+        self._count(resident, now, -1, leased)
+
+    def _count(self, resident: ResidentEntry, now: float, by: int, leased: bool) -> None:
+        slab = self.slabs[resident.slab]
+        resident.holds += by
+        resident.leases += by * leased
+        slab.holds += by
+        slab.used = now
+        self._rank(slab)
 
     def attribute(self, resident: ResidentEntry, checkpoint: str) -> None:
-        """Record that this tensor is a part of a checkpoint."""
-        if checkpoint and len(resident.checkpoints) < _MAX_CHECKPOINTS:
-            resident.checkpoints.add(checkpoint)
+        """Record that this tensor is a part of a checkpoint, if that can be remembered."""
+        names = resident.checkpoints
+        if not checkpoint or checkpoint in names or len(names) >= _MAX_CHECKPOINTS:
+            return
+        cost = sys.getsizeof(checkpoint) + NAME_BYTES
+        if self.remember(cost):
+            self.slabs[resident.slab].named += cost
+            names.add(checkpoint)
 
     def pinned(self, resident: ResidentEntry) -> bool:
         """Return whether it is pinned, by its digest or by the name of a checkpoint."""
@@ -183,3 +266,32 @@ class Ledger:
         """Return the residents of a checkpoint, or the one of a digest."""
         found = self.residents.get(name)
         return [r for r in self.residents.values() if r is found or name in r.checkpoints]
+
+    # What is remembered beside them: leases, names, records, reservations.
+
+    def may_remember(self, nbytes: int) -> bool:
+        """Return whether so much more may be remembered."""
+        return self.remembered + nbytes <= self._max_remembered
+
+    def remember(self, nbytes: int) -> bool:
+        """Charge memory of the manager's own; return False when that has come to its limit.
+
+        This may exceed the budget until `trim`, and where all is held, which lending it must not
+        fail for, for longer.
+        """
+        if not self.may_remember(nbytes):
+            return False
+        self.remembered += nbytes
+        return True
+
+    def forget(self, nbytes: int) -> None:
+        """Undo `remember`."""
+        self.remembered -= nbytes
+
+    def trim(self) -> None:
+        """Evict unused slabs for what has been remembered above the budget."""
+        while self.charged > self.budget:
+            slab = next(self._evictable(), None)
+            if slab is None:
+                return
+            self.evict(slab)

@@ -1,11 +1,24 @@
 """The state shared by all parts of the core. One thread; times are seconds, monotonic."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tensor_dedup.memory_manager.core.effects import Effect, Forget, FreeSlab, Note, Send
-from tensor_dedup.memory_manager.core.ledger import Ledger, ResidentEntry, SlabState
+from tensor_dedup.memory_manager.core.effects import (
+    CancelJob,
+    Effect,
+    Forget,
+    FreeSlab,
+    Note,
+    Send,
+)
+from tensor_dedup.memory_manager.core.ledger import (
+    LEASE_BYTES,
+    Ledger,
+    ResidentEntry,
+    SlabState,
+)
 from tensor_dedup.memory_manager.core.put_states import ACTIVE, Event, State, advance
 from tensor_dedup.memory_manager.core.records import KeyRecord, Records
 from tensor_dedup.memory_manager.errors import RefusedError
@@ -31,6 +44,7 @@ class Settings:
     hello_timeout_s: float = 5.0
     max_puts: int = 64  # of one connection
     max_leases: int = 1 << 18  # of one connection
+    max_slabs: int = sys.maxsize  # that the manager has descriptors for
     first_put: int = 1  # generations of two managers should not meet
 
 
@@ -49,6 +63,7 @@ class PutState:
     spans: tuple[tuple[int, int, str], ...] = ()
     held: list[ResidentEntry] = field(default_factory=list)
     opened: float = 0.0
+    cost: int = 0  # of remembering it, in bytes
 
     @property
     def active(self) -> bool:
@@ -168,13 +183,36 @@ class ManagerState:
 
     def may_lease(self, connection: ClientState, count: int) -> bool:
         """Return whether this client may have this many more leases."""
-        return len(connection.leases) + count <= self.settings.max_leases
+        few = len(connection.leases) + count <= self.settings.max_leases
+        return few and self.ledger.may_remember(count * LEASE_BYTES)
+
+    def new_slab(self, nbytes: int, tensors: int, now: float) -> SlabState:
+        """Charge a new slab, for which unused ones are evicted if need be.
+
+        Raises:
+            RefusedError: There is no room for it, or no descriptor.
+        """
+        slab = self.ledger.add(nbytes, now, tensors) if self.ledger.has_descriptor() else None
+        if slab is not None:
+            return slab
+        if not self.ledger.has_descriptor():
+            raise refusal(
+                "no_memory",
+                f"no descriptor left: {self.ledger.open_slabs} slabs are in use; build privately, "
+                "or raise the manager's limit (ulimit -n)",
+            )
+        raise refusal(
+            "no_room",
+            f"no room for {nbytes} bytes: {self.ledger.charged} of {self.ledger.budget} bytes are "
+            "in use; build privately, or give the manager a larger --budget",
+        )
 
     def lease(
         self, connection: ClientState, resident: ResidentEntry, checkpoint: str, now: float
     ) -> int:
         """Lease a tensor; return the lease's number. Call `may_lease` before."""
         self.ledger.hold(resident, now, leased=True)
+        self.ledger.remember(LEASE_BYTES)
         self.ledger.attribute(resident, checkpoint)
         number = self.next_lease
         self.next_lease += 1
@@ -188,6 +226,7 @@ class ManagerState:
         if resident is None:
             return
         self.ledger.let_go(resident, now, leased=True)
+        self.ledger.forget(LEASE_BYTES)
         connection.leased[resident.digest] -= 1
         if not connection.leased[resident.digest]:
             del connection.leased[resident.digest]
@@ -199,9 +238,20 @@ class ManagerState:
             self.processes[process].lingering.add(slab.number)
 
     def enter_record(self, key: str, record: KeyRecord) -> bool:
-        """Enter a record whose tensors are resident; return False if the key has one."""
-        if not self.records.put(key, record):
+        """Enter a record whose tensors are resident; return False if the key has one.
+
+        Raises:
+            RefusedError: No more can be remembered, not even in place of all other records.
+        """
+        if key in self.records:
             return False
+        cost = record.cost(key)
+        while not self.ledger.remember(cost):
+            oldest = self.records.oldest
+            if oldest is None:
+                raise refusal("no_room", "the manager can remember no more; close other clients")
+            self.drop_record(oldest)
+        self.records.put(key, record)
         for digest in record.digests:
             self.ledger.residents[digest].records.add(key)
         while (oldest := self.records.oldest_in_excess()) is not None:
@@ -211,7 +261,10 @@ class ManagerState:
     def drop_record(self, key: str) -> None:
         """Remove a record; its tensors stay."""
         record = self.records.drop(key)
-        for digest in record.digests if record else ():
+        if record is None:
+            return
+        self.ledger.forget(record.cost(key))
+        for digest in record.digests:
             resident = self.ledger.residents.get(digest)
             if resident is not None:
                 resident.records.discard(key)
@@ -224,10 +277,13 @@ class ManagerState:
             self.effects.append(Forget(number))
 
     def settle(self) -> None:
-        """Turn the slabs that the ledger released into effects."""
+        """Evict what there is no room for any more, and turn what was released into effects."""
+        self.ledger.trim()
         for key in list(self.ledger.orphans):
             self.drop_record(key)
         self.ledger.orphans.clear()
+        self.effects.extend(CancelJob(slab) for slab in self.ledger.cancelled)
+        self.ledger.cancelled.clear()
         self.effects.extend(FreeSlab(slab) for slab in self.ledger.freed)
         self.ledger.freed.clear()
 

@@ -2,7 +2,7 @@
 
 from tensor_dedup.memory_manager.core import build_log
 from tensor_dedup.memory_manager.core.effects import AllocateSlab, SealAndHash
-from tensor_dedup.memory_manager.core.ledger import SlabState
+from tensor_dedup.memory_manager.core.ledger import KEY_BYTES, PUT_BYTES, SlabState
 from tensor_dedup.memory_manager.core.manager_state import (
     ClientState,
     ManagerState,
@@ -12,6 +12,7 @@ from tensor_dedup.memory_manager.core.manager_state import (
 from tensor_dedup.memory_manager.core.put_states import Event, State
 from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.core.wait_queue import wake
+from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import offsets_of
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import (
@@ -51,9 +52,14 @@ def reserve(state: ManagerState, now: float, connection: ClientState, message: R
 def _open_put(
     state: ManagerState, now: float, connection: ClientState, keys: set[str], checkpoint: str
 ) -> int:
+    cost = PUT_BYTES + sum(KEY_BYTES + len(key) for key in keys)
+    if not state.ledger.remember(cost):
+        raise refusal("limit", "the manager can remember no more reservations; try again later")
     number = state.next_put
     state.next_put += 1
-    put = PutState(number, connection.number, connection.process, keys, now, checkpoint, opened=now)
+    put = PutState(
+        number, connection.number, connection.process, keys, now, checkpoint, opened=now, cost=cost
+    )
     connection.puts[number] = put
     state.builders.update(dict.fromkeys(keys, put))
     return number
@@ -83,7 +89,7 @@ def _let_go(state: ManagerState, now: float, put: PutState) -> None:
         state.ledger.let_go(resident, now, leased=False)
     put.held = []
     if put.slab is not None and put.slab in state.ledger.slabs:
-        state.ledger.slabs[put.slab].owned = False
+        state.ledger.disown(state.ledger.slabs[put.slab])
     keys, put.keys = put.keys, set()
     for key in sorted(keys):
         del state.builders[key]
@@ -111,21 +117,18 @@ def allocate(
     put.step(Event.ALLOCATE)
     layout = state.settings.layout
     offsets, nbytes = offsets_of((piece.nbytes for piece in message.pieces), layout)
-    slab = state.ledger.add(nbytes, now)
-    if slab is None:
+    try:
+        slab = state.new_slab(nbytes, len(message.pieces), now)
+    except RefusedError:
         put.step(Event.NO_MEMORY)
-        raise refusal(
-            "no_room",
-            f"no room for {nbytes} bytes: {state.ledger.charged} of {state.ledger.budget} bytes "
-            "are in use; build privately, or give the manager a larger --budget",
-        )
+        raise
     put.slab = slab.number
     put.spans = tuple(
         (offset, piece.nbytes, piece.digest)
         for offset, piece in zip(offsets, message.pieces, strict=True)
     )
     _start(state, put, slab)
-    state.effects.append(AllocateSlab(slab.number, nbytes))
+    state.effects.append(AllocateSlab(slab.number, nbytes, put.process))
 
 
 def _start(state: ManagerState, put: PutState, slab: SlabState) -> None:
@@ -175,7 +178,7 @@ def seal(state: ManagerState, now: float, connection: ClientState, message: Seal
     put.spans = spans
     slab = state.ledger.slabs[put.slab or 0]
     _start(state, put, slab)
-    state.effects.append(SealAndHash(slab.number, put.spans))
+    state.effects.append(SealAndHash(slab.number, put.spans, put.process))
 
 
 def _announced(
@@ -213,8 +216,9 @@ def hashed(
         state.ledger.hold(resident, now, leased=False)
         state.ledger.attribute(resident, put.checkpoint)
         put.held.append(resident)
+    put.spans = ()
     if slab.residents:
-        build_log.count(connection, put, now, slab)
+        build_log.count(state, connection, put, now, slab)
     else:  # every tensor was resident elsewhere when the hash was known
         put.slab = None
         state.ledger.drop(slab)
@@ -257,6 +261,7 @@ def _not_sealed(
 def _close(state: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
     """A put has ended: forget it, and its slab unless that has become resident."""
     del connection.puts[put.number]
+    state.ledger.forget(put.cost)
     slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
     if slab is not None and not slab.residents:
         state.ledger.drop(slab)

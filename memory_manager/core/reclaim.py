@@ -1,6 +1,7 @@
 """Slabs of an earlier manager: offered by clients that hold them, or inherited by this one."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from tensor_dedup.memory_manager.core.effects import ReclaimSlab
 from tensor_dedup.memory_manager.core.ledger import ResidentEntry, SlabState
@@ -12,6 +13,7 @@ from tensor_dedup.memory_manager.core.manager_state import (
 )
 from tensor_dedup.memory_manager.core.puts import announced_problem
 from tensor_dedup.memory_manager.core.records import KeyRecord
+from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import round_up
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import DigestSpan, Offer, Offered
@@ -21,7 +23,7 @@ _NOBODY = 0  # the connection of what was inherited
 
 def offer(state: ManagerState, now: float, connection: ClientState, message: Offer) -> None:
     """Reclaim a slab of an earlier manager, if there is room and it is what the client says."""
-    slab = _slab_for(state, now, message.nbytes, message.pieces)
+    slab = _slab_for(state, now, message.nbytes, message.pieces, connection.process)
     pieces = tuple(message.pieces)
     state.offers[slab.number] = PendingOffer(connection.number, pieces, message.checkpoint)
 
@@ -38,24 +40,38 @@ def inherit(
     Raises:
         RefusedError: There is no room for it.
     """
-    slab = _slab_for(state, now, nbytes, spans)
+    slab = _slab_for(state, now, nbytes, spans, _NOBODY)
     names = tuple(tuple(each) for each in checkpoints)
     state.offers[slab.number] = PendingOffer(_NOBODY, tuple(spans), "", names)
     return slab.number
 
 
+def leave(state: ManagerState, connection: ClientState) -> None:
+    """Let go of what a client has offered and that is still being hashed."""
+    for number, pending in state.offers.items():
+        if pending.connection == connection.number:
+            state.ledger.drop(state.ledger.slabs[number])
+
+
 def _slab_for(
-    state: ManagerState, now: float, nbytes: int, spans: Sequence[DigestSpan]
+    state: ManagerState, now: float, nbytes: int, spans: Sequence[DigestSpan], process: int
 ) -> SlabState:
-    end = max(span.offset + span.nbytes for span in spans)
+    end = 0
+    for span in sorted(spans, key=lambda span: span.offset):
+        # Tensors of a slab never share bytes: hashing what is offered costs its size, no more.
+        if span.offset < end:
+            raise refusal(
+                "not_sealed",
+                f"the tensor at byte {span.offset} begins inside of the one before, which ends at "
+                f"{end}; offer tensors that do not overlap",
+            )
+        end = span.offset + span.nbytes
     if end > nbytes or nbytes != round_up(nbytes, state.settings.layout.unit):
         raise refusal("not_sealed", f"a slab of {nbytes} bytes cannot hold {end}")
-    slab = state.ledger.add(nbytes, now)
-    if slab is None:
-        raise refusal("no_room", f"no room to take back a slab of {nbytes} bytes")
+    slab = state.new_slab(nbytes, len(spans), now)
     slab.busy = True
     pieces = tuple((span.offset, span.nbytes, span.digest) for span in spans)
-    state.effects.append(ReclaimSlab(slab.number, nbytes, pieces))
+    state.effects.append(ReclaimSlab(slab.number, nbytes, pieces, process))
     return slab
 
 
@@ -64,20 +80,21 @@ def hashed(
 ) -> None:
     """Handle the backend's result: an offered slab was checked and hashed, or could not be."""
     pending, slab = state.offers.pop(number), state.ledger.slabs[number]
-    state.ledger.idle(slab)
-    slab.owned = False
+    wanted = state.ledger.idle(slab)
     connection = state.connections.get(pending.connection)
     spans = tuple((span.offset, span.nbytes, span.digest) for span in pending.spans)
     problem = announced_problem(spans, result)
-    if problem is None and connection is None and pending.connection != _NOBODY:
+    if not wanted:
         problem = "stale_put", "whoever offered it has gone"
     if problem is not None:
-        state.ledger.drop(slab)
+        if wanted:
+            state.ledger.drop(slab)
         state.note("not taken back", nbytes=slab.nbytes, code=problem[0])
         if connection is not None:
             state.refuse(connection, *problem)
         return
     residents = [state.ledger.enter(slab, *span) for span in spans]
+    state.ledger.disown(slab)
     if connection is not None:
         _lend(state, now, connection, residents, pending.checkpoint)
     for resident, names in zip(residents, pending.checkpoints, strict=False):
@@ -110,7 +127,8 @@ def _enter_inherited_records(state: ManagerState) -> None:
         if all(digest in here for digest in record.digests):
             del state.inherited[key]
             if key not in state.builders:
-                state.enter_record(key, record)
+                with suppress(RefusedError):  # what it leads to is there all the same
+                    state.enter_record(key, record)
     if not any(each.connection == _NOBODY for each in state.offers.values()):
         state.inherited.clear()
 

@@ -4,9 +4,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
-# Records without tensors cost no budget, so their number needs a bound of its own.
+# Records without tensors hold no slab, so their number needs a bound of its own.
 MAX_BYTES: Final = 256 << 20
-_ENTRY_BYTES: Final = 512
+_ENTRY_BYTES: Final = 640
+_DIGEST_BYTES: Final = 272  # its text, and the key among those that name its tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +17,9 @@ class KeyRecord:
     record: bytes
     digests: tuple[str, ...]
 
-    @property
-    def cost(self) -> int:
-        """The approximate memory it takes, in bytes."""
-        return len(self.record) + 100 * len(self.digests) + _ENTRY_BYTES
+    def cost(self, key: str) -> int:
+        """Return the most memory that it takes under this key, in bytes."""
+        return len(self.record) + len(key) + _DIGEST_BYTES * len(self.digests) + _ENTRY_BYTES
 
 
 class Records:
@@ -47,18 +47,23 @@ class Records:
         if key in self._table:
             return False
         self._table[key] = record
-        self._nbytes += record.cost
+        self._nbytes += record.cost(key)
         return True
 
     def oldest_in_excess(self) -> str | None:
         """Return the key to drop next, while the table is larger than its limit."""
-        return next(iter(self._table)) if self._nbytes > self._max_bytes else None
+        return self.oldest if self._nbytes > self._max_bytes else None
+
+    @property
+    def oldest(self) -> str | None:
+        """The key of the least recently used record, if there is any."""
+        return next(iter(self._table), None)
 
     def drop(self, key: str) -> KeyRecord | None:
         """Remove the record of a key, and return it."""
         record = self._table.pop(key, None)
         if record is not None:
-            self._nbytes -= record.cost
+            self._nbytes -= record.cost(key)
         return record
 
     def items(self) -> list[tuple[str, KeyRecord]]:

@@ -9,17 +9,20 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from tensor_dedup.memory_manager.errors import ProtocolError
-from tensor_dedup.memory_manager.protocol.limits import MAX_DESCRIPTORS, MAX_MESSAGE
+from tensor_dedup.memory_manager.protocol.limits import MAX_MESSAGE
 
 _INT_BYTES: Final = array.array("i").itemsize
 _SO_PEERPIDFD: Final = 77  # Linux 6.5
 _UCRED: Final = struct.Struct("3i")
 _BUFFER: Final = 2 * MAX_MESSAGE
-_ANCILLARY: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
+# Room for as many as Linux passes in one message, and not only for MAX_DESCRIPTORS: what does not
+# fit is closed by the kernel inside of recvmsg, and that may take as long as its sender likes.
+_MOST_AT_ONCE: Final = 253
+_ANCILLARY: Final = socket.CMSG_SPACE(_MOST_AT_ONCE * _INT_BYTES)
 
 
 class Peer(NamedTuple):
@@ -87,8 +90,16 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
     connection.sendmsg([data], ancillary if descriptors else [], socket.MSG_NOSIGNAL)
 
 
-def receive(connection: socket.socket) -> Datagram:
-    """Receive one message.
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors that nobody takes over."""
+    for fd in descriptors:
+        os.close(fd)
+
+
+def receive(
+    connection: socket.socket, discard: Callable[[list[int]], None] = close_all
+) -> Datagram:
+    """Receive one message. `discard` closes the descriptors of one that cannot be used.
 
     Raises:
         ProtocolError: The message was too large; its rest is lost.
@@ -102,10 +113,10 @@ def receive(connection: socket.socket) -> Datagram:
         data, ancillary, flags, _ = _receive(connection)
     descriptors = [fd for level, kind, raw in ancillary for fd in _rights(level, kind, raw)]
     if flags & socket.MSG_CTRUNC:
-        close_all(descriptors)
+        discard(descriptors)
         descriptors = []
     if flags & socket.MSG_TRUNC or len(data) > MAX_MESSAGE:
-        close_all(descriptors)
+        discard(descriptors)
         raise ProtocolError(f"a message of more than {MAX_MESSAGE} bytes")
     return Datagram(data, descriptors, bool(flags & socket.MSG_CTRUNC))
 
@@ -118,9 +129,3 @@ def _rights(level: int, kind: int, raw: bytes) -> list[int]:
     if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
         return []
     return list(array.array("i", raw[: len(raw) - len(raw) % _INT_BYTES]))
-
-
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that nobody takes over."""
-    for fd in descriptors:
-        os.close(fd)

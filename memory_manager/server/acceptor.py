@@ -8,20 +8,25 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
+import stat
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tensor_dedup.memory_manager.errors import ManagerRunningError
+from tensor_dedup.memory_manager.errors import ManagerRunningError, UnsafeSocketError
 from tensor_dedup.memory_manager.protocol import paths, wire
 from tensor_dedup.memory_manager.protocol.codec import encode
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import Refused
 
 _BACKLOG: Final = 128
-_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+_LOCK_TEXT: Final = re.compile(rb"(?:\d+\n?)?")  # a process's number, or its beginning
+_MAX_LOCK: Final = 32
+_NO_LOCK_FILE: Final = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
+_NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SocketFile:
@@ -31,8 +36,9 @@ class SocketFile:
         """Take the lock, make the socket and listen.
 
         Raises:
-            ManagerRunningError: Another process has the lock.
-            UnsafeSocketError: The folder is not this user's alone.
+            ManagerRunningError: Another process has the lock, or answers at the path.
+            UnsafeSocketError: The folder is not this user's alone, or something stands at the path,
+                or in place of the lock file, that no manager has left there.
             OSError: The socket cannot be made.
         """
         self.path: Final = path
@@ -42,30 +48,86 @@ class SocketFile:
             undo.callback(os.close, self._lock)
             self.socket: Final = wire.new_socket()
             undo.callback(self.socket.close)
-            # Whoever has the lock may remove what a manager that died has left.
-            path.unlink(missing_ok=True)
+            _remove_dead_socket(path)
             _bind(self.socket, path)
+            self._made = _identity(path)
             undo.pop_all()
 
     def close(self) -> None:
         """Stop listening and remove the file; the lock goes last."""
         self.socket.close()
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(self.path) == self._made:  # nobody has put something else there
+                self.path.unlink()
         os.close(self._lock)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _remove_dead_socket(path: Path) -> None:
+    """Remove the socket of a manager that died; whoever has the lock may do that."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise _not_ours(path, "is no socket")
+    if found.st_uid != os.geteuid():
+        raise _not_ours(path, f"belongs to user {found.st_uid}")
+    with wire.new_socket() as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            text = f"is a socket that somebody may listen at ({error.strerror})"
+            raise _not_ours(path, text) from error
+    raise ManagerRunningError(
+        f"somebody answers at {path} who does not hold {_lock_file(path).name}; end that process, "
+        "or choose another --socket",
+        path=str(path),
+    )
+
+
+def _not_ours(path: Path, what: str) -> UnsafeSocketError:
+    return UnsafeSocketError(
+        f"{path} {what}; a memory manager replaces nothing but the socket that one before it has "
+        "left: choose another --socket, or remove that yourself",
+        path=str(path),
+    )
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
 
 
 def _lock(path: Path) -> int:
     # The lock is a file of its own that is never removed: two processes that lock two files of one
     # name would both believe they are alone.
-    fd = os.open(
-        path.with_name(path.name + ".lock"),
-        os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
-        0o600,
-    )
+    file = _lock_file(path)
+    try:
+        fd = os.open(
+            file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+        )
+    except OSError as error:
+        if error.errno in _NO_LOCK_FILE:
+            raise _not_ours(file, f"is no lock file ({error.strerror})") from error
+        raise
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or not _LOCK_TEXT.fullmatch(os.pread(fd, _MAX_LOCK, 0)):
+        os.close(fd)
+        raise _not_ours(file, "is no lock file of a memory manager")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+        owner = os.pread(fd, _MAX_LOCK, 0).decode("ascii", "replace").strip()
         os.close(fd)
         raise ManagerRunningError(
             f"a memory manager (process {owner or 'unknown'}) owns {path}; stop it with "
@@ -98,6 +160,11 @@ class AcceptedConnection(NamedTuple):
     pidfd: int | None
 
 
+def lacks_descriptors(error: OSError) -> bool:
+    """Return whether the system has no descriptor, or no memory for one, left."""
+    return error.errno in _NOTHING_LEFT
+
+
 class Acceptor:
     """Accepts connections. Keeps one descriptor in reserve, to refuse when none is left."""
 
@@ -113,16 +180,14 @@ class Acceptor:
         """Return the next connection, or None if there is none or it was refused.
 
         Raises:
-            BlockingIOError: There is no descriptor left even to refuse with; try again later.
+            OSError: There is no descriptor left (`lacks_descriptors`); the connection waits.
         """
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return None
         except OSError as error:
-            if error.errno in _NO_DESCRIPTORS:
-                self._turn_away()
-            return None  # the client has gone already
+            if lacks_descriptors(error):
+                raise
+            return None  # there is none, or the client has gone already
         connection.setblocking(False)
         return self._admit(wire.configure(connection))
 
@@ -142,17 +207,19 @@ class Acceptor:
             self._refuse(connection, "crowded", f"no descriptor left: {error.strerror}")
             return None
 
-    def _turn_away(self) -> None:
+    def turn_away(self) -> bool:
+        """Refuse the next connection; return False if there is not even a descriptor for that."""
         if self._spare is None:
             self._spare = _open_spare()
         if self._spare is None:
-            raise BlockingIOError(errno.EMFILE, "no descriptor left, not even to say so")
+            return False
         os.close(self._spare)
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             self._refuse(connection, "crowded", "the manager has no descriptor left (ulimit -n)")
         self._spare = _open_spare()
+        return True
 
     def _refuse(self, connection: socket.socket, code: Code, text: str) -> None:
         self.refused += 1

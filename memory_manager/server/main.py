@@ -23,12 +23,13 @@ from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.protocol.paths import device_socket
 from tensor_dedup.memory_manager.server.acceptor import SocketFile
-from tensor_dedup.memory_manager.server.metrics import Metrics
+from tensor_dedup.memory_manager.server.metrics import MAX_DESCRIPTORS, Metrics
 from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
 
 MIN_BUDGET: Final = 1 << 20
 _SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
+_NO_SLABS: Final = 4096  # descriptors
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -78,9 +79,10 @@ def serve(
     Raises:
         ManagerRunningError: Another manager owns the socket.
         UnsafeSocketError: The socket's folder is not this user's alone.
+        NoMemoryError: The system has no threads for it.
         OSError: The socket or the port for metrics is unavailable.
     """
-    raise_descriptor_limit()
+    descriptors = raise_descriptor_limit()
     servers: list[Server] = []
     # Before the socket is there: whoever can connect can also rely on a clean end.
     for number in _ENDING:
@@ -88,9 +90,15 @@ def serve(
     backend = make(start)
     path = device_socket(start.socket, backend.capabilities.device)
     socket_file = SocketFile(path)
-    settings = _settings(start, backend, path)
-    options = Options(start.stall_timeout_s, start.idle_exit_s)
-    server = Server(socket_file, backend, settings, options)
+    settings = _settings(start, backend, path, descriptors)
+    if start.metrics_port is not None:
+        descriptors = max(descriptors // 2, descriptors - MAX_DESCRIPTORS)
+    options = Options(start.stall_timeout_s, start.idle_exit_s, descriptors)
+    try:
+        server = Server(socket_file, backend, settings, options)
+    except BaseException:
+        socket_file.close()
+        raise
     servers.append(server)
     with Metrics(server, start.metrics_port) as metrics:
         log.info(
@@ -112,7 +120,7 @@ def _end(servers: list[Server]) -> None:
     servers[0].stop()
 
 
-def _settings(start: Start, backend: Backend, path: Path) -> Settings:
+def _settings(start: Start, backend: Backend, path: Path, descriptors: int) -> Settings:
     can = backend.capabilities
     return Settings(
         budget=max(start.budget or int(can.device_bytes * _SHARE) or default_budget(), MIN_BUDGET),
@@ -125,6 +133,8 @@ def _settings(start: Start, backend: Backend, path: Path) -> Settings:
         device=can.device,
         layout=can.layout,
         build_timeout_s=start.build_timeout_s,
+        # The others are for clients, and for what they send.
+        max_slabs=descriptors - min(descriptors // 2, _NO_SLABS),
         # A put of an earlier manager is no put of this one.
         first_put=1 + secrets.randbits(48),
     )

@@ -1,20 +1,35 @@
 """The totals for Prometheus, on the loopback address only. They contain sizes and counts only."""
 
-from collections.abc import Iterator
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tensor_dedup.memory_manager.protocol.tables import Totals
+from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
+log = logging.getLogger("tensor_dedup.memory_manager")
+MAX_DESCRIPTORS: Final = 80
+"""How many descriptors serving takes at most: what is open, and what waits to be accepted."""
+_MAX_CONNECTIONS: Final = 32
+_MAX_REQUEST: Final = 8 << 10
+_PATIENCE_S: Final = 5.0
+_END_S: Final = 1.0
 ADDRESS: Final = "127.0.0.1"
 _PREFIX: Final = "tensor_dedup_"
 _GAUGES: Final = {
-    "budget": ("budget_bytes", "Bytes of slabs that may be charged."),
-    "charged": ("charged_bytes", "Bytes of slabs that are charged."),
+    "budget": ("budget_bytes", "Bytes that may be charged."),
+    "charged": (
+        "charged_bytes",
+        "Bytes of slabs, and of what the manager remembers.",
+    ),
     "resident_bytes": ("resident_bytes", "Bytes of tensors in memory, each once."),
     "leased_bytes": ("leased_bytes", "Bytes of tensors that some client uses."),
     "pinned_bytes": ("pinned_bytes", "Bytes of tensors that are pinned."),
@@ -45,6 +60,10 @@ class MetricsSource(Protocol):
     def totals(self) -> Totals:
         """Return a recent copy of the totals. Safe from any thread."""
 
+    @property
+    def bookkeeping(self) -> int:
+        """Return how many of the charged bytes are the manager's own. Safe from any thread."""
+
 
 class TotalsCollector(Collector):
     """A collector with one metric family for each number of `Totals`."""
@@ -59,21 +78,88 @@ class TotalsCollector(Collector):
             yield GaugeMetricFamily(_PREFIX + name, text, value=getattr(totals, field))
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(_PREFIX + name, text, value=getattr(totals, field))
+        # Not in Totals, whose fields clients of other builds know.
+        text = "Bytes that are charged for what the manager remembers of tensors and clients."
+        yield GaugeMetricFamily(_PREFIX + "bookkeeping_bytes", text, value=self._source.bookkeeping)
 
 
 class Metrics:
-    """An HTTP server that runs while the context is open; without a port it does nothing."""
+    """An HTTP server that runs while the context is open; without a port it does nothing.
+
+    Any user of the machine can connect to it: one thread serves all, and a connection that comes
+    when there are too many takes the place of the oldest.
+    """
 
     def __init__(self, source: MetricsSource, port: int | None) -> None:
-        """Start serving. Raises OSError if the port is taken."""
-        self._stop = None
+        """Start serving.
+
+        Raises:
+            NoMemoryError: The system starts no thread.
+            OSError: The port is taken.
+        """
         self.where = ""
-        if port is not None:
-            registry = CollectorRegistry()
-            registry.register(TotalsCollector(source))
-            server, thread = start_http_server(port, addr=ADDRESS, registry=registry)
-            self._stop = (server, thread)
-            self.where = f" metrics=http://{ADDRESS}:{server.server_port}/metrics"
+        self._end: Callable[[], object] | None = None
+        if port is None:
+            return
+        self._registry = CollectorRegistry()
+        self._registry.register(TotalsCollector(source))
+        self._loop = asyncio.new_event_loop()
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        with ExitStack() as undo:
+            undo.callback(self._loop.close)
+            listener = socket.create_server((ADDRESS, port), backlog=_MAX_CONNECTIONS)
+            undo.callback(listener.close)
+            self._server = self._loop.run_until_complete(self._listen(listener))
+            [self._thread] = start_threads("tensor-dedup-metrics", 1, self._run)
+            undo.pop_all()
+        self._end = lambda: self._loop.call_soon_threadsafe(self._loop.stop)
+        self.where = f" metrics=http://{ADDRESS}:{listener.getsockname()[1]}/metrics"
+
+    async def _listen(self, listener: socket.socket) -> asyncio.Server:
+        return await asyncio.start_server(
+            self._answer, sock=listener, limit=_MAX_REQUEST, backlog=_MAX_CONNECTIONS
+        )
+
+    def _run(self) -> None:
+        self._loop.set_exception_handler(_log)
+        self._loop.run_forever()
+        for writer in self._open:
+            writer.transport.abort()
+        self._server.close()
+        tasks = asyncio.all_tasks(self._loop)
+        self._loop.run_until_complete(asyncio.wait(tasks, timeout=_END_S) if tasks else _pause())
+        self._loop.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open[writer] = None
+        if len(self._open) > _MAX_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._reply(request))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, EOFError, asyncio.LimitOverrunError):
+            # It has gone, is silent (TimeoutError is an OSError), or sends what is no request.
+            writer.transport.abort()
+        finally:
+            self._open.pop(writer, None)
+
+    def _reply(self, request: bytes) -> bytes:
+        status, body = "200 OK", b""
+        if request.startswith(b"GET "):
+            body = generate_latest(self._registry)
+        else:
+            status = "405 Method Not Allowed"
+        head = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE_LATEST}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return head.encode() + body
 
     def __enter__(self) -> Self:
         return self
@@ -84,8 +170,15 @@ class Metrics:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._stop is not None:
-            server, thread = self._stop
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        if self._end is not None:
+            self._end()
+            self._thread.join()
+
+
+async def _pause() -> None:
+    await asyncio.sleep(0)
+
+
+def _log(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # For want of descriptors asyncio stops to accept for a second, and calls this.
+    log.warning("metrics: %s", context.get("exception") or context.get("message"))

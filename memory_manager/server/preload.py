@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from tensor_dedup.memory_manager.errors import NoMemoryError
 from tensor_dedup.memory_manager.server.server import log
+from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
 # By name: the manager never loads torch or vLLM.
 _MODULE: Final = "tensor_dedup.patches.vllm.preload"
@@ -35,7 +37,12 @@ class Preload:
 
     def start(self) -> None:
         """Begin; return at once."""
-        threading.Thread(target=self._run, name="tensor-dedup-preload", daemon=True).start()
+        if not self._checkpoints:
+            return
+        try:
+            start_threads("tensor-dedup-preload", 1, self._run)
+        except NoMemoryError as error:  # the manager is of use without it
+            log.warning("preload failed: %s", error)
 
     def close(self) -> None:
         """End the running helper, and start no other."""
@@ -58,14 +65,18 @@ class Preload:
                 if self._closed:
                     return
                 log.info("preloading checkpoint=%s", checkpoint)
-                self._running = subprocess.Popen(
-                    [*self._command, checkpoint],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,
-                )
+                try:
+                    self._running = subprocess.Popen(
+                        [*self._command, checkpoint],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    log.warning("preload failed: no process for it: %s", error)
+                    continue
             _, said = self._running.communicate()
             last = said.strip().rpartition("\n")[2]
             if self._running.returncode == 0:

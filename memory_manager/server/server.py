@@ -1,7 +1,8 @@
 """The event loop: one thread that moves messages, memory and time into the core and effects out.
 
-Nothing in it waits for one client: sockets do not block, memory is allocated and hashed on threads,
-and a client that does not read its replies is not read from, and is disconnected after a while.
+Nothing in it waits for one client: sockets do not block, memory is allocated, hashed and freed on
+threads, as descriptors that clients have sent are closed, and a client that does not read its
+replies is not read from, and is disconnected after a while.
 """
 
 import errno
@@ -11,13 +12,16 @@ import selectors
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
+    CancelJob,
     Close,
     Effect,
     End,
@@ -34,7 +38,13 @@ from tensor_dedup.memory_manager.protocol import wire
 from tensor_dedup.memory_manager.protocol.codec import decode_request, encode
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import DESCRIPTORS_OF_REQUEST
-from tensor_dedup.memory_manager.server.acceptor import AcceptedConnection, Acceptor, SocketFile
+from tensor_dedup.memory_manager.server.acceptor import (
+    AcceptedConnection,
+    Acceptor,
+    SocketFile,
+    lacks_descriptors,
+)
+from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
 from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
 from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over
 
@@ -45,30 +55,38 @@ log = logging.getLogger("tensor_dedup.memory_manager")
 _ACCEPT_PAUSE_S: Final = 0.5
 _RETRY_S: Final = 0.02
 _TOTALS_EVERY_S: Final = 1.0
+_OPEN: Final = Path("/proc/self/fd")
+_OF_A_CLIENT: Final = 2  # descriptors: its socket, and its process's end
+# Descriptors to keep free for the next message: what a process cannot take is closed by the kernel,
+# in the thread that receives it, and that may take as long as the sender likes.
+_FOR_A_MESSAGE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The timeouts in seconds after which a stalled client is cut off, and an unused manager ends.
 
-    Both in seconds.
+    `descriptors`: how many this process may have open, None where it does not count them.
     """
 
     stall_timeout_s: float = 10.0
     idle_exit_s: float | None = None
+    descriptors: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class ClientSocket:
     """A connection as the event loop sees it: its socket, and the messages still to be sent.
 
-    The outbox holds the memory whose descriptors it will send.
+    The outbox holds the memory whose descriptors it will send. What it held for a while may be
+    freed with it: `drop` does that elsewhere.
     """
 
     number: int
     process: int
     pid: int
     socket: socket.socket
+    drop: Callable[[list[object]], None]
     outbox: deque[tuple[bytes, tuple[Memory, ...]]] = field(default_factory=deque)
     stuck_since: float | None = None
     retry_at: float | None = None
@@ -77,10 +95,11 @@ class ClientSocket:
     def flush(self, now: float) -> bool:
         """Send as much as the socket accepts; return False if the connection is broken."""
         self.retry_at = None
+        waited = self.stuck_since is not None
         while self.outbox:
-            data, memories = self.outbox[0]
             try:
-                wire.send(self.socket, data, [memory.fileno for memory in memories])
+                data, descriptors = self.outbox[0][0], [m.fileno for m in self.outbox[0][1]]
+                wire.send(self.socket, data, descriptors)
             except BlockingIOError:
                 self._stuck(now)
                 return True
@@ -91,8 +110,11 @@ class ClientSocket:
                 self._stuck(now)
                 self.retry_at = now + _RETRY_S
                 return True
-            self.outbox.popleft()
             self.stuck_since = None
+            if waited:
+                self.drop([self.outbox.popleft()])
+            else:
+                self.outbox.popleft()
         return True
 
     def _stuck(self, now: float) -> None:
@@ -117,7 +139,8 @@ class Server:
         self._file = socket_file
         self._options = options or Options()
         self._core = Core(settings)
-        self._jobs = SlabJobs(backend)
+        self._closer = DescriptorCloser()
+        self._jobs = SlabJobs(backend, self._closer)
         self._acceptor = Acceptor(socket_file.socket)
         self._selector = selectors.DefaultSelector()
         self._clients: dict[int, ClientSocket] = {}
@@ -131,10 +154,14 @@ class Server:
         self._numbers = 0
         self._idle_since = 0.0
         self._accept_again: float | None = None
+        self._own_descriptors = 0  # what is open before the first client comes
+        self._retries: dict[int, AllocateSlab] = {}  # by slab, while memory is allocated
         self._ending = False
         self._totals_at = 0.0
         self.totals: Totals = self._core.totals(0.0)
         """A copy of the numbers for other threads, at most about a second old."""
+        self.bookkeeping = 0
+        """The part of `totals.charged` that is the manager's own memory, in bytes; likewise."""
 
     def stop(self) -> None:
         """Make `run` end soon. Safe from any thread and from signal handlers."""
@@ -143,6 +170,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until stopped; then close everything. Memory that clients mapped stays valid."""
+        self._own_descriptors = sum(1 for _ in _OPEN.iterdir()) if _OPEN.is_dir() else 0
         self._watch_listener()
         self._selector.register(self._jobs.wake_up, selectors.EVENT_READ, self._jobs_done)
         try:
@@ -185,6 +213,7 @@ class Server:
         self._look_at_idleness(now)
         if now - self._totals_at >= _TOTALS_EVERY_S:
             self.totals, self._totals_at = self._core.totals(now), now
+            self.bookkeeping = self._core.state.ledger.bookkeeping
 
     def _patience(self) -> float:
         """Return the seconds until something is due if nothing happens; at most one."""
@@ -204,23 +233,55 @@ class Server:
 
     def _accept(self) -> None:
         try:
+            if (short := self._descriptors_short()) > 0:
+                raise OSError(errno.EMFILE, f"{short} descriptors short")
             accepted = self._acceptor.accept()
-        except BlockingIOError:
-            self._selector.unregister(self._file.socket)
-            self._accept_again = self._now() + _ACCEPT_PAUSE_S
-            log.warning("no descriptor left to accept a client with; raise ulimit -n")
+        except OSError as error:
+            if not lacks_descriptors(error):
+                raise
+            self._make_way()
             return
         if accepted is not None:
             self._welcome(accepted)
+
+    def _descriptors_short(self) -> int:
+        """How many descriptors too few are free for one more client and its messages."""
+        limit = self._options.descriptors
+        if limit is None:
+            return 0
+        clients = len(self._clients) + len(self._processes) + _OF_A_CLIENT
+        slabs = self._core.state.ledger.open_slabs
+        used = self._own_descriptors + clients + slabs + self._closer.pending
+        return used + min(_FOR_A_MESSAGE, limit // 4) - limit
+
+    def _make_way(self) -> None:
+        """There is no descriptor for who connects: unused slabs go, or it is told."""
+        count = max(_OF_A_CLIENT, self._descriptors_short())
+        if self._closer.freeing:  # what has gone already may be enough
+            self._accept_later(_RETRY_S)
+        elif effects := self._core.spare_descriptors(count):
+            self._effects.extend(effects)
+            self._accept_later(_RETRY_S)
+        elif not self._acceptor.turn_away():
+            self._accept_later(_ACCEPT_PAUSE_S)
+            log.warning("no descriptor left to accept a client with; raise ulimit -n")
+
+    def _accept_later(self, seconds: float) -> None:
+        self._selector.unregister(self._file.socket)
+        self._accept_again = self._now() + seconds
 
     def _welcome(self, accepted: AcceptedConnection) -> None:
         self._numbers += 1
         number = self._numbers
         process = self._process(accepted)
-        client = ClientSocket(number, process, accepted.pid, accepted.socket)
+        client = ClientSocket(number, process, accepted.pid, accepted.socket, self._closer.drop)
         self._clients[number] = client
-        self._watch(client, selectors.EVENT_READ)
         self._effects.extend(self._core.connected(self._now(), number, process, accepted.pid))
+        try:
+            self._watch(client, selectors.EVENT_READ)
+        except OSError as error:
+            log.warning("cannot watch pid=%d: %s", accepted.pid, error)
+            self._hung_up(client)
 
     def _process(self, accepted: AcceptedConnection) -> int:
         """The number of the client's process: one, however often it connects."""
@@ -233,10 +294,17 @@ class Server:
         number = self._numbers
         self._processes[number] = accepted.pidfd
         if accepted.pidfd is not None:
-            self._pids[accepted.pid] = number
-            self._selector.register(
-                accepted.pidfd, selectors.EVENT_READ, lambda: self._ended(number)
-            )
+            try:
+                self._selector.register(
+                    accepted.pidfd, selectors.EVENT_READ, lambda: self._ended(number)
+                )
+            except OSError as error:
+                # Its connection stands for it, as where there is no descriptor for a process.
+                log.warning("cannot watch the end of pid=%d: %s", accepted.pid, error)
+                os.close(accepted.pidfd)
+                self._processes[number] = None
+            else:
+                self._pids[accepted.pid] = number
         return number
 
     def _ended(self, process: int) -> None:
@@ -254,7 +322,7 @@ class Server:
 
     def _read(self, client: ClientSocket) -> None:
         try:
-            datagram = wire.receive(client.socket)
+            datagram = wire.receive(client.socket, self._closer.close_received)
         except (BlockingIOError, InterruptedError):
             return
         except ProtocolError as error:
@@ -274,7 +342,7 @@ class Server:
                 self._hung_up(client)
             self._do_effects()
         finally:
-            wire.close_all(self._arrived)
+            self._closer.close_received(self._arrived)
             self._arrived = []
 
     def _received(self, client: ClientSocket, data: bytes) -> None:
@@ -305,8 +373,12 @@ class Server:
     def _drop(self, client: ClientSocket) -> None:
         if self._clients.pop(client.number, None) is not None:
             self._watch(client, 0)
+            self._closer.drain(client.socket)
             client.socket.close()
-            client.outbox.clear()
+            if client.outbox:
+                unsent: list[object] = [client.outbox]
+                client.outbox = deque()
+                self._closer.drop(unsent)
 
     def _flush(self, client: ClientSocket) -> None:
         if not client.flush(self._now()):
@@ -367,18 +439,23 @@ class Server:
             case _:
                 self._do_memory(effect)
 
-    def _do_memory(self, effect: AllocateSlab | SealAndHash | ReclaimSlab | FreeSlab) -> None:
+    def _do_memory(
+        self, effect: AllocateSlab | SealAndHash | ReclaimSlab | CancelJob | FreeSlab
+    ) -> None:
         match effect:
-            case AllocateSlab(slab, nbytes):
-                self._jobs.allocate(slab, nbytes)
-            case SealAndHash(slab, pieces):
-                self._jobs.seal_and_hash(slab, self._memories[slab], pieces)
-            case ReclaimSlab(slab, nbytes, pieces):
+            case AllocateSlab(slab, nbytes, process):
+                self._retries[slab] = effect
+                self._jobs.allocate(slab, process, nbytes)
+            case SealAndHash(slab, pieces, process):
+                self._jobs.seal_and_hash(slab, process, self._memories[slab], pieces)
+            case ReclaimSlab(slab, nbytes, pieces, process):
                 inherited = self._handed.pop(slab, None)
                 fd = self._arrived.pop() if inherited is None else inherited
-                self._jobs.reclaim(slab, fd, nbytes, pieces)
-            case FreeSlab(slab):
-                self._memories.pop(slab, None)
+                self._jobs.reclaim(slab, process, fd, nbytes, pieces)
+            case CancelJob(slab):
+                self._jobs.cancel(slab)
+            case FreeSlab(slab) if slab in self._memories:
+                self._closer.drop([self._memories.pop(slab)])
 
     def _send(self, effect: Send) -> None:
         client = self._clients.get(effect.connection)
@@ -410,9 +487,19 @@ class Server:
 
     def _fetch(self, outcome: Outcome) -> None:
         if outcome.memory is not None:
-            self._memories[outcome.slab] = outcome.memory
+            # And nowhere else: what is freed is freed by the closer.
+            self._memories[outcome.slab], outcome.memory = outcome.memory, None
         now = self._now()
         if outcome.kind == "allocated":
+            again = self._retries.pop(outcome.slab)
+            if outcome.short_of_descriptors and (effects := self._core.spare_descriptors(1)):
+                self._effects.extend(effects)
+                self._do_effects()
+                self._retries[again.slab] = again
+                self._closer.afterwards(
+                    lambda: self._jobs.allocate(again.slab, again.process, again.nbytes)
+                )
+                return
             self._effects.extend(self._core.allocated(now, outcome.slab, outcome.failure))
         else:
             result = outcome.failure or outcome.digests or []
@@ -432,7 +519,9 @@ class Server:
         for pidfd in self._processes.values():
             if pidfd is not None:
                 os.close(pidfd)
-        self._memories.clear()
+        while self._memories:
+            self._closer.drop([self._memories.popitem()[1]])
+        self._closer.end()
         self._acceptor.close()
         self._selector.close()
         log.info("ended")

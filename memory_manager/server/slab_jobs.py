@@ -1,18 +1,25 @@
 """Slow jobs on threads: allocating, sealing and hashing slabs, and checking offered ones.
 
-A job never touches the core: its outcome is queued, and the event loop is woken to fetch it.
+A job is done in short steps, and whoever is free takes the next step of the client whose turn it
+is: a client's gigabytes hold up another one's megabytes for one step. A job never touches the core:
+its outcome is queued, and the event loop is woken to fetch it.
 """
 
 import contextlib
+import errno
 import logging
+import os
 import socket
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, TypeAlias
 
-from tensor_dedup.memory_manager.backends.base import Backend, Memory, Pieces
+from tensor_dedup.digest import LEAF_BYTES, combine
+from tensor_dedup.memory_manager.backends.base import Backend, Memory, Pieces, Spans
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     NoMemoryError,
@@ -20,77 +27,252 @@ from tensor_dedup.memory_manager.errors import (
     StillWritableError,
 )
 from tensor_dedup.memory_manager.protocol.limits import Code
+from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
+from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
 log = logging.getLogger("tensor_dedup.memory_manager")
 Failure: TypeAlias = tuple[Code, str]
-# Jobs wait for the backend's own threads most of the time.
-_JOBS_AT_ONCE: Final = 4
+# A GPU's driver is waited for and takes no CPU.
+_LEAST_THREADS: Final = 4
+_HASH_STEP: Final = 4 * LEAF_BYTES  # about 3 ms
+_COMMIT_STEP: Final = 64 << 20  # about 25 ms
+_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+
+_Step: TypeAlias = Callable[[], None]
+# None: the steps before must be done before there is another one.
+_Steps: TypeAlias = Iterator[_Step | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """The outcome of a job on a slab. `memory` is set if the job allocated or reclaimed one."""
+    """The outcome of a job on a slab. `memory` is set if the job allocated or reclaimed one.
+
+    `short_of_descriptors`: it failed for want of a descriptor, and may be tried again.
+    """
 
     kind: Literal["allocated", "hashed"]
     slab: int
     memory: Memory | None = None
     digests: list[str] | None = None
     failure: Failure | None = None
+    short_of_descriptors: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job, of which `running` steps are under way. `fd` is closed unless a step takes it."""
+
+    client: int
+    outcome: Outcome
+    steps: _Steps = field(default_factory=lambda: iter(()))
+    fd: int | None = None
+    running: int = 0
+    waits: bool = False  # for the steps under way
 
 
 class SlabJobs:
-    """The jobs of one manager. Start them, and call `outcomes`, in the loop's thread."""
+    """The jobs of one manager. Start them, and call `outcomes`, in the loop's thread.
 
-    def __init__(self, backend: Backend) -> None:
+    `client` is whose turn a job takes: a process, however many connections and puts it has.
+    """
+
+    def __init__(self, backend: Backend, closer: DescriptorCloser) -> None:
+        """Start the threads, one for each available CPU but at least four.
+
+        Raises:
+            NoMemoryError: The system starts no thread.
+        """
         self._backend = backend
-        self._pool = ThreadPoolExecutor(_JOBS_AT_ONCE, "tensor-dedup-slab")
+        self._closer = closer
+        self._jobs: dict[int, _Job] = {}  # by slab
+        self._turns: deque[int] = deque()  # clients that have a job
+        self._of_client: dict[int, list[_Job]] = {}
+        self._changed = threading.Condition()
+        self._closing = False
         self._done: SimpleQueue[Outcome] = SimpleQueue()
         self.wake_up, self._bell = socket.socketpair()
         self.wake_up.setblocking(False)
         self._bell.setblocking(False)
+        count = max(_LEAST_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = start_threads("tensor-dedup-slab", count, self._work)
 
-    def allocate(self, slab: int, nbytes: int) -> None:
+    def allocate(self, slab: int, client: int, nbytes: int) -> None:
         """Start allocating memory for a slab."""
-        self._start(lambda: Outcome("allocated", slab, self._backend.reserve(nbytes)), slab)
+        job = _Job(client, Outcome("allocated", slab))
+        job.steps = self._allocation(job, nbytes)
+        self._start(job)
 
-    def seal_and_hash(self, slab: int, memory: Memory, pieces: Pieces) -> None:
+    def seal_and_hash(self, slab: int, client: int, memory: Memory, pieces: Pieces) -> None:
         """Start sealing a slab, and then hashing it."""
+        job = _Job(client, Outcome("hashed", slab))
+        job.steps = self._hashing(job, lambda: self._backend.seal(memory), lambda: memory, pieces)
+        self._start(job)
 
-        def job() -> Outcome:
-            self._backend.seal(memory)
-            return Outcome("hashed", slab, None, self._backend.digests(memory, pieces))
-
-        self._start(job, slab, "hashed")
-
-    def reclaim(self, slab: int, fd: int, nbytes: int, pieces: Pieces) -> None:
+    def reclaim(self, slab: int, client: int, fd: int, nbytes: int, pieces: Pieces) -> None:
         """Start checking and hashing an offered slab. Takes ownership of the descriptor."""
+        job = _Job(client, Outcome("hashed", slab), fd=fd)
 
-        def job() -> Outcome:
-            memory = self._backend.reclaim(fd, nbytes)
-            return Outcome("hashed", slab, memory, self._backend.digests(memory, pieces))
+        def check() -> None:
+            job.outcome.memory = self._backend.reclaim(fd, nbytes)
+            job.fd = None
 
-        self._start(job, slab, "hashed")
+        job.steps = self._hashing(job, check, lambda: job.outcome.memory, pieces)
+        self._start(job)
 
-    def _start(
-        self,
-        job: Callable[[], Outcome],
-        slab: int,
-        kind: Literal["allocated", "hashed"] = "allocated",
-    ) -> None:
-        def run() -> None:
-            # Whatever happens, the core hears of it: or this slab would be busy for ever.
-            outcome = Outcome(kind, slab, failure=("no_memory", "it failed; see the manager's log"))
+    def cancel(self, slab: int) -> None:
+        """End the job on a slab soon: nobody waits for it any more. Its outcome still comes."""
+        with self._changed:
+            job = self._jobs.get(slab)
+            if job is not None and job.outcome.failure is None:
+                self._fail(job, ("stale_put", "whoever asked for it has gone"))
+
+    # What a job does.
+
+    def _allocation(self, job: _Job, nbytes: int) -> _Steps:
+        def reserve() -> None:
+            job.outcome.memory = self._backend.reserve(nbytes)
+
+        def commit(start: int) -> None:
+            assert job.outcome.memory is not None
+            self._backend.commit(job.outcome.memory, start, min(_COMMIT_STEP, nbytes - start))
+
+        yield reserve
+        for start in range(0, nbytes, _COMMIT_STEP):
+            yield None  # one after the other: the kernel lets nobody else at that file meanwhile
+            yield partial(commit, start)
+
+    def _hashing(
+        self, job: _Job, first: _Step, memory: Callable[[], Memory | None], pieces: Pieces
+    ) -> _Steps:
+        yield first
+        yield None
+        if not self._backend.capabilities.hashes_itself:
+            job.outcome.digests = _announced(pieces)
+            return
+        leaves: dict[tuple[int, int], list[bytes]] = {}  # by offset and size
+
+        def hash_(spans: Spans) -> None:
+            slab = memory()
+            assert slab is not None
+            leaves.update(zip(spans, self._backend.leaves(slab, spans), strict=True))
+
+        def combine_() -> None:
+            job.outcome.digests = [
+                combine(nbytes, [leaf for span in _spans(offset, nbytes) for leaf in leaves[span]])
+                for offset, nbytes, _ in pieces
+            ]
+
+        for spans in _batches(pieces):
+            yield partial(hash_, spans)
+        yield None
+        yield combine_
+
+    # Whose turn it is.
+
+    def _start(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs[job.outcome.slab] = job
+            if job.client not in self._of_client:
+                self._of_client[job.client] = []
+                self._turns.append(job.client)
+            self._of_client[job.client].append(job)
+            if self._closing:
+                self._fail(job, ("stopping", "the manager is about to end"))
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while (found := self._take()) is not None:
+            job, step = found
+            failure: BaseException | None = None
             try:
-                outcome = job()
-            except BackendError as error:
-                outcome = Outcome(kind, slab, failure=(_code(error), error.message))
-            except InterruptedError:
-                outcome = Outcome(kind, slab, failure=("stopping", "the manager is about to end"))
-            finally:
-                self._done.put(outcome)
-                self.ring()
+                step()
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the core hears of it
+                failure = error
+            del step, found
+            with self._changed:
+                job.running -= 1
+                if failure is not None and job.outcome.failure is None:
+                    self._failed(job, failure)
+                if not job.running:
+                    if job.outcome.failure is not None:
+                        self._end(job)
+                    self._changed.notify_all()
+            del job, failure
 
-        self._pool.submit(run).add_done_callback(_log_failure)
+    def _take(self) -> tuple[_Job, _Step] | None:
+        """Wait for a step to do, and return it; return None when the manager ends."""
+        with self._changed:
+            while (found := self._next()) is None:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            return found
+
+    def _next(self) -> tuple[_Job, _Step] | None:
+        for _ in range(len(self._turns)):
+            client = self._turns.popleft()
+            for job in list(self._of_client[client]):
+                step = self._next_of(job)
+                if step is not None:
+                    self._turns.append(client)
+                    job.running += 1
+                    return job, step
+            if self._of_client[client]:
+                self._turns.append(client)
+            else:
+                del self._of_client[client]
+        return None
+
+    def _next_of(self, job: _Job) -> _Step | None:
+        if job.outcome.failure is not None or (job.waits and job.running):
+            return None
+        job.waits = False
+        try:
+            for step in job.steps:
+                if step is not None:
+                    return step
+                if job.running:
+                    job.waits = True
+                    return None
+        except Exception as error:  # noqa: BLE001
+            self._failed(job, error)
+            if not job.running:
+                self._end(job)
+            return None
+        if job.running:
+            job.steps, job.waits = iter(()), True  # it ends with the steps under way
+        else:
+            self._end(job)
+        return None
+
+    def _failed(self, job: _Job, error: BaseException) -> None:
+        if isinstance(error, BackendError):
+            job.outcome.short_of_descriptors = error.facts.get("errno") in _NO_DESCRIPTORS
+            job.outcome.failure = _code(error), error.message
+        else:
+            log.error("a job failed", exc_info=error)
+            job.outcome.failure = "no_memory", "it failed; see the manager's log"
+
+    def _fail(self, job: _Job, failure: Failure) -> None:
+        job.outcome.failure = failure
+        if not job.running:
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        """Report a job of which nothing runs any more."""
+        slab = job.outcome.slab
+        if self._jobs.pop(slab, None) is None:
+            return
+        self._of_client[job.client].remove(job)
+        job.steps = iter(())
+        if job.fd is not None:
+            self._closer.close_received([job.fd])
+        if job.outcome.failure is not None and job.outcome.memory is not None:
+            held: list[object] = [job.outcome.memory]
+            job.outcome.memory = None
+            self._closer.drop(held)
+        self._done.put(job.outcome)
+        self.ring()
 
     def ring(self) -> None:
         """Wake the event loop. Safe from any thread and from signal handlers."""
@@ -110,16 +292,52 @@ class SlabJobs:
         return found
 
     def close(self) -> None:
-        """End all jobs: those that run stop soon, because the backend is closed."""
-        self._backend.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """End all jobs; those that run end with their step."""
+        with self._changed:
+            self._closing = True
+            for job in list(self._jobs.values()):
+                if job.outcome.failure is None:
+                    self._fail(job, ("stopping", "the manager is about to end"))
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
         self.wake_up.close()
         self._bell.close()
 
 
-def _log_failure(job: "Future[None]") -> None:
-    if not job.cancelled() and (error := job.exception()) is not None:
-        log.error("a job failed", exc_info=error)
+def _spans(offset: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return the parts in which a tensor is hashed: whole leaves, but for the last."""
+    return [
+        (offset + start, min(_HASH_STEP, nbytes - start)) for start in range(0, nbytes, _HASH_STEP)
+    ]
+
+
+def _batches(pieces: Pieces) -> Iterator[list[tuple[int, int]]]:
+    """Yield the parts of all tensors, in portions that one step hashes."""
+    batch: list[tuple[int, int]] = []
+    size = 0
+    for offset, nbytes, _ in pieces:
+        for span in _spans(offset, nbytes):
+            if batch and size + span[1] > _HASH_STEP:
+                yield batch
+                batch, size = [], 0
+            batch.append(span)
+            size += span[1]
+    if batch:
+        yield batch
+
+
+def _announced(pieces: Pieces) -> list[str]:
+    """Return the digests that a writer has announced, where the manager cannot hash.
+
+    Raises:
+        NotSealedError: One is missing.
+    """
+    if not all(digest for _, _, digest in pieces):
+        raise NotSealedError(
+            "this backend does not hash: announce every digest, at the latest when you seal"
+        )
+    return [digest for _, _, digest in pieces]
 
 
 def _code(error: BackendError) -> Code:

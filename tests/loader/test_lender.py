@@ -15,6 +15,7 @@ import torch
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.residents.manager import (
+    HostMemory,
     HostResidents,
     LentResident,
     ManagerResidents,
@@ -25,7 +26,7 @@ from tensor_dedup.loader.residents.manager import (
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import SlabUsageError
-from tensor_dedup.memory_manager.client import Client, connect
+from tensor_dedup.memory_manager.client import Client, Lease, connect
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 from tensor_dedup.types import ResidentKey
@@ -133,6 +134,50 @@ def test_a_lease_on_other_bytes_is_refused(lender: Lend) -> None:
     assert isinstance(resident, LentResident)
     with pytest.raises(SlabUsageError):
         LentResident(resident_key(wanted(2).tensor, wanted(2).digest), resident.lease)
+
+
+def test_a_bad_lease_costs_one_tensor_and_no_load(
+    lender: Lend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer whose leases are on something else: by content, by recipe and when it is put."""
+    requests = [wanted(number) for number in range(1, 5)]
+    kept = lender().put(requests)
+    assert all(kept)
+    mine = lender()
+    bad = requests[1].digest
+    real = HostMemory.resident
+
+    def cut_off(memory: HostMemory, key: ResidentKey, lease: Lease) -> Resident:
+        if lease.digest == bad:
+            key = replace(key, shape=(4000,), stride=(1,))
+        return real(memory, key, lease)
+
+    monkeypatch.setattr(HostMemory, "resident", cut_off)
+    keys = [each.key for each in requests]
+    assert mine.session is not None
+    [lease] = mine.session.client.lease([bad])
+    assert lease is not None
+    with pytest.raises(SlabUsageError):
+        mine.session.memory.resident(keys[1], lease)
+    for queries in (
+        [ResidentQuery("", key) for key in keys],
+        [ResidentQuery(each.recipe, replace(each.key, digest="")) for each in requests],
+    ):
+        found = mine.find(queries)
+        assert [each is not None for each in found] == [True, False, True, True]
+    put = mine.put([*requests, wanted(7)])
+    assert [each is not None for each in put] == [True, False, True, True, True]
+    assert mine.failed is None
+    assert mine.not_lent is not None
+    assert bad in mine.not_lent
+    # As a load does it: what cannot be lent is made here.
+    provider = HostProvider(mine)
+    built = provider.get_or_build(requests)
+    assert [
+        torch.equal(resident.map(), each.tensor)
+        for each, (resident, _) in zip(requests, built, strict=True)
+    ] == [True] * 4
+    assert provider.not_lent == mine.not_lent
 
 
 def test_a_reply_that_nobody_waited_for_answers_nothing_else(

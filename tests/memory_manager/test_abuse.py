@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import managers
+from contracts import committed
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client import Client, connect
@@ -175,7 +176,7 @@ def test_only_sealed_memory_is_taken_back(
     assert isinstance(raw.say(Hello("liar")), Welcome)
     reader, writer = os.pipe()
     sealed = MemfdBackend()
-    slab = sealed.reserve(4096)
+    slab = committed(sealed, 4096)
     if what == "short":
         sealed.seal(slab)
     file = os.open(folder / "tensor-dedup", os.O_RDWR | os.O_CREAT)
@@ -195,16 +196,14 @@ def test_only_sealed_memory_is_taken_back(
     assert reply.code == "not_sealed"
     for each in (reader, writer, file, plain):
         os.close(each)
-    sealed.close()
 
 
 def test_what_is_offered_must_be_what_it_is_called(raw: Raw, manager: managers.Manager) -> None:
     assert isinstance(raw.say(Hello("liar")), Welcome)
     backend = MemfdBackend()
-    slab = backend.reserve(4096)
+    slab = committed(backend, 4096)
     backend.seal(slab)
     reply = raw.say(Offer(4096, [DigestSpan(0, 4096, "a" * 64)]), slab.fileno)
-    backend.close()
     assert isinstance(reply, Refused)
     assert reply.code == "mismatch"
     assert manager.overview().totals.residents == 0

@@ -12,7 +12,6 @@ from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.errors import (
     NoMemoryError,
-    NotSealedError,
     StillWritableError,
 )
 
@@ -45,21 +44,12 @@ def test_without_descriptors_there_is_no_slab() -> None:
         os.close(probe)
 
 
-def test_a_closed_backend_makes_no_slabs() -> None:
-    backend = MemfdBackend()
-    backend.close()
-    with pytest.raises(InterruptedError):
-        backend.reserve(4096)
-
-
 def test_the_fake_fails_when_it_is_told_to(tmp_path: Path) -> None:
     backend = FakeBackend(tmp_path)
     slab = backend.reserve(4096)
     backend.busy = True
     with pytest.raises(StillWritableError):
         backend.seal(slab)
-    with pytest.raises(NotSealedError, match="announce"):
-        backend.digests(slab, [(0, 10, "")])
     backend.fail_reserve = True
     with pytest.raises(NoMemoryError):
         backend.reserve(4096)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import gpus
-from contracts import BackendTests
+from contracts import BackendTests, reclaimed
 from fake_driver import GRANULARITY, FakeDriver, RefusingDriver, fake_uuid
 from tensor_dedup.memory_manager.backends import ipc
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
@@ -74,9 +74,8 @@ def test_the_manager_has_no_context_and_no_mapping_and_keeps_no_handle() -> None
     backend = VmmBackend(cast("Driver", driver), "0")
     slab = backend.reserve(MIB)
     backend.seal(slab)
-    backend.digests(slab, [(0, 1, "0" * 64)])
-    backend.reclaim(os.dup(slab.fileno), MIB)
-    backend.close()
+    backend.commit(slab, 0, MIB)
+    reclaimed(backend, os.dup(slab.fileno), MIB)
     assert set(driver.calls) == {
         "init", "devices", "granularity", "create", "export", "release", "import_", "device_of",
     }  # fmt: skip
@@ -105,14 +104,14 @@ def test_memory_of_another_gpu_is_not_adopted() -> None:
     other = VmmBackend(FakeDriver(visible=(1,)), "0").reserve(MIB)
     for visible in ((0,), (0, 1)):
         with pytest.raises(NotSealedError):
-            VmmBackend(FakeDriver(visible), "0").reclaim(os.dup(other.fileno), MIB)
+            reclaimed(VmmBackend(FakeDriver(visible), "0"), os.dup(other.fileno), MIB)
 
 
 def test_a_size_that_is_no_multiple_is_not_adopted() -> None:
     backend = VmmBackend(FakeDriver(), "0")
     slab = backend.reserve(MIB)
     with pytest.raises(NotSealedError, match="units"):
-        backend.reclaim(os.dup(slab.fileno), MIB - 1)
+        reclaimed(backend, os.dup(slab.fileno), MIB - 1)
 
 
 def test_slabs_are_whole_handles_and_tensors_as_torch_has_them() -> None:
@@ -127,7 +126,7 @@ def test_a_full_gpu_is_no_memory() -> None:
 
 def make_and_reclaim(backend: VmmBackend, fd: int) -> None:
     backend.reserve(MIB)
-    backend.reclaim(os.dup(fd), MIB)
+    reclaimed(backend, os.dup(fd), MIB)
 
 
 @pytest.mark.parametrize("code", [Result.OUT_OF_MEMORY, Result.NOT_PERMITTED])
@@ -148,19 +147,6 @@ def test_whatever_call_fails_nothing_is_left(code: Result, number: int) -> None:
     driver.again()
     make_and_reclaim(backend, slab.fileno)
     assert len(driver.calls) == 4, "a call that is not tried here"
-
-
-def test_announce_what_it_cannot_hash() -> None:
-    backend = VmmBackend(FakeDriver(), "0")
-    with pytest.raises(NotSealedError, match="announce"):
-        backend.digests(backend.reserve(MIB), [(0, 1, "")])
-
-
-def test_a_closed_backend_makes_no_slabs() -> None:
-    backend = VmmBackend(FakeDriver(), "0")
-    backend.close()
-    with pytest.raises(InterruptedError):
-        backend.reserve(MIB)
 
 
 def test_a_readers_mapping_refuses_its_writes() -> None:

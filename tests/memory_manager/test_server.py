@@ -1,8 +1,10 @@
 """The server around another kind of memory, one that fails when a test wants it to."""
 
+import os
 import re
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,11 @@ from manager_fakes import FakeBackend, FakeSlab
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.core import Settings
-from tensor_dedup.memory_manager.errors import ManagerRunningError, RefusedError
+from tensor_dedup.memory_manager.errors import (
+    ManagerRunningError,
+    RefusedError,
+    UnsafeSocketError,
+)
 from tensor_dedup.memory_manager.server.acceptor import SocketFile
 from tensor_dedup.memory_manager.server.main import default_budget
 from tensor_dedup.memory_manager.server.server import Options, Server
@@ -128,6 +134,78 @@ def test_a_socket_has_one_owner(client: Client, folder: Path) -> None:
     with pytest.raises(ManagerRunningError, match=r"m\.sock"):
         SocketFile(folder / "m.sock")
     assert client.get(["none"]) == [None]  # and its socket is untouched
+
+
+def a_file(path: Path) -> None:
+    path.write_bytes(b"weights")
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [a_file, a_link, a_pipe, Path.mkdir])
+@pytest.mark.parametrize("name", ["m.sock", "m.sock.lock"])
+def test_what_is_no_socket_of_a_manager_stays(
+    folder: Path, make: Callable[[Path], object], name: str
+) -> None:
+    make(folder / name)
+    before = (folder / name).lstat()
+    with pytest.raises(UnsafeSocketError, match=re.escape(str(folder / name))):
+        SocketFile(folder / "m.sock")
+    after = (folder / name).lstat()
+    assert (after.st_mode, after.st_ino, after.st_size, after.st_mtime_ns) == (
+        before.st_mode,
+        before.st_ino,
+        before.st_size,
+        before.st_mtime_ns,
+    )
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_the_socket_of_another_program_stays_while_that_lives(
+    folder: Path, kind: socket.SocketKind
+) -> None:
+    with socket.socket(socket.AF_UNIX, kind) as other:
+        other.bind(str(folder / "m.sock"))
+        if kind != socket.SOCK_DGRAM:
+            other.listen(0)
+        before = (folder / "m.sock").lstat().st_ino
+        for _ in range(3):  # also when nobody else fits its queue
+            with pytest.raises((ManagerRunningError, UnsafeSocketError), match=r"m\.sock"):
+                SocketFile(folder / "m.sock")
+        assert (folder / "m.sock").lstat().st_ino == before
+
+
+def test_a_dead_socket_is_replaced_and_a_file_put_there_later_stays(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(folder / "m.sock"))
+        dead.listen()
+    assert (folder / "m.sock").is_socket()
+    for text in ("", "12345\n"):
+        (folder / "m.sock.lock").write_text(text)
+        SocketFile(folder / "m.sock").close()
+        assert not (folder / "m.sock").exists()
+    file = SocketFile(folder / "m.sock")
+    (folder / "m.sock").unlink()
+    (folder / "m.sock").write_bytes(b"weights")
+    file.close()
+    assert (folder / "m.sock").read_bytes() == b"weights"
+
+
+def test_a_socket_of_another_user_stays(folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a socket away")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(folder / "m.sock"))
+    os.chown(folder / "m.sock", 65534, 65534)
+    with pytest.raises(UnsafeSocketError, match="65534"):
+        SocketFile(folder / "m.sock")
+    assert (folder / "m.sock").is_socket()
 
 
 def test_the_default_budget_is_some_of_the_memory() -> None:

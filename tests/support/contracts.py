@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import SkipTest
 
-from tensor_dedup.digest import digest
+from tensor_dedup.digest import combine, digest
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.errors import (
     BackendError,
@@ -45,6 +45,22 @@ def _descriptors() -> set[tuple[int, int, int]]:
     return found
 
 
+def committed(backend: Backend, nbytes: int) -> Memory:
+    """A slab that may be written to."""
+    memory = backend.reserve(nbytes)
+    backend.commit(memory, 0, nbytes)
+    return memory
+
+
+def reclaimed(backend: Backend, fd: int, nbytes: int) -> Memory:
+    """The slab behind a descriptor, which is closed where it leads to none."""
+    try:
+        return backend.reclaim(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 class BackendTests(ABC):
     """What the manager relies on. Subclass it, say how to make yours, and let pytest collect it.
 
@@ -67,7 +83,7 @@ class BackendTests(ABC):
         return os.pread(memory.fileno, nbytes, 0)
 
     def _written(self, backend: Backend, data: bytes) -> Memory:
-        memory = backend.reserve(self.size)
+        memory = committed(backend, self.size)
         self.write(memory, data)
         return memory
 
@@ -79,7 +95,7 @@ class BackendTests(ABC):
     def test_a_slab_has_its_size_and_is_zeroed(self, tmp_path: Path) -> None:
         """What nobody has written is zero, not another model's weights; where it is promised."""
         backend = self.make(tmp_path)
-        memory = backend.reserve(self.size)
+        memory = committed(backend, self.size)
         assert memory.nbytes == self.size
         assert len(self.read(memory, self.size)) == self.size
         if backend.capabilities.zeroed:
@@ -89,7 +105,7 @@ class BackendTests(ABC):
         """A writer never meets SIGBUS: every page is there (where the system tells)."""
         backend = self.make(tmp_path)
         _only_where(backend.capabilities.seals, "files that say what they occupy")
-        memory = backend.reserve(self.size)
+        memory = committed(backend, self.size)
         assert os.fstat(memory.fileno).st_blocks * 512 >= self.size
 
     def test_two_slabs_are_two(self, tmp_path: Path) -> None:
@@ -142,7 +158,7 @@ class BackendTests(ABC):
         """Refused, and afterwards as it was; where it is promised."""
         backend = self.make(tmp_path)
         _only_where(backend.capabilities.seals, "seals")
-        memory = backend.reserve(self.size)
+        memory = committed(backend, self.size)
         with mmap.mmap(memory.fileno, self.size) as view:
             refused = False
             try:
@@ -155,26 +171,36 @@ class BackendTests(ABC):
         assert os.pread(memory.fileno, 3, 0) == b"yes"
 
     def test_digests_are_those_of_the_bytes(self, tmp_path: Path) -> None:
-        """Piece by piece, in order; what was announced, where it cannot hash."""
+        """Span by span, in order, wherever they lie; where it hashes."""
         backend = self.make(tmp_path)
+        _only_where(backend.capabilities.hashes_itself, "a backend that hashes")
         data = bytes(range(256)) * 1024
         memory = self._sealed(backend, data)
         spans = [(0, len(data)), (64, 1), (4096, 100_000)]
         right = [digest(data[offset : offset + nbytes]) for offset, nbytes in spans]
-        pieces = [(*span, name) for span, name in zip(spans, right, strict=True)]
-        assert backend.digests(memory, pieces) == right
-        if backend.capabilities.hashes_itself:
-            lies = [(*span, "0" * 64) for span in spans]
-            assert backend.digests(memory, lies) == right
-            assert backend.digests(memory, [(*span, "") for span in spans]) == right
+        leaves = backend.leaves(memory, spans)
+        assert [combine(n, each) for (_, n), each in zip(spans, leaves, strict=True)] == right
+        assert backend.leaves(memory, spans[1:]) == leaves[1:]
+
+    def test_a_backend_that_cannot_hash_says_so(self, tmp_path: Path) -> None:
+        """And does not answer with what somebody told it."""
+        backend = self.make(tmp_path)
+        _only_where(not backend.capabilities.hashes_itself, "a backend that does not hash")
+        memory = self._sealed(backend, b"weights")
+        refused = False
+        try:
+            backend.leaves(memory, [(0, 7)])
+        except BackendError:
+            refused = True
+        assert refused
 
     def test_nothing_stays_mapped_after_hashing(self, tmp_path: Path) -> None:
         """Or its bytes would count for the manager, too. A GPU's are not mapped by mmap at all."""
         backend = self.make(tmp_path)
-        _only_where(not backend.capabilities.device, "memory of the machine itself")
+        _only_where(backend.capabilities.hashes_itself, "a backend that hashes")
         memory = self._sealed(backend, b"weights")
         inode = os.fstat(memory.fileno).st_ino
-        backend.digests(memory, [(0, 7, digest(b"weights"))])
+        backend.leaves(memory, [(0, 7)])
         lines = Path("/proc/self/maps").read_text().splitlines()
         assert not [line for line in lines if f" {inode} " in line]
 
@@ -199,32 +225,20 @@ class BackendTests(ABC):
 
     def _refuses(self, backend: Backend, fd: int, nbytes: int) -> bool:
         try:
-            backend.reclaim(fd, nbytes)
+            reclaimed(backend, fd, nbytes)
         except NotSealedError:
             return True
         return False
 
     def test_the_descriptor_goes_with_the_object(self, tmp_path: Path) -> None:
-        """Also after a refusal: nothing is leaked."""
+        """After a refusal it is the caller's still: nothing is leaked, and nothing closed twice."""
         backend = self.make(tmp_path)
         before = _descriptors()
         memory = self._written(backend, b"weights")
         with suppress(BackendError):
-            backend.reclaim(os.dup(memory.fileno), self.size)
+            reclaimed(backend, os.dup(memory.fileno), self.size)
         del memory
         assert not _descriptors() - before
-
-    def test_closing_ends_hashing(self, tmp_path: Path) -> None:
-        """A manager ends in its time, whatever is being hashed."""
-        backend = self.make(tmp_path)
-        memory = self._sealed(backend, b"weights")
-        backend.close()
-        interrupted = False
-        try:
-            backend.digests(memory, [(0, 7, digest(b"weights"))])
-        except InterruptedError:
-            interrupted = True
-        assert interrupted
 
 
 _EFFORTS: tuple[Effort, ...] = ("entropy", "matches")

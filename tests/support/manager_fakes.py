@@ -21,10 +21,11 @@ from hypothesis.stateful import (
     invariant,
 )
 
-from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Pieces
+from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
 from tensor_dedup.memory_manager.core import Core, Settings
 from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
+    CancelJob,
     Close,
     Effect,
     Forget,
@@ -33,8 +34,14 @@ from tensor_dedup.memory_manager.core.effects import (
     SealAndHash,
     Send,
 )
+from tensor_dedup.memory_manager.core.ledger import LEASE_BYTES, Ledger, SlabState
 from tensor_dedup.memory_manager.core.manager_state import ManagerState
-from tensor_dedup.memory_manager.errors import NoMemoryError, NotSealedError, StillWritableError
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    NoMemoryError,
+    NotSealedError,
+    StillWritableError,
+)
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 from tensor_dedup.memory_manager.protocol.messages import (
     WITHOUT_REPLY,
@@ -65,7 +72,6 @@ class FakeBackend:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._closed = False
         self._count = 0
         self.fail_reserve = False
         self.busy = False
@@ -81,34 +87,33 @@ class FakeBackend:
         os.ftruncate(fd, nbytes)
         return slab
 
+    def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
+        """Implement `Backend.commit`."""
+
     def seal(self, memory: Memory) -> None:
         """Implement `Backend.seal`."""
         if self.busy:
             raise StillWritableError("the test says that a writable mapping lives")
         os.fchmod(memory.fileno, 0o400)
 
-    def digests(self, memory: Memory, pieces: Pieces) -> list[str]:
-        """What the writer said. NotSealedError where it said nothing."""
-        if self._closed:
-            raise InterruptedError("the manager is about to end")
-        if not all(digest for _, _, digest in pieces):
-            raise NotSealedError("this backend does not hash: announce every digest")
-        return [digest for _, _, digest in pieces]
+    def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
+        """Implement `Backend.leaves`."""
+        raise BackendError("this backend does not hash")
 
     def reclaim(self, fd: int, nbytes: int) -> FakeSlab:
         """Implement `Backend.reclaim`."""
-        slab = FakeSlab(fd, nbytes)
         found = os.fstat(fd)
         if found.st_mode & 0o777 != 0o400 or found.st_size != nbytes:
             raise NotSealedError("the descriptor is no sealed file of that size")
-        return slab
-
-    def close(self) -> None:
-        """Implement `Backend.close`."""
-        self._closed = True
+        return FakeSlab(fd, nbytes)
 
 
-BUDGET = 8 * PAGE
+BUDGET = 16 * PAGE
+
+
+def unpinned(ledger: Ledger) -> list[SlabState]:
+    """The slabs that nothing but their use keeps."""
+    return [slab for slab in ledger.slabs.values() if not ledger.pinned_slab(slab)]
 
 
 class PlayedCore(RuleBasedStateMachine):
@@ -149,6 +154,8 @@ class PlayedCore(RuleBasedStateMachine):
                     self.hung_up(connection)
                 case AllocateSlab() | SealAndHash() | ReclaimSlab():
                     self.jobs.append(effect)
+                case CancelJob(slab):
+                    assert slab in {job.slab for job in self.jobs}
                 case FreeSlab(slab):
                     assert slab not in {job.slab for job in self.jobs}
                     self.memory.discard(slab)
@@ -187,7 +194,35 @@ class PlayedCore(RuleBasedStateMachine):
     @invariant()
     def the_budget_is_kept(self) -> None:
         ledger = self.state.ledger
-        assert ledger.charged == sum(slab.nbytes for slab in ledger.slabs.values()) <= BUDGET
+        assert ledger.charged == sum(s.cost for s in ledger.slabs.values()) + ledger.remembered
+        # What is remembered may come when all memory is in use.
+        assert ledger.charged - ledger.remembered <= BUDGET
+        assert ledger.charged <= BUDGET or all(slab.held for slab in unpinned(ledger))
+        assert ledger.bookkeeping == ledger.charged - sum(s.nbytes for s in ledger.slabs.values())
+
+    @invariant()
+    def what_nobody_uses_can_go(self) -> None:
+        ledger = self.state.ledger
+        idle = {s.number for s in ledger.slabs.values() if not s.held}
+        assert {s.number for s in ledger._idle.values()} == idle
+        assert all(
+            slab.holds == sum(r.holds for r in slab.residents.values())
+            for slab in ledger.slabs.values()
+            if not slab.released_but_mapped and not slab.doomed
+        )
+        gone = {s.number for s in ledger.slabs.values() if s.released_but_mapped}
+        mapped = gone if self.state.settings.mappings_hold else set()
+        assert ledger.open_slabs == len(ledger.slabs) - len(mapped)
+
+    @invariant()
+    def what_is_remembered_is_charged(self) -> None:
+        state = self.state
+        connections = state.connections.values()
+        leases = sum(len(c.leases) for c in connections)
+        puts = sum(put.cost for c in connections for put in c.puts.values())
+        records = sum(record.cost(key) for key, record in state.records.items())
+        named = sum(slab.named for slab in state.ledger.slabs.values())
+        assert state.ledger.remembered == leases * LEASE_BYTES + puts + records + named
 
     @invariant()
     def what_can_be_seen_is_there(self) -> None:

@@ -1,0 +1,36 @@
+"""The manager's threads: all of them are started before it serves anybody.
+
+A thread that is started when it is needed may not be had then (`ulimit -u`, a container's limit on
+processes), and who needs it is the event loop, or somebody's request.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from tensor_dedup.memory_manager.errors import NoMemoryError
+
+log = logging.getLogger("tensor_dedup.memory_manager")
+
+
+def start_threads(name: str, count: int, body: Callable[[], None]) -> list[threading.Thread]:
+    """Start up to `count` daemon threads that run `body`; fewer where the system has no more.
+
+    Raises:
+        NoMemoryError: Not even one can be started.
+    """
+    started: list[threading.Thread] = []
+    try:
+        for number in range(count):
+            thread = threading.Thread(target=body, name=f"{name}-{number}", daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        if not started:
+            raise NoMemoryError(
+                f"the system starts no thread for {name} ({error}); raise ulimit -u, or the limit "
+                "on processes (pids.max) of the manager's container",
+                wanted=count,
+            ) from error
+        log.warning("%s has %d threads instead of %d: %s", name, len(started), count, error)
+    return started
