@@ -61,14 +61,17 @@ class FaultyFiles(Files):
     """The disk with faults. Does not really sync: what counts as durable is kept in a journal.
 
     `limbo` is an empty folder on the same file system, for what may have to come back. What SQLite
-    does is not seen: the index is always ahead, as if all it wrote had reached the disk.
+    does is not seen: the index is always ahead, as if all it wrote had reached the disk. `inner` is
+    the disk below, which may have a clock of its own.
     """
 
-    def __init__(self, limbo: Path, faults: Faults | None = None) -> None:
+    def __init__(
+        self, limbo: Path, faults: Faults | None = None, *, inner: Files | None = None
+    ) -> None:
         self.log: list[str] = []
         self._limbo = limbo
         self._faults = faults or Faults()
-        self._inner = RealFiles()
+        self._inner = inner or RealFiles()
         self._lock = threading.RLock()
         self._dead = False
         self._journal: list[_Undo] = []
