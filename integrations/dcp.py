@@ -54,6 +54,7 @@ from tensor_dedup.store.checkpoints.sharded import (
     check_free,
     forget_parts,
     merge,
+    order_of,
     part_run,
 )
 from tensor_dedup.store.checkpoints.state import NamedValue, dtype_names
@@ -182,7 +183,7 @@ class StoreWriter(StorageWriter):
         notes = Notes(self.run_id, step, _ADAPTER, part=self._weights)
         # The part with the small files is the first: their pieces come first in a manifest.
         if self._order is None:
-            self._order = StepOrder(meta.store._objects, self.run_id)
+            self._order = order_of(meta.store, self.run_id)
         merge(meta.store, notes, [_META, *range(len(results))], self._order)
         forget_parts(meta.store, self.run_id)
 

@@ -56,10 +56,15 @@ def part_run(run: str, rank: int | str) -> str:
     return f"{run}/part-{rank}"
 
 
+def order_of(store: Store, run: str) -> StepOrder:
+    """Return what gives the steps of a run their places; whoever saves a whole run keeps it."""
+    return StepOrder(store._objects, run)
+
+
 def merge(store: Store, notes: Notes, ranks: Iterable[int | str], order: StepOrder) -> None:
     """Commit the step of these notes, with all parts of the ranks and the files of the first.
 
-    `order` is that of the run; a caller that keeps it reads each step's manifest once.
+    `order` is that of the run.
 
     Raises:
         NamedTwiceError: two ranks have saved the same name.

@@ -72,8 +72,7 @@ def test_the_latest_step_is_the_one_that_was_saved_last(runs: Runs) -> None:
     os.utime(runs.store / "refs" / "a%2Fone@30", (3000, 3000))
     run.save(network(1), 5)
     os.utime(runs.store / "refs" / "a%2Fone@5", (2000, 2000))  # the clock went back
-    [one, _] = runs.document("list")["runs"]
-    assert (one["steps"], one["saved_at"]) == ([0, 5, 10, 20, 30], 2000)
+    assert runs.document("list")["runs"][0]["steps"] == [0, 5, 10, 20, 30]
     [line] = [line for line in runs.text("list").splitlines() if "a/one" in line]
     assert [word for word in line.split() if word.isdecimal()] == ["5", "0", "5"]
 

@@ -36,12 +36,14 @@ class Faults:
 
     `stop_at`: the process dies in its place, or, when `torn`, half-way through it if it writes.
     `fail`: it raises OSError with this errno, once. `full_from`: from there on nothing fits.
+    `at`: this happens first, as when somebody sets the clock.
     """
 
     stop_at: int | None = None
     torn: bool = False
     fail: Mapping[int, int] = field(default_factory=dict)
     full_from: int | None = None
+    at: Mapping[int, Callable[[], None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class _Undo:
 
     key: int | Path
     action: Callable[[], None]
+
+
+def _nothing() -> None:
+    """Most operations."""
 
 
 def _close_all(kept: list[int]) -> None:
@@ -100,6 +106,7 @@ class FaultyFiles(Files):
                 raise Crash
             number = len(self.log)
             self.log.append(operation)
+            self._faults.at.get(number, _nothing)()
             if number == self._faults.stop_at:
                 if self._faults.torn and tear is not None:
                     tear()

@@ -80,7 +80,7 @@ def list_(store: str | None, as_json: bool) -> None:
     opened = existing(store)
     runs = {run: steps_of(opened, run) for run in opened.runs()}
     if as_json:
-        found = [_summary(run, steps, _latest(opened, run, steps)) for run, steps in runs.items()]
+        found = [_summary(run, steps) for run, steps in runs.items()]
         say({"store": str(opened.path), "runs": found}, as_json)
         return
     if not runs:
@@ -104,8 +104,8 @@ def steps_of(store: Store, run: str) -> list[Step]:
     return found
 
 
-def _summary(run: str, steps: list[Step], last: Step) -> dict[str, object]:
-    return {"run": run, "steps": [step.step for step in steps], "saved_at": last.saved_at}
+def _summary(run: str, steps: list[Step]) -> dict[str, object]:
+    return {"run": run, "steps": [step.step for step in steps], "saved_at": steps[-1].saved_at}
 
 
 def _latest(store: Store, run: str, steps: list[Step]) -> Step:
