@@ -187,6 +187,9 @@ def test_a_pinned_step_is_not_replaced(tmp_path: Path) -> None:
     assert run.store._objects.ref("run@0") == before
 
 
+AHEAD_S = 4_000_000_000  # in the year 2096
+
+
 def test_a_clock_that_is_set_changes_no_order(tmp_path: Path) -> None:
     writer, run = StoreWriter(tmp_path, "run"), CheckpointStore(tmp_path, "run")
     for number, step in enumerate([5, 7, 6, 7]):
@@ -196,7 +199,7 @@ def test_a_clock_that_is_set_changes_no_order(tmp_path: Path) -> None:
         assert again["w"].tolist() == [step] * 3
         assert run.latest() == step
         for reference in (tmp_path / "refs").iterdir():
-            os.utime(reference, (2000 - number, 2000 - number))  # it goes back
+            os.utime(reference, (AHEAD_S - number, AHEAD_S - number))  # it is set back
         if number == 1:
             writer = StoreWriter(tmp_path, "run")
     run.save({"w": torch.zeros(3)}, 1)
