@@ -48,12 +48,13 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import BadStepError, DamagedStateError, UnknownStepError
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.runs import check_run, step_name
+from tensor_dedup.store.checkpoints.runs import StepOrder, check_run, step_name
 from tensor_dedup.store.checkpoints.sharded import (
     PART_ADAPTER,
     check_free,
     forget_parts,
     merge,
+    order_of,
     part_run,
 )
 from tensor_dedup.store.checkpoints.state import NamedValue, dtype_names
@@ -106,10 +107,11 @@ class StoreWriter(StorageWriter):
         self._config, self._weights = config, weights
         self._step: int | None = None
         self._parts: dict[int | str, CheckpointStore] = {}
+        self._order: StepOrder | None = None
         self._rank = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_parts": {}}
+        return self.__dict__ | {"_parts": {}, "_order": None}
 
     def close(self) -> None:
         """Close what is kept open between saves."""
@@ -172,6 +174,7 @@ class StoreWriter(StorageWriter):
         Raises:
             NamedTwiceError: Two ranks saved tensors under one name.
             PinnedStepError: The step exists and is pinned.
+            NotATrainingError: An imported checkpoint has the step's name.
         """
         step = self._number()
         shards = {each.index.fqn: each.storage_data for held in results for each in held}
@@ -179,7 +182,9 @@ class StoreWriter(StorageWriter):
         meta = self._save(_META, {_METADATA: NamedValue(_METADATA, "U8", (len(blob),), blob)})
         notes = Notes(self.run_id, step, _ADAPTER, part=self._weights)
         # The part with the small files is the first: their pieces come first in a manifest.
-        merge(meta.store, notes, [_META, *range(len(results))])
+        if self._order is None:
+            self._order = order_of(meta.store, self.run_id)
+        merge(meta.store, notes, [_META, *range(len(results))], self._order)
         forget_parts(meta.store, self.run_id)
 
     @classmethod

@@ -152,8 +152,10 @@ def add(model: ModelReport) -> None:
     """Enter the report of a finished load. Safe from any thread; never fails the load."""
     registry_bytes, resident_bytes = (gauge() for gauge in _collection.gauges)
     with _collection.lock:
+        # A clock that was set back must not put a load before the one that it came after.
+        last_ns = max((each.time_ns for each in _collection.entries), default=0)
         entry = _Entry(
-            time_ns=time.time_ns(),
+            time_ns=max(time.time_ns(), last_ns),
             pid=os.getpid(),
             number=next(_collection.numbers),
             model=model,

@@ -5,7 +5,7 @@ and its folder is synced before anything refers to it.
 """
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,12 @@ _BAD = b"badl"
 _REF_BYTES = 1 << 12
 _HEX = frozenset("0123456789abcdef")
 _REF_TITLE = "tensor-dedup reference"
+_SEQUENCE_TITLE = "tensor-dedup sequence"
+_LAST = "last "
+
+
+def _nothing() -> None:
+    """Check nothing."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -334,26 +340,34 @@ class Objects:
             raise DamagedFileError.at(path, "the reference is that of another name", name=name)
         return manifest
 
-    def set_ref(self, name: str, manifest: str, *, replace: bool) -> None:
+    def set_ref(
+        self, name: str, manifest: str, *, replace: bool, check_name: Callable[[], None] = _nothing
+    ) -> None:
         """Commit: make a name refer to a manifest, durably.
+
+        `check_name` runs under the lock of names, just before; if it raises, nothing changes.
 
         Raises:
             NameTakenError: the name exists, and `replace` is off.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
+            check_name()
             if not replace and self.files.status(path) is not None:
                 raise NameTakenError.at(self.layout.root, f"{name!r} is there already", name=name)
             self.publish(ref_text(name, manifest), path)
 
-    def drop_ref(self, name: str) -> None:
+    def drop_ref(self, name: str, *, check_name: Callable[[], None] = _nothing) -> None:
         """Remove a name, durably.
+
+        `check_name` runs under the lock of names, just before; if it raises, nothing changes.
 
         Raises:
             UnknownNameError: no checkpoint has this name.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
+            check_name()
             try:
                 self.files.unlink(path)
             except FileNotFoundError as error:
@@ -361,6 +375,36 @@ class Objects:
                     self.layout.root, f"no checkpoint {name!r}", name=name
                 ) from error
             self.files.sync_folder(path.parent)
+
+    def next_sequence(self, above: int) -> int:
+        """Return a number greater than `above` and than every number returned before.
+
+        That holds for all processes until the machine stops. The file is not synced, so afterwards
+        it may be an earlier one or gone: whoever asks first finds `above` among the steps that are
+        there.
+        """
+        path = self.layout.sequence
+        with self.naming():
+            given = max(above, self._last_given()) + 1
+            text = frames.encode_text([_SEQUENCE_TITLE, f"{_LAST}{given}"])
+            handle = self.files.open(self.tmp_path(), "create")
+            try:
+                self.files.pwrite(handle, text, 0)
+                self.files.close(handle)
+                self.files.rename(handle.path, path)
+            except BaseException:
+                self.files.close(handle)
+                self.files.unlink(handle.path)
+                raise
+        return given
+
+    def _last_given(self) -> int:
+        path = self.layout.sequence
+        with suppress(MissingObjectError, DamagedFileError, ValueError):
+            title, last = frames.decode_text(self.read(path, _REF_BYTES), path)
+            if title == _SEQUENCE_TITLE:
+                return int(last.removeprefix(_LAST))
+        return 0
 
     def set_aside(self, path: Path, folder: Path) -> Path:
         """Move a file to the trash or the quarantine; its new name begins with the time."""

@@ -7,6 +7,7 @@ takes the lock, opens the index where it needs one, and calls a module of `writi
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -141,12 +142,17 @@ class Store:
         Raises:
             CheckpointFilesError: a link leads out of the folder, or the files do not fit together.
             NameTakenError: the name exists, and `replace` is off.
+            TakenStepError: it is the name of a step, which no import replaces, or of a pin.
             ChangedFileError: a file was modified meanwhile.
             UnknownNameError: no checkpoint is called `base`.
         """
+        from tensor_dedup.store.checkpoints.runs import check_no_step
+
         source_path = Path(path)
         wanted = check_name(name) if name is not None else name_of(source_path.absolute())
+        check = partial(check_no_step, self._objects, wanted)
         with self._session() as (index, hasher):
+            check()  # before the work; it is looked at again after it
             if not replace and wanted in self._objects.names():
                 raise NameTakenError.at(self.path, f"{wanted!r} is there already", name=wanted)
             source = read_source(self._files, source_path, follow_links=follow_links)
@@ -164,6 +170,7 @@ class Store:
                 hints=hints or NullListener(),
                 encoder=encoder,
                 in_place=external,
+                check_name=check,
             )
 
     def _encoder(

@@ -316,8 +316,9 @@ def _lookup(db: sqlite3.Connection, identity: FileIdentity, algorithm: str) -> _
         # Not at every use: a write for each file of each load would queue the engines.
         with contextlib.suppress(sqlite3.OperationalError):
             db.execute(
-                "UPDATE hint SET used = ? WHERE file = ? AND algorithm = ? AND used < ?",
-                (now, identity.file, algorithm, now - _USED_RESOLUTION_S),
+                "UPDATE hint SET used = ? WHERE file = ? AND algorithm = ? "
+                "AND used NOT BETWEEN ? AND ?",
+                (now, identity.file, algorithm, now - _USED_RESOLUTION_S, now),
             )
     return found
 
@@ -352,8 +353,10 @@ def _prune(db: sqlite3.Connection, keep: FileIdentity, limit: int) -> None:
     (total,) = db.execute("SELECT TOTAL(entries) FROM hint").fetchone()
     if total <= limit:
         return
+    # What is dated ahead of now, by a clock that was set back, would outlive all that is used.
     rows = db.execute(
-        "SELECT rowid, entries FROM hint WHERE file != ? ORDER BY used, rowid", (keep.file,)
+        "SELECT rowid, entries FROM hint WHERE file != ? ORDER BY used <= ?, used, rowid",
+        (keep.file, int(time.time())),
     ).fetchall()
     for rowid, entries in rows:
         if total <= limit:

@@ -40,10 +40,12 @@ from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
     StepOrder,
-    by_save_time,
     check_not_kept,
+    check_pin,
+    check_replaceable,
     check_run,
     describe_all,
+    in_save_order,
     kept_steps,
     manifest_of,
     run_stats,
@@ -57,6 +59,7 @@ from tensor_dedup.store.errors import (
     NameTakenError,
     UnknownNameError,
 )
+from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
@@ -93,8 +96,8 @@ class CheckpointStore:
     each tensor by content: one that was changed in place is saved, whatever its name or address.
 
     When a training returns to an earlier step and continues from there, the later steps of its
-    first attempt are stale: `latest` and `keep_last` order steps by the time of saving, and by
-    number where times are equal.
+    first attempt are stale: `latest` and `keep_last` go by the order of saving. Each step has its
+    place in that order in its manifest, so no clock has a say in it.
 
     There may be any number of handles, runs and processes at once. Methods may be called from any
     thread; saves take turns. Errors of the store and its disk are StoreErrors; one of them,
@@ -148,7 +151,9 @@ class CheckpointStore:
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._config, self._weights = self._small_files(config), weights
         self._steps = StepOrder(self.store._objects, self.run_id)
-        self._saver = Saver(self.store._objects, self.store.worker_count, compress=compress)
+        self._saver = Saver(
+            self.store._objects, self.store.worker_count, self._steps, compress=compress
+        )
         pool = HostPool(default_bytes() if pool_bytes is None else pool_bytes)
         threads = self.store.worker_count
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
@@ -195,6 +200,7 @@ class CheckpointStore:
         Raises:
             ChangedModelError: a write to the model was noticed.
             PinnedStepError: the step is pinned, so it is not replaced.
+            NotATrainingError: an imported checkpoint has the name RUN@STEP; it is not replaced.
             BadStepError, BadMetricError, NamedTwiceError: an argument is invalid.
             StateError: the model cannot be taken apart.
             NoSpaceError, StoreIOError: the disk failed; all saved steps are as they were.
@@ -248,7 +254,7 @@ class CheckpointStore:
         """
 
         step_name(self.run_id, step)
-        self._check_not_kept(step)
+        self._check_replaceable(step)
         return self._saves.start(lambda: self._extract(model, step, metrics, files), lazy=lazy)
 
     def before_update(self) -> None:
@@ -299,7 +305,8 @@ class CheckpointStore:
         Any thread may call it. Raises the errors of `save`.
         """
         step = snapshot.notes.step
-        self._check_not_kept(step)  # before the work; it is looked at again after it
+        if not snapshot.new:  # before the work; it is looked at again after it
+            self._check_replaceable(step)
         saved = self._saver.commit(snapshot)
         try:
             self._delete_unretained(step)
@@ -337,17 +344,16 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Return the steps of the run in order. Each is complete; imports are not included."""
         with self.store._locked():
-            return list(self._steps.saved())
+            return list(self._steps.places())
 
     def latest(self) -> int | None:
         """Return the step that was saved last, or None if nothing was saved yet.
 
         That is the greatest one, unless a training went back: saving step 6 when 10 is there makes
-        6 the latest. The time is that of the reference's file; of equal times the greater step is
-        the later.
+        6 the latest. Of two that were saved at one moment it is either.
         """
         with self.store._locked():
-            order = by_save_time(self._steps.saved())
+            order = in_save_order(self._steps.places())
         return order[-1] if order else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -372,10 +378,16 @@ class CheckpointStore:
         Raises:
             UnknownStepError: the run has no such step.
             PinnedStepError: the step is pinned.
-            NotATrainingError: the checkpoint of this name was imported.
+            NotATrainingError: the checkpoint of this name is no step of this run.
         """
+        self._delete(step)
+
+    def _delete(self, step: int, seen: FileStatus | None = None) -> None:
+        """Delete a step; one that is not as it was `seen` has been saved again, and stays."""
         objects, name = self.store._objects, step_name(self.run_id, step)
         with self.store._locked(), objects.naming():
+            if seen is not None and self._steps.status(step) != seen:
+                return
             # Under the lock of names: whoever pins it meanwhile comes before or after.
             check_not_kept(objects, self.run_id, step)
             with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
@@ -392,11 +404,13 @@ class CheckpointStore:
 
         Raises:
             UnknownStepError: the run has no such step.
+            NotATrainingError: the checkpoint of this name is no step of this run, or one was
+                imported under the name that would pin it.
         """
         objects, name = self.store._objects, step_name(self.run_id, step, kept=True)
         with self.store._locked():
             manifest, _, _ = manifest_of(objects, self.run_id, step)
-            objects.set_ref(name, manifest, replace=True)
+            objects.set_ref(name, manifest, replace=True, check_name=lambda: self._check_pin(step))
             try:
                 found, _, _ = manifest_of(objects, self.run_id, step)
             except UnknownStepError:  # deleted just before
@@ -406,9 +420,14 @@ class CheckpointStore:
                 objects.set_ref(name, found, replace=True)
 
     def unpin(self, step: int) -> None:
-        """Stop keeping a step whatever the rules say. Without effect when it is not pinned."""
+        """Stop keeping a step whatever the rules say. Without effect when it is not pinned.
+
+        Raises:
+            NotATrainingError: a checkpoint was imported under the name that would pin it.
+        """
+        name = step_name(self.run_id, step, kept=True)
         with self.store._locked(), suppress(UnknownNameError):
-            self.store._objects.drop_ref(step_name(self.run_id, step, kept=True))
+            self.store._objects.drop_ref(name, check_name=lambda: self._check_pin(step))
 
     def pinned(self) -> set[int]:
         """Return the steps that are pinned."""
@@ -438,15 +457,20 @@ class CheckpointStore:
         if not self._retention.any:
             return
         with self.store._locked():
-            order = by_save_time(self._steps.saved(readable=True))
+            places = self._steps.places(readable=True)
+        order = in_save_order(places)
         metrics = {step: {} for step in order} if self._retention.best is None else self.metrics()
         for old in self._retention.dropped(metrics, self.pinned(), saved, order):
-            with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
-                self.delete(old)
+            if old in places:  # else it was saved since then
+                with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+                    self._delete(old, places[old].reference)
 
-    def _check_not_kept(self, step: int) -> None:
+    def _check_replaceable(self, step: int) -> None:
         with self.store._translated():
-            check_not_kept(self.store._objects, self.run_id, step)
+            check_replaceable(self.store._objects, self.run_id, step)
+
+    def _check_pin(self, step: int) -> None:
+        check_pin(self.store._objects, self.run_id, step)
 
     def _small_files(
         self, config: "StrPath | Mapping[str, str | bytes] | None"

@@ -29,11 +29,23 @@ from tensor_dedup.store.checkpoints.run_cache import (
     StoredPiece,
     packs_to_merge,
 )
-from tensor_dedup.store.checkpoints.runs import check_not_kept, latest_digests, step_name
+from tensor_dedup.store.checkpoints.runs import (
+    StepOrder,
+    check_not_kept,
+    check_replaceable,
+    latest_digests,
+    step_name,
+)
 from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.errors import LostHitError, NotTextError, os_errors
 from tensor_dedup.store.format import manifests
-from tensor_dedup.store.format.manifests import PAGE_ENTRIES, RESERVED, FileEntry, Manifest
+from tensor_dedup.store.format.manifests import (
+    METADATA,
+    PAGE_ENTRIES,
+    RESERVED,
+    FileEntry,
+    Manifest,
+)
 from tensor_dedup.store.format.names import check_path
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
@@ -193,7 +205,7 @@ class StepSnapshot:
         """Check the names.
 
         Raises:
-            NamedTwiceError: two parts have one name.
+            NamedTwiceError: two parts have one name, or one has a name that an export needs.
             EscapingPathError: a small file's path would leave an export.
             NotTextError: a name is not Unicode, and thus in no file.
         """
@@ -202,6 +214,11 @@ class StepSnapshot:
         if len(names) != len(self.pieces):
             what = f"{len(self.pieces)} tensors have {len(names)} names"
             raise NamedTwiceError.at(self.name, what)
+        if METADATA in names:
+            what = (
+                f"the tensor {METADATA!r} has the name of what a header of safetensors begins with"
+            )
+            raise NamedTwiceError.at(self.name, what, tensor=METADATA)
         paths = [check_path(path, PurePath(self.name)) for path in self.files]
         within = {parent for path in paths for parent in path.parents}
         taken = [path for path in paths if str(path) in RESERVED or path in within]
@@ -250,8 +267,10 @@ class Saved:
 class Saver:
     """Commits the steps of one handle, one at a time. Safe from any thread."""
 
-    def __init__(self, objects: Objects, workers: int, *, compress: Compress) -> None:
-        self._objects = objects
+    def __init__(
+        self, objects: Objects, workers: int, order: StepOrder, *, compress: Compress
+    ) -> None:
+        self._objects, self._order = objects, order
         self._compress = checked_compress(compress)
         self._cache = RunCache(objects, workers)
         self._lock = threading.Lock()
@@ -266,6 +285,7 @@ class Saver:
     def reset(self) -> None:
         """Begin anew in a forked child, where the holder of a lock does not exist."""
         self._lock = threading.Lock()
+        self._order.renew_lock()
         self._deltas = Deltas() if self._compress is not None else None
         self._last = self._shown = LastStep()
 
@@ -294,6 +314,7 @@ class Saver:
 
         Raises:
             PinnedStepError: the step is pinned, perhaps since this commit began.
+            NotATrainingError: an imported checkpoint has the step's name.
             NameTakenError: the step must be new, and the name exists.
             StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
         """
@@ -302,24 +323,30 @@ class Saver:
         with self._lock:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._cache.session() as (index, hasher):
-                encoding = self._encoding(index, last, snapshot)
+                order = self._order_of(snapshot.notes.run)
+                encoding = self._encoding(index, last, snapshot, order)
                 with BatchTransaction(self._objects, index, hasher, self._synced) as transaction:
                     writer = PieceWriter(self._objects, index, hasher, transaction, encoding)
-                    work = _Commit(self._objects, hasher, writer, transaction, last, snapshot)
+                    work = _Commit(
+                        self._objects, hasher, writer, transaction, last, snapshot, order
+                    )
                     manifest = work.run()
             self._last = self._shown = work.next
         return work.result(manifest, time.monotonic() - began)
 
+    def _order_of(self, run: str) -> StepOrder:
+        """The order of the handle's own run, or of another one whose snapshot it was given."""
+        return self._order if run == self._order.run else StepOrder(self._objects, run)
+
     def _encoding(
-        self, index: StoreIndex, last: LastStep, snapshot: StepSnapshot
+        self, index: StoreIndex, last: LastStep, snapshot: StepSnapshot, order: StepOrder
     ) -> Encoding | None:
         if self._deltas is None:
             return None
         self._deltas.backpressure.begin(snapshot.awaited if self._compress == "auto" else None)
 
         def before() -> Mapping[str, bytes]:
-            run = snapshot.notes.run
-            return last.digests() if last.pages else latest_digests(self._objects, run)
+            return last.digests() if last.pages else latest_digests(self._objects, order)
 
         return Encoding(self._objects, index, self._deltas, before)
 
@@ -335,8 +362,9 @@ class _Commit:
         transaction: BatchTransaction,
         last: LastStep,
         snapshot: StepSnapshot,
+        order: StepOrder,
     ) -> None:
-        self._objects, self._hasher = objects, hasher
+        self._objects, self._hasher, self._order = objects, hasher, order
         self._writer, self._transaction = writer, transaction
         self._last, self._snapshot = last, snapshot
         self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
@@ -359,7 +387,7 @@ class _Commit:
             manifest,
             replace=not self._snapshot.new,
             check_hits=self._check_hits,
-            check_name=self._check_not_kept,
+            check_name=self._check_name,
         )
         return manifest
 
@@ -470,7 +498,7 @@ class _Commit:
             [bytes.fromhex(page.name) for page in pages],
             sum(len(page.rows) for page in pages),
             sum(page.nbytes for page in pages),
-            self._snapshot.notes.to_texts(),
+            replace(self._snapshot.notes, sequence=self._order.next()).to_texts(),
         )
 
     def _check_hits(self) -> None:
@@ -492,8 +520,10 @@ class _Commit:
         new = self.next.containers.keys() - self._last.containers.keys() - own
         self._transaction.settle(self.next.containers[container][0] for container in sorted(new))
 
-    def _check_not_kept(self) -> None:
-        check_not_kept(self._objects, self._snapshot.notes.run, self._snapshot.notes.step)
+    def _check_name(self) -> None:
+        # A new step replaces nothing, whatever it is.
+        check = check_not_kept if self._snapshot.new else check_replaceable
+        check(self._objects, self._snapshot.notes.run, self._snapshot.notes.step)
 
     def result(self, manifest: str, seconds: float) -> Saved:
         """What it did."""

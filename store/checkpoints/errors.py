@@ -6,6 +6,7 @@ StoreError
                    BadMetricError        a metric is not a number, or no step has it
                    BadOptionError        an option of CheckpointStore makes no sense (`kind`)
                    PinnedStepError       a kept step is neither replaced nor deleted
+                   TakenStepError        an import would replace a step, or what pins one
                    NamedTwiceError       two tensors have one name, or a file a tensor's place
                    NotATrainingError     the checkpoint was imported, not saved by a run
                    ForkedSaveError       a save of another process is waited for
@@ -31,7 +32,7 @@ from enum import Enum
 from typing import Any, ClassVar, Self
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.errors import AdvisedError, UnknownNameError
+from tensor_dedup.store.errors import AdvisedError, NameTakenError, UnknownNameError
 
 
 class UnknownStepError(UnknownNameError):
@@ -58,6 +59,12 @@ class PinnedStepError(AdvisedError):
     advice = "unpin it first"
 
 
+class TakenStepError(NameTakenError):
+    """An import would replace a step of a run, or has the name that pins one."""
+
+    advice = "import under another name; `tensor-dedup runs delete` is what deletes a step"
+
+
 class NamedTwiceError(AdvisedError):
     """Two parts of one checkpoint have the same name."""
 
@@ -65,7 +72,7 @@ class NamedTwiceError(AdvisedError):
 
 
 class NotATrainingError(AdvisedError):
-    """A checkpoint of this name exists, but no run has saved it."""
+    """A checkpoint of this name exists, but this run has not saved it."""
 
     advice = "give the run another id, or the checkpoint another name"
 

@@ -1,7 +1,7 @@
 """The notes of a step in its manifest, as texts. No I/O.
 
-The notes hold no time, so that a manifest depends only on what was saved. The time of saving is
-that of the reference's file.
+The notes hold no time, because clocks are set back: `sequence` orders the steps of a run. The time
+of the reference's file is that of saving, for people.
 """
 
 import json
@@ -14,6 +14,7 @@ from tensor_dedup.store.checkpoints.errors import BadMetricError
 from tensor_dedup.store.format.manifests import PART
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
+_SEQUENCE = "sequence"
 # What JSON has no number for.
 _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -22,8 +23,9 @@ _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Notes:
     """The notes of a step's manifest.
 
-    The run, the step, the adapter that took it apart, its metrics, and which part of the tensors is
-    the model that engines load ("" for all).
+    The run, the step, the adapter that took it apart, its metrics, which part of the tensors is the
+    model that engines load ("" for all), and its place in the order of saving: greater than that of
+    every step that the run had when the save began. Steps of earlier versions have none.
     """
 
     run: str
@@ -31,6 +33,7 @@ class Notes:
     adapter: str
     metrics: Mapping[str, float] = field(default_factory=dict)
     part: str = ""
+    sequence: int | None = None
 
     def to_texts(self) -> dict[str, str]:
         """Return the texts that a manifest holds."""
@@ -42,7 +45,8 @@ class Notes:
                 {name: _wire(value) for name, value in self.metrics.items()}, allow_nan=False
             ),
         }
-        return found | ({PART: self.part} if self.part else {})
+        found |= {PART: self.part} if self.part else {}
+        return found | ({} if self.sequence is None else {_SEQUENCE: str(self.sequence)})
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
@@ -53,7 +57,9 @@ class Notes:
         try:
             metrics = {k: _number(v) for k, v in json.loads(texts[_METRICS]).items()}
             part = texts.get(PART, "")
-            return cls(texts[_RUN], int(texts[_STEP]), texts[_ADAPTER], metrics, part)
+            place = texts.get(_SEQUENCE)
+            sequence = None if place is None else int(place)
+            return cls(texts[_RUN], int(texts[_STEP]), texts[_ADAPTER], metrics, part, sequence)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 

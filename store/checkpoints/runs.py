@@ -4,24 +4,30 @@ A step is the checkpoint RUN@STEP, and RUN@STEP@pin is the reference that keeps 
 retention rules say. Numbers are written without leading zeros, since a name is what people type
 after store://; whoever lists steps sorts them by number.
 
-The time of saving orders steps, not their numbers: when a training went back to step 5 and saved 6
-again, the steps 8 to 10 of its first attempt are older than that. Of steps whose references have
-the same time (the clocks of file systems tick every few milliseconds, some every second), the
-greater one counts as the later. Nothing here writes.
+The order of saving counts, not the steps' numbers: when a training went back to step 5 and saved 6
+again, the steps 8 to 10 of its first attempt are older than that. Each step has its place in that
+order in its manifest, as a number greater than those of all steps that were there. No clock is
+asked for it, because clocks are set back. Steps of earlier versions have no such number; the time
+of their reference, in ns since 1970, stands for it, so that what is saved now comes after them. Of
+two steps with one number (file systems tick every few milliseconds), the greater one counts as the
+later.
 """
 
 import logging
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import (
     BadStepError,
     NotATrainingError,
     PinnedStepError,
+    TakenStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.notes import Notes, shown
@@ -184,6 +190,73 @@ def kept_steps(objects: Objects, run: str) -> set[int]:
     return {each.step for each in found if each and each.run == run and each.kept}
 
 
+def check_replaceable(objects: Objects, run: str, step: int) -> None:
+    """Check that saving this step replaces nothing but an earlier state of it.
+
+    A step that cannot be read may be replaced: it is how a training that went back mends it. The
+    answer is stable only while the caller holds `naming`.
+
+    Raises:
+        PinnedStepError: the step is pinned.
+        NotATrainingError: a checkpoint that is no step of this run has its name.
+    """
+    check_not_kept(objects, run, step)
+    name = step_name(run, step)
+    if objects.files.status(objects.layout.refs / file_of(name)) is None:
+        return
+    try:
+        manifest_of(objects, run, step)
+    except (UnknownStepError, DamagedFileError, MissingObjectError):
+        pass
+    except NotATrainingError as error:
+        what = f"the step {step} of the run {run!r} would replace {name!r}, which was imported"
+        raise NotATrainingError.at(
+            objects.layout.root, what, name=name, run=run, step=step
+        ) from error
+
+
+def check_no_step(objects: Objects, name: str) -> None:
+    """Check that an import under this name replaces no step of a run.
+
+    The answer is stable only while the caller holds `naming`.
+
+    Raises:
+        TakenStepError: it is the name of a step, or one that keeps a step.
+    """
+    found = parse_step_name(name)
+    if found is None:
+        return
+    facts = {"name": name, "run": found.run, "step": found.step}
+    if found.kept:
+        what = f"{name!r} is what pins the step {found.step} of the run {found.run!r}"
+        raise TakenStepError.at(objects.layout.root, what, **facts)
+    if objects.files.status(objects.layout.refs / file_of(name)) is None:
+        return
+    with suppress(UnknownStepError, NotATrainingError, DamagedFileError, MissingObjectError):
+        manifest_of(objects, found.run, found.step)
+        what = f"{name!r} is the step {found.step} of the run {found.run!r}"
+        raise TakenStepError.at(objects.layout.root, what, **facts)
+
+
+def check_pin(objects: Objects, run: str, step: int) -> None:
+    """Check that nothing but a step has the name that keeps this step.
+
+    An import of an earlier version may have it. The answer is stable only while the caller holds
+    `naming`.
+
+    Raises:
+        NotATrainingError: an imported checkpoint has that name.
+    """
+    name = step_name(run, step, kept=True)
+    try:
+        notes = Notes.from_texts(objects.manifest(objects.ref(name)).notes)
+    except (UnknownNameError, DamagedFileError, MissingObjectError):
+        return
+    if notes is None or notes.run != run:
+        what = f"{name!r} was imported, and pins no step of the run {run!r}"
+        raise NotATrainingError.at(objects.layout.root, what, name=name, run=run, step=step)
+
+
 def check_not_kept(objects: Objects, run: str, step: int) -> None:
     """Raise PinnedStepError if this step may be neither replaced nor deleted.
 
@@ -232,7 +305,7 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
 
     Raises:
         UnknownStepError: the run has no such step.
-        NotATrainingError: the checkpoint of this name was imported.
+        NotATrainingError: the checkpoint of this name is no step of this run.
     """
     name = step_name(run, step)
     try:
@@ -245,8 +318,9 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
         raise UnknownStepError.at(objects.layout.root, what, run=run, step=step) from error
     content = objects.manifest(manifest)
     notes = Notes.from_texts(content.notes)
-    if notes is None:
-        raise NotATrainingError.at(objects.layout.root, f"{name!r} was imported", name=name)
+    if notes is None or (notes.run, notes.step) != (run, step):
+        whose = "was imported" if notes is None else f"is step {notes.step} of {notes.run!r}"
+        raise NotATrainingError.at(objects.layout.root, f"{name!r} {whose}", name=name)
     return manifest, content, notes
 
 
@@ -256,9 +330,21 @@ def saved_ns(objects: Objects, run: str, step: int) -> int:
     return status.mtime_ns if status is not None else 0
 
 
-def by_save_time(saved: Mapping[int, int]) -> list[int]:
-    """Return steps in the order of saving, those of equal time by number."""
-    return sorted(saved, key=lambda step: (saved[step], step))
+class StepPlace(NamedTuple):
+    """The place of a step in the order of saving, and the state in which its reference was seen."""
+
+    sequence: int
+    reference: FileStatus
+    readable: bool = True
+
+
+def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
+    """Return steps in the order of saving, those of one sequence number by step."""
+
+    def key(step: int) -> tuple[int, bool, int]:
+        return places[step].sequence, not places[step].readable, step
+
+    return sorted(places, key=key)
 
 
 def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
@@ -300,12 +386,11 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
     return [piece for piece in pieces if piece.name is not None]
 
 
-def latest_digests(objects: Objects, run: str) -> dict[str, bytes]:
-    """Return the digests of a run's latest step, by tensor name, or none if it is unreadable."""
-    times = {step: saved_ns(objects, run, step) for step in step_numbers(objects, run)}
-    for step in reversed(by_save_time(times)):
+def latest_digests(objects: Objects, order: "StepOrder") -> dict[str, bytes]:
+    """Return the digests of a run's latest readable step by tensor name; none if there is none."""
+    for step in reversed(in_save_order(order.places(readable=True))):
         with suppress(StoreError):
-            pieces = tensors_of(objects, manifest_of(objects, run, step)[1], {})
+            pieces = tensors_of(objects, manifest_of(objects, order.run, step)[1], {})
             return {piece.name: piece.digest for piece in pieces if piece.name is not None}
     return {}
 
@@ -399,34 +484,70 @@ class StepOrder:
     """
 
     def __init__(self, objects: Objects, run: str) -> None:
-        self._objects, self._run = objects, run
-        self._known: dict[int, tuple[FileStatus, bool]] = {}
+        self.run = run
+        self._objects = objects
+        # By step: the state of its reference, and its sequence number, or None for an import.
+        self._known: dict[int, tuple[FileStatus, int | None]] = {}
+        self._last: int | None = None
+        self._lock = threading.Lock()
 
-    def saved(self, *, readable: bool = False) -> dict[int, int]:
-        """Return each step, in order, with the time at which it was saved, in ns since 1970.
+    def places(self, *, readable: bool = False) -> dict[int, StepPlace]:
+        """Return each step, by number, with its place.
 
-        With `readable`, a step whose manifest cannot be read is left out.
+        Of a step whose manifest cannot be read, nothing but a clock says when it was saved: it
+        comes behind the last one that is dated no later. With `readable`, it is left out.
         """
-        found: dict[int, int] = {}
-        for step in step_numbers(self._objects, self._run):
-            path = self._objects.layout.refs / file_of(step_name(self._run, step))
-            status = self._objects.files.status(path)
-            if status is not None and self._is_step(step, status, unreadable=not readable):
-                found[step] = status.mtime_ns
-        return found
+        found: dict[int, StepPlace] = {}
+        unreadable: dict[int, FileStatus] = {}
+        for step in step_numbers(self._objects, self.run):
+            status = self.status(step)
+            if status is None:
+                continue
+            try:
+                sequence = self._sequence(step, status)
+            except (DamagedFileError, MissingObjectError, NewerFormatError):
+                unreadable[step] = status
+                continue
+            if sequence is not None:
+                found[step] = StepPlace(sequence, status)
+        if readable or not unreadable:
+            return found
+        dated = [(place.reference.mtime_ns, place.sequence) for place in found.values()]
+        for step, status in unreadable.items():
+            before = (sequence for when, sequence in dated if when <= status.mtime_ns)
+            found[step] = StepPlace(max(before, default=0), status, readable=False)
+        return {step: found[step] for step in sorted(found)}
 
-    def _is_step(self, step: int, status: FileStatus, *, unreadable: bool) -> bool:
+    def status(self, step: int) -> FileStatus | None:
+        """Return the present state of a step's reference; None when there is none."""
+        return self._objects.files.status(
+            self._objects.layout.refs / file_of(step_name(self.run, step))
+        )
+
+    def next(self) -> int:
+        """Return a number greater than those of all steps that any process has saved."""
+        with self._lock:
+            if self._last is None:
+                there = self.places(readable=True).values()
+                self._last = max((place.sequence for place in there), default=0)
+            self._last = self._objects.next_sequence(self._last)
+            return self._last
+
+    def renew_lock(self) -> None:
+        """Begin anew in a forked child, where the holder of the lock does not exist."""
+        self._lock = threading.Lock()
+
+    def _sequence(self, step: int, status: FileStatus) -> int | None:
         known = self._known.get(step)
         if known is not None and known[0] == status:
             return known[1]
         try:
-            manifest_of(self._objects, self._run, step)
+            notes = manifest_of(self._objects, self.run, step)[2]
         except UnknownStepError:  # deleted just now
-            return False
-        except (DamagedFileError, MissingObjectError, NewerFormatError):
-            return unreadable
+            return None
         except NotATrainingError:
-            self._known[step] = (status, False)
-            return False
-        self._known[step] = (status, True)
-        return True
+            self._known[step] = (status, None)
+            return None
+        sequence = status.mtime_ns if notes.sequence is None else notes.sequence
+        self._known[step] = (status, sequence)
+        return sequence

@@ -8,17 +8,18 @@ notes tell which is a part, and nothing else under such a name is replaced or de
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 from tensor_dedup.store.checkpoints.errors import (
     NamedTwiceError,
     NotATrainingError,
-    PinnedStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import (
-    kept_steps,
+    StepOrder,
+    check_replaceable,
     manifest_of,
     parse_step_name,
     step_name,
@@ -55,19 +56,29 @@ def part_run(run: str, rank: int | str) -> str:
     return f"{run}/part-{rank}"
 
 
-def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
+def order_of(store: Store, run: str) -> StepOrder:
+    """Return what gives the steps of a run their places; whoever saves a whole run keeps it."""
+    return StepOrder(store._objects, run)
+
+
+def merge(store: Store, notes: Notes, ranks: Iterable[int | str], order: StepOrder) -> None:
     """Commit the step of these notes, with all parts of the ranks and the files of the first.
+
+    `order` is that of the run.
 
     Raises:
         NamedTwiceError: two ranks have saved the same name.
         UnknownNameError: a part is missing.
         PinnedStepError: the step exists and is pinned.
+        NotATrainingError: an imported checkpoint has the step's name.
     """
     objects, names = store._objects, [part_run(notes.run, rank) for rank in ranks]
+
+    def check_name() -> None:
+        check_replaceable(objects, notes.run, notes.step)
+
     with store._locked():
-        if notes.step in kept_steps(objects, notes.run):
-            what = f"the step {notes.step} of {notes.run!r} is pinned"
-            raise PinnedStepError.at(store.path, what, run=notes.run, step=notes.step)
+        check_name()  # before the work; it is looked at again after it
         parts = [objects.ref(step_name(name, notes.step)) for name in names]
         contents = [objects.manifest(part) for part in parts]
         pieces = [
@@ -83,10 +94,12 @@ def merge(store: Store, notes: Notes, ranks: Iterable[int | str]) -> None:
                 transaction.add_object(page, blob)
                 pages.append(bytes.fromhex(page))
             nbytes = sum(piece.nbytes for piece in pieces)
-            content = Manifest(contents[0].files, pages, len(pieces), nbytes, notes.to_texts())
+            texts = replace(notes, sequence=order.next()).to_texts()
+            content = Manifest(contents[0].files, pages, len(pieces), nbytes, texts)
             manifest, blob = encode_manifest(content)
             transaction.add_object(manifest, blob)
-            transaction.commit(step_name(notes.run, notes.step), manifest)
+            name = step_name(notes.run, notes.step)
+            transaction.commit(name, manifest, check_name=check_name)
 
 
 def check_free(store: Store, part: str, step: int) -> None:

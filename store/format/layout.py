@@ -8,9 +8,10 @@ LOCK = "lock"
 NAMES_LOCK = "names.lock"
 INDEX = "index.sqlite"
 INDEX_LOCK = "index.lock"
+SEQUENCE = "sequence"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
-KNOWN = frozenset({MARKER, LOCK, NAMES_LOCK, INDEX_LOCK, *INDEX_FILES, *FOLDERS})
+KNOWN = frozenset({MARKER, LOCK, NAMES_LOCK, INDEX_LOCK, SEQUENCE, *INDEX_FILES, *FOLDERS})
 MARKER_LINES = ["tensor-dedup store", "version 1"]
 
 READABLE_KINDS = frozenset({"raw", "slab", "pack", "delta", "external"})
@@ -43,6 +44,11 @@ class StoreLayout:
     def index_lock(self) -> Path:
         """The lock held shared while the index is open, and exclusively to replace it."""
         return self.root / INDEX_LOCK
+
+    @property
+    def sequence(self) -> Path:
+        """The file with the number that a step was last given; may be gone while nobody saves."""
+        return self.root / SEQUENCE
 
     @property
     def index(self) -> Path:

@@ -12,9 +12,10 @@ each step would cost that much again whenever a tensor is added.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath
 
 import msgspec
 from msgspec import structs
@@ -39,7 +40,10 @@ STATE_MARK = "#"
 # The note of a manifest that says which part of the tensors an engine loads.
 PART = "weights"
 RESERVED = frozenset({WEIGHTS, STATE})
+# What safetensors keeps in its header beside the tensors.
+METADATA = "__metadata__"
 _ALIGNMENT = 8
+_NAME_END = re.compile("[./]")
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -233,11 +237,14 @@ class SynthesizedFile:
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
 
-def synthesized_files(loose: Sequence[Piece], part: str) -> Iterator[SynthesizedFile]:
+def synthesized_files(
+    loose: Sequence[Piece], part: str, taken: Collection[str]
+) -> Iterator[SynthesizedFile]:
     """Generate the files of tensors that belong to none: weights, and training state.
 
     With a `part`, the weights are the tensors whose names begin with it and a dot, and that prefix
     is removed. A tensor whose dtype safetensors lacks counts as state, and is written as bytes.
+    `taken` has the paths of the checkpoint's own files, which none of these gets in the way of.
     """
     start = f"{part}." if part else ""
     weights = [
@@ -254,12 +261,29 @@ def synthesized_files(loose: Sequence[Piece], part: str) -> Iterator[Synthesized
         if pieces:
             # Wide elements first: each then lies at a multiple of its size.
             ordered = sorted(pieces, key=lambda piece: -_bits(piece))
-            yield SynthesizedFile(path, _header(ordered), tuple(ordered))
+            yield SynthesizedFile(free_path(path, taken), _header(ordered), tuple(ordered))
+
+
+def free_path(path: str, taken: Collection[str]) -> str:
+    """Return a path that no taken one equals, is a folder of, or would have to be a folder for.
+
+    Where `path` is not free, underscores are put behind the first name in it.
+    """
+    others = [PurePosixPath(other) for other in taken]
+    while any(_collide(PurePosixPath(path), other) for other in others):
+        end = _NAME_END.search(path)
+        at = end.start() if end is not None else len(path)
+        path = f"{path[:at]}_{path[at:]}"
+    return path
+
+
+def _collide(one: PurePosixPath, other: PurePosixPath) -> bool:
+    return one == other or one in other.parents or other in one.parents
 
 
 def _is_weight(name: str, dtype: str | None, start: str) -> bool:
     fit = name.startswith(start) and not name.startswith(STATE_MARK) and name != start
-    return fit and dtype in DTYPE_BITS
+    return fit and dtype in DTYPE_BITS and name != f"{start}{METADATA}"
 
 
 def _bits(piece: Piece) -> int:

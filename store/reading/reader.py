@@ -493,7 +493,7 @@ class StoredCheckpoint(StoredPieces):
         free, self._made = loose(content, pieces), dict[bytes, bytes]()
         self.files = (
             *(StoredFile(f.path, f.nbytes, tuple(part)) for f, part in held),
-            *self._make_files(free),
+            *self._make_files(free, [file.path for file in content.files]),
         )
         self._tensors = {
             tensor.name: tensor
@@ -506,8 +506,8 @@ class StoredCheckpoint(StoredPieces):
                 self._tensors[alias] = replace(self._tensors[name_], name=alias, alias_of=name_)
         super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
 
-    def _make_files(self, free: Sequence[Piece]) -> Iterator[StoredFile]:
-        for made in synthesized_files(free, self.notes.get(PART, "")):
+    def _make_files(self, free: Sequence[Piece], taken: Sequence[str]) -> Iterator[StoredFile]:
+        for made in synthesized_files(free, self.notes.get(PART, ""), taken):
             self._made[made.head.digest] = made.header
             yield StoredFile(made.path, made.nbytes, (made.head, *made.pieces))
 

@@ -4,6 +4,8 @@ What no reference leads to is moved to the trash, and deleted when its grace per
 is not certain what is in use, nothing is moved or deleted.
 """
 
+import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from tensor_dedup.store.index import open_index
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
+_LOG = logging.getLogger("tensor_dedup")
 DEFAULT_GRACE_HOURS = 24.0
 _HOUR_S = 3600
 _NAMED = 5
@@ -182,7 +185,8 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     ]
     trash += objects.orphans()
     trash += [layout.manifest(n) for n in objects.manifest_names() if n not in found.objects]
-    before = now - grace_hours * _HOUR_S
+    # Without a grace nothing is too young, not even what a clock that was set back dates ahead.
+    before = now - grace_hours * _HOUR_S if grace_hours > 0 else math.inf
     old = [*_older(objects, layout.trash, before), *_older(objects, layout.quarantine, before)]
     old += [layout.bad(name) for name in _stale_lists(objects, keep)]
     unfinished = [layout.tmp / name for name in objects.files.listdir(layout.tmp)]
@@ -206,6 +210,7 @@ def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     delete = list({item.path: item for item in both}.values())
     for item in (*delete, *plan.unfinished):
         files.unlink(item.path)
+    _date_anew(objects)
     for folder in (layout.trash, layout.quarantine, layout.tmp):
         files.sync_folder(folder)
     with open_index(objects):
@@ -221,11 +226,38 @@ def _files_of(objects: Objects, container: ContainerId) -> list[Path]:
 
 
 def _older(objects: Objects, folder: Path, before: float) -> Iterator[Path]:
-    """What was set aside before this second. What has another name is left alone."""
+    """What was set aside before this second."""
+    return (path for path, when in _set_aside(objects, folder) if when <= before)
+
+
+def _date_anew(objects: Objects) -> None:
+    """Let the grace of what is dated ahead begin now; else it might never end.
+
+    The clock was set back since that was set aside: how long ago, nobody knows.
+    """
+    layout, files = objects.layout, objects.files
+    now = files.now()
+    for folder in (layout.trash, layout.quarantine):
+        ahead = [(path, when) for path, when in _set_aside(objects, folder) if when > now]
+        for path, _ in ahead:
+            files.rename(path, folder / f"{now}.{path.name.partition('.')[2]}")
+        if ahead:
+            hours = (max(when for _, when in ahead) - now) / _HOUR_S
+            _LOG.warning(
+                "%s: %d files were dated up to %.1f hours ahead, so the clock was set back; they "
+                "stay for the whole grace from now on",
+                folder,
+                len(ahead),
+                hours,
+            )
+
+
+def _set_aside(objects: Objects, folder: Path) -> Iterator[tuple[Path, int]]:
+    """What was set aside, and the second when; what has another name is left alone."""
     for name in objects.files.listdir(folder):
         when, dot, _ = name.partition(".")
-        if dot and when.isdecimal() and int(when) <= before:
-            yield folder / name
+        if dot and when.isascii() and when.isdecimal():
+            yield folder / name, int(when)
 
 
 def _stale_lists(objects: Objects, keep: Iterable[ContainerId]) -> list[str]:

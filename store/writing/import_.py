@@ -311,9 +311,11 @@ def import_source(
     hints: ImportListener,
     encoder: "Encoder | None" = None,
     in_place: bool = False,
+    check_name: Callable[[], None],
 ) -> ImportResult:
     """Store a checkpoint and commit it under a name, in a session. Atomic with respect to the name.
 
+    `check_name` runs under the lock of names, just before the name changes, and may raise.
     With `in_place` its weights stay where they are and are indexed there; small files are stored.
     With an `encoder`, whose base is already chosen, tensors are stored encoded where that saves
     space; the encoder is closed.
@@ -331,7 +333,9 @@ def import_source(
         manifest, blobs = manifests.build(work.files, work.pieces, aliases_of(source.files))
         for part, blob in blobs.items():
             transaction.add_object(part, blob)
-        transaction.commit(name, manifest, replace=replace, check_hits=work.check_hits)
+        transaction.commit(
+            name, manifest, replace=replace, check_hits=work.check_hits, check_name=check_name
+        )
     containers = transaction.containers
     stored = sum(_size_on_disk(objects, container) for container in containers)
     return ImportResult(

@@ -9,14 +9,15 @@ never leads to what every reader refuses.
 
 `OrderedTransaction`, for imports and for merging what several ranks have saved: containers, each
 durable when it is complete; the index; a second look at everything that was found in the store and
-is only referred to; pages and manifest; the reference. An import never asks whether a step is
-pinned. A merge checks that before it begins, under the lock of its session.
+is only referred to; pages and manifest; the reference.
 
 `BatchTransaction`, for the steps that a run saves: containers, pages, manifest and a reference that
 has no name yet are synced together, because a file system's journal commits for all waiting callers
 at once: many concurrent syncs cost about as much as one. Then come the index and the second look.
-The last check and the rename that gives the reference its name happen under the lock of names, so
-nobody can pin the step before it is replaced.
+
+In both, the last check of the name and the rename that gives the reference its name happen under
+the lock of names: nobody can pin a step before it is replaced, or save one where an import is about
+to be.
 """
 
 import time
@@ -89,11 +90,13 @@ class Transaction(ABC):
         *,
         replace: bool = True,
         check_hits: Callable[[], None] = _nothing,
+        check_name: Callable[[], None] = _nothing,
     ) -> None:
         """Make everything durable in the stated order; last, let `name` refer to `manifest`.
 
         `check_hits` looks up again what was found in the store and is only referred to; it raises
-        LostHitError if something is gone.
+        LostHitError if something is gone. `check_name` runs under the lock of names, just before
+        the name changes; if it raises, the name stays as it was.
 
         Raises:
             NameTakenError: the name exists, and `replace` is off.
@@ -138,6 +141,7 @@ class OrderedTransaction(Transaction):
         *,
         replace: bool = True,
         check_hits: Callable[[], None] = _nothing,
+        check_name: Callable[[], None] = _nothing,
     ) -> None:
         # docstring inherited
         objects = self._objects
@@ -159,7 +163,7 @@ class OrderedTransaction(Transaction):
         self.object_bytes = sum(len(self._pending[part]) for part in new)
         for part, blob in self._pending.items():
             objects.publish(blob, paths[part])
-        objects.set_ref(name, manifest, replace=replace)
+        objects.set_ref(name, manifest, replace=replace, check_name=check_name)
 
 
 class BatchTransaction(Transaction):
@@ -206,10 +210,7 @@ class BatchTransaction(Transaction):
         check_hits: Callable[[], None] = _nothing,
         check_name: Callable[[], None] = _nothing,
     ) -> None:
-        """Commit as Transaction.commit; `check_name` runs under the lock of names, just before.
-
-        If it raises, the name stays as it was.
-        """
+        # docstring inherited
         objects, text = self._objects, ref_text(name, manifest)
         reference = self._batch.write(text, None)
         self.object_bytes += len(text)

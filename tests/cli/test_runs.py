@@ -1,6 +1,7 @@
 """The verbs of training checkpoints, as a user runs them."""
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -78,6 +79,28 @@ def test_a_damaged_step_hides_no_other(runs: Runs) -> None:
     text = runs.run("list")
     assert text.exit_code == 1
     assert "two@0 cannot be read: " in text.stdout
+
+
+def test_the_latest_step_is_the_one_that_was_saved_last(runs: Runs) -> None:
+    run = handle(runs.store, "a/one")
+    os.utime(runs.store / "refs" / "a%2Fone@30", (3000, 3000))
+    run.save(network(1), 5)
+    os.utime(runs.store / "refs" / "a%2Fone@5", (2000, 2000))  # the clock went back
+    assert runs.document("list")["runs"][0]["steps"] == [0, 5, 10, 20, 30]
+    [line] = [line for line in runs.text("list").splitlines() if "a/one" in line]
+    assert [word for word in line.split() if word.isdecimal()] == ["5", "0", "5"]
+
+
+def test_an_import_takes_no_step_s_name(runs: Runs, tmp_path: Path) -> None:
+    store = Store.open(runs.store)
+    store.export("two@0", tmp_path / "out")
+    for name in ("two@0", "two@0@pin"):
+        command = ["import", str(tmp_path / "out"), "--name", name, "--replace"]
+        result = CliRunner().invoke(main, [*command, "--store", str(runs.store)])
+        assert result.exit_code == 1
+        assert f"{name!r} is " in result.stderr
+        assert "step 0 of the run 'two'" in result.stderr
+    assert [step.step for step in store.steps("two")] == [0]
 
 
 def test_stats_of_one_run_and_of_all(kept: Runs) -> None:

@@ -3,7 +3,8 @@
 Import, replace, delete, gc and repair run on a store with four references and a raw file, a slab,
 a pack, a delta and a file indexed in place. After each death the disk forgets: nothing (a kill),
 the bytes that were not synced, or names and bytes (a power cut); writes are torn in their middle
-too.
+too. The clock of every other process that dies, and of who comes after it, is set back and forth by
+hours from one operation to the next.
 """
 
 import contextlib
@@ -12,10 +13,12 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from clocks import JUMPS, ClockedFiles, SetClock
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from stores import (
     KIB,
@@ -89,18 +92,19 @@ def world(shared_folder: Path) -> World:
 class Scene:
     """Runs one operation on copies of a store, dying at each of its steps in turn."""
 
-    points = 0
+    points = jumps = 0
 
     def __init__(self, world: World, folder: Path, before: Callable[[Store], None]) -> None:
         self._folder = folder
         self._template = folder / "template"
+        self._disk: ClockedFiles | None = None
         shutil.copytree(world.store, self._template)
         before(open_store(self._template, self._files(folder / "first")))
         self._numbers = itertools.count()
 
     def _files(self, limbo: Path, faults: Faults | None = None) -> FaultyFiles:
         limbo.mkdir(parents=True)
-        return FaultyFiles(limbo, faults)
+        return FaultyFiles(limbo, faults, inner=self._disk)
 
     def stage(self, faults: Faults) -> tuple[Path, FaultyFiles]:
         folder = self._folder / str(next(self._numbers))
@@ -122,6 +126,8 @@ class Scene:
 
     def run(self, act: Callable[[Store], object], faults: Faults, loss: Loss) -> Iterator[Store]:
         """The store as another process finds it after the death."""
+        jumps = Scene.points % 2 > 0
+        self._disk = ClockedFiles(SetClock(jumps=JUMPS)) if jumps else None
         folder, files = self.stage(faults)
         with pytest.raises(Crash):
             act(open_store(folder / "store", files))
@@ -131,7 +137,9 @@ class Scene:
             for path in (folder / "store").glob("index.sqlite*"):
                 path.unlink()
         yield self.reopened(folder)
+        self._disk = None
         Scene.points += 1
+        Scene.jumps += jumps
         shutil.rmtree(folder)
 
     def deaths(
@@ -278,6 +286,16 @@ def test_repair(world: World, folder: Path, every: bool) -> None:
         assert_clean(store, world.committed)
 
 
+def _states(world: World) -> dict[str, Expected]:
+    """What is there after each of the acts."""
+    return {
+        "import": world.only("base", "tune", "tiny", "new"),
+        "replace": {**world.committed, "tiny": world.content["new"]},
+        "delete": world.only("base", "tiny"),
+        "gc": world.committed,
+    }
+
+
 ACTS: dict[str, Callable[[World, Store], object]] = {
     "import": lambda world, store: store.import_(world.paths["new"], base="base"),
     "replace": lambda world, store: store.import_(world.paths["new"], "tiny", True, base="base"),
@@ -286,23 +304,46 @@ ACTS: dict[str, Callable[[World, Store], object]] = {
 }
 
 
+@pytest.mark.parametrize("verb", ACTS)
+def test_a_clock_that_jumps_at_any_operation_loses_nothing(
+    world: World, folder: Path, verb: str
+) -> None:
+    """By hours, in the middle of it: for good, or set right when it has returned."""
+    scene = Scene(world, folder, _nothing)
+    operations = len(scene.steps(lambda store: ACTS[verb](world, store)))
+    kept = set()
+    for turn, number in enumerate(range(0, operations, max(1, operations // 12))):
+        for hours in (-30, 49):
+            clock = SetClock()
+            scene._disk = ClockedFiles(clock)
+            stage, files = scene.stage(Faults(at={number: partial(_set, clock, hours)}))
+            ACTS[verb](world, open_store(stage / "store", files))
+            clock.hours = 0 if turn % 2 else clock.hours
+            for store in (scene.reopened(stage), open_store(stage / "store")):
+                assert_clean(store, _states(world)[verb])
+            kept.add(clock.hours)
+            scene._disk = None
+            Scene.points += 1
+            Scene.jumps += 1
+            shutil.rmtree(stage)
+    assert kept == {0, -30, 49}
+
+
+def _set(clock: SetClock, hours: float) -> None:
+    clock.hours = hours
+
+
 @pytest.mark.parametrize("loss", ["bytes", "everything"])
 @pytest.mark.parametrize("verb", ACTS)
 def test_what_has_returned_survives_a_power_cut(
     world: World, folder: Path, verb: str, loss: Loss
 ) -> None:
-    states = {
-        "import": world.only("base", "tune", "tiny", "new"),
-        "replace": {**world.committed, "tiny": world.content["new"]},
-        "delete": world.only("base", "tiny"),
-        "gc": world.committed,
-    }
     scene = Scene(world, folder, _nothing)
     stage, files = scene.stage(Faults())
     ACTS[verb](world, open_store(stage / "store", files))
     files.lose(loss)
     Scene.points += 1
-    assert_clean(scene.reopened(stage), states[verb])
+    assert_clean(scene.reopened(stage), _states(world)[verb])
 
 
 @pytest.mark.parametrize("loss", ["bytes", "everything"])
@@ -343,8 +384,10 @@ def test_dying_while_a_store_is_made(folder: Path) -> None:
 
 def test_that_was_often_enough(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        print(f"\ncrash points: {Scene.points}")  # noqa: T201 (the number is a result)
+        jumps = f"{Scene.jumps} of them with a clock that jumps"
+        print(f"\ncrash points: {Scene.points}, {jumps}")  # noqa: T201 (the number is a result)
     assert Scene.points >= 200
+    assert Scene.jumps >= 100
 
 
 def _import_new(world: World) -> Callable[[Store], object]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from clocks import JUMPS, ClockedFiles, SetClock
 from stores import (
     KIB,
     Content,
@@ -60,9 +61,10 @@ def start(act: Callable[..., None], *arguments: object) -> BaseProcess:
 
 
 def work(root: Path, paths: Mapping[str, Path], seed: int) -> None:
-    """Imports, replaces, deletes and collects until it is killed."""
+    """Imports, replaces, deletes and collects until it is killed; every other one's clock jumps."""
     dice = random.Random(seed)
-    store = Store.open(root)
+    disk = ClockedFiles(SetClock(jumps=JUMPS[seed % 5 :])) if seed % 2 else None
+    store = Store.open(root, files=disk)
     while True:
         name = dice.choice(list(paths))
         with contextlib.suppress(NameTakenError, UnknownNameError, StoreBusyError):

@@ -1,5 +1,6 @@
 """PyTorch Distributed Checkpoint over the store: one rank and several, at once and behind."""
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -194,6 +195,37 @@ def test_a_pinned_step_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="pinned"):
         saver.save({"w": torch.zeros(3)}, checkpoint_id=0, storage_writer=writer)
     assert run.store._objects.ref("run@0") == before
+
+
+AHEAD_S = 4_000_000_000  # in the year 2096
+
+
+def test_a_clock_that_is_set_changes_no_order(tmp_path: Path) -> None:
+    writer, run = StoreWriter(tmp_path, "run"), CheckpointStore(tmp_path, "run")
+    for number, step in enumerate([5, 7, 6, 7]):
+        saver.save({"w": torch.full((3,), step)}, checkpoint_id=step, storage_writer=writer)
+        again = {"w": torch.zeros(3, dtype=torch.int64)}
+        loader.load(again, storage_reader=StoreReader(tmp_path, "run"))
+        assert again["w"].tolist() == [step] * 3
+        assert run.latest() == step
+        for reference in (tmp_path / "refs").iterdir():
+            os.utime(reference, (AHEAD_S - number, AHEAD_S - number))  # it is set back
+        if number == 1:
+            writer = StoreWriter(tmp_path, "run")
+    run.save({"w": torch.zeros(3)}, 1)
+    assert run.latest() == 1
+
+
+def test_what_was_imported_is_not_replaced(tmp_path: Path) -> None:
+    run = CheckpointStore(tmp_path / "store", "run")
+    run.save({"w": torch.ones(3)}, 0)
+    run.store.export("run@0", tmp_path / "out")
+    run.store.import_(tmp_path / "out", "run@1")
+    before = run.store._objects.ref("run@1")
+    writer = StoreWriter(tmp_path / "store", "run")
+    with pytest.raises(CheckpointException, match="would replace 'run@1', which was imported"):
+        saver.save({"w": torch.zeros(3)}, checkpoint_id=1, storage_writer=writer)
+    assert run.store._objects.ref("run@1") == before
 
 
 @pytest.mark.parametrize("wrong", ["-1", "later", "checkpoints/3", "1.5"])

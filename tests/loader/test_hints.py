@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from clocks import SetClock
 from hinted import DIGESTS, known, old_enough, opened, remember
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.checkpoint_io import hints
@@ -221,6 +222,26 @@ def test_the_index_stays_small(tmp_path: Path) -> None:
         if i == 2:
             assert known(index, files[0]) == DIGESTS
     assert [i for i, path in enumerate(files) if known(index, path)] == [0, 3, 4]
+
+
+def test_hints_that_are_dated_ahead_displace_no_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SetClock(hours=1000)
+    clock.rule(monkeypatch)
+    index = HintIndex(tmp_path / "hints.sqlite", max_digests=3 * len(DIGESTS))
+    files = [tmp_path / f"{i}" for i in range(6)]
+    for i, path in enumerate(files):
+        path.write_bytes(b"abcdefgh")
+        if i == 3:
+            clock.hours = 0  # somebody has set it right
+            assert known(index, files[0]) == DIGESTS  # it is in use
+        assert remember(index, path)
+        clock.hours += 2
+    assert [i for i, path in enumerate(files) if known(index, path)] == [3, 4, 5]
+    with closing(sqlite3.connect(index.path)) as db:
+        (latest,) = db.execute("SELECT MAX(used) FROM hint").fetchone()
+    assert latest <= time.time()
 
 
 def test_one_file_larger_than_the_limit_is_kept(tmp_path: Path, file: Path) -> None:

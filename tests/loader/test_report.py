@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clocks import SetClock
 from process_state import forked
 from tensor_dedup.loader import report
 from tensor_dedup.loader.report import ModelReport, Report
@@ -41,6 +42,15 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads of other tests are not these tests' loads."""
     monkeypatch.setattr(report, "_collection", report._Collection())
     monkeypatch.delenv(report.REPORT_DIR_VARIABLE, raising=False)
+
+
+def test_loads_are_in_their_order_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SetClock()
+    clock.rule(monkeypatch)
+    for name in "abc":
+        report.add(ModelReport(name=name))
+        clock.hours -= 1
+    assert [model.name for model in report.report().models] == ["a", "b", "c"]
 
 
 def work(directory: Path, *names: str) -> None:

@@ -3,12 +3,13 @@
 import mmap
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import managers
+from clocks import JUMPS
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.client import client as client_module
@@ -23,6 +24,28 @@ MIB = 1 << 20
 DATA = managers.pattern(1, MIB)
 OTHER = managers.pattern(2, MIB)
 State = dict[str, object]
+
+
+class UnsteadyManager(managers.Manager):
+    """One whose wall clock is set back and forth by hours, from one reading to the next."""
+
+    command = (
+        "-c",
+        "import itertools, runpy, time\n"
+        f"jumps, real = itertools.cycle({JUMPS}), time.time_ns\n"
+        "time.time_ns = lambda: real() + int(next(jumps) * 3600e9)\n"
+        "time.time = lambda: time.time_ns() / 1e9\n"
+        "runpy.run_module('tensor_dedup.memory_manager.server', run_name='__main__')",
+    )
+
+
+@pytest.fixture(params=["steady", pytest.param("jumping", marks=pytest.mark.long)])
+def manager(folder: Path, request: pytest.FixtureRequest) -> Iterator[managers.Manager]:
+    """A manager that gives silent builders one second, by a clock that is right or is not."""
+    kind = UnsteadyManager if request.param == "jumping" else managers.Manager
+    options = ("--build-timeout", "1", "--stall-timeout", "1")
+    with managers.running(folder, *options, kind=kind) as running:
+        yield running
 
 
 def client_of(state: State) -> Client:

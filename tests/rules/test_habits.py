@@ -53,6 +53,29 @@ def test_generic_errors_are_counted() -> None:
     assert generic_share([text]) == 0.5
 
 
+# What asks the wall clock, which can be set, and why it may.
+WALL_CLOCK = {
+    "tensor_dedup.analyze.digests": "how long a file was left alone before it was hashed",
+    "tensor_dedup.loader.checkpoint_io.hints": "what was used last; dates ahead count for nothing",
+    "tensor_dedup.loader.checkpoint_io.sources": "how long a file was left alone",
+    "tensor_dedup.loader.post_load.mapped_files": "how long a file was left alone",
+    "tensor_dedup.loader.report": "the order of loads of several processes",
+    "tensor_dedup.store.files": "the grace of what is set aside",
+    "tensor_dedup.store.writing.import_": "how long a file was left alone before it was hashed",
+}
+
+
+def wall_clocks(text: str) -> bool:
+    names = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time_ns"}
+    calls = (node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return any(ast.unparse(function) in names for function in calls)
+
+
+def test_who_asks_the_wall_clock_is_known() -> None:
+    """It goes back and forth: no timeout, lock or order of steps may depend on it."""
+    assert {n for n, text in package_source.sources().items() if wall_clocks(text)} == {*WALL_CLOCK}
+
+
 def logged_errors(text: str) -> list[int]:
     """Lines that log a caught error itself: whoever keeps the record keeps its frames' memory."""
     return [

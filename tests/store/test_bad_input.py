@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 
+from clocks import ClockedFiles, SetClock
 from stores import KIB, assert_clean, content, noise, open_store, safetensors, three, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import (
@@ -305,6 +306,49 @@ def test_the_trash_keeps_for_its_grace(store: Store) -> None:
     assert store.stats().trash_bytes == sum(item.nbytes for item in plan.trash)
     assert store.gc().delete == ()
     assert len(store.gc(0).delete) == len(plan.trash)
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
+
+
+@pytest.fixture
+def clocked(store: Store, clock: SetClock) -> Store:
+    return open_store(store.path, ClockedFiles(clock))
+
+
+def test_what_the_trash_dates_ahead_keeps_for_its_grace_and_no_longer(
+    clocked: Store, clock: SetClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.hours = 1000
+    clocked.delete("m")
+    moved = len(clocked.gc().trash)
+    (clocked.path / "damaged").write_bytes(b"x")
+    clocked._objects.set_aside(clocked.path / "damaged", clocked.path / "quarantine")
+    clock.hours = 0  # somebody has set it right
+    for _ in range(2):
+        clock.hours += 20
+        assert (clocked.gc(dry_run=True).delete, clocked.gc().delete) == ((), ())
+        assert moved > 0
+        assert {f"trash: {moved} files", "quarantine: 1 files"} == {
+            text.partition(" were dated up to")[0].rpartition("/")[2] for text in caplog.messages
+        }
+    assert [text for text in caplog.messages if "980.0 hours ahead" in text] == caplog.messages
+    clock.hours += 5
+    assert len(clocked.gc().delete) == moved + 1
+    assert list((clocked.path / "trash").iterdir()) == []
+
+
+def test_without_a_grace_what_the_trash_dates_ahead_goes_too(
+    clocked: Store, clock: SetClock
+) -> None:
+    clocked.delete("m")
+    clock.hours = 1000
+    moved = len(clocked.gc().trash)
+    clock.hours = 0
+    assert len(clocked.gc(0).delete) == moved > 0
+    assert clocked.stats().trash_bytes == 0
 
 
 class ReadOnly(RealFiles):

@@ -37,12 +37,14 @@ class Faults:
 
     `stop_at`: the process dies in its place, or, when `torn`, half-way through it if it writes.
     `fail`: it raises OSError with this errno, once. `full_from`: from there on nothing fits.
+    `at`: this happens first, as when somebody sets the clock.
     """
 
     stop_at: int | None = None
     torn: bool = False
     fail: Mapping[int, int] = field(default_factory=dict)
     full_from: int | None = None
+    at: Mapping[int, Callable[[], None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class _Undo:
 
     key: int | Path
     action: Callable[[], None]
+
+
+def _nothing() -> None:
+    """Most operations."""
 
 
 def _close_all(kept: list[int]) -> None:
@@ -62,14 +68,17 @@ class FaultyFiles(Files):
     """The disk with faults. Does not really sync: what counts as durable is kept in a journal.
 
     `limbo` is an empty folder on the same file system, for what may have to come back. What SQLite
-    does is not seen: the index is always ahead, as if all it wrote had reached the disk.
+    does is not seen: the index is always ahead, as if all it wrote had reached the disk. `inner` is
+    the disk below, which may have a clock of its own.
     """
 
-    def __init__(self, limbo: Path, faults: Faults | None = None) -> None:
+    def __init__(
+        self, limbo: Path, faults: Faults | None = None, *, inner: Files | None = None
+    ) -> None:
         self.log: list[str] = []
         self._limbo = limbo
         self._faults = faults or Faults()
-        self._inner = RealFiles()
+        self._inner = inner or RealFiles()
         self._lock = threading.RLock()
         self._dead = False
         self._journal: list[_Undo] = []
@@ -124,6 +133,7 @@ class FaultyFiles(Files):
                 raise Crash
             number = len(self.log)
             self.log.append(operation)
+            self._faults.at.get(number, _nothing)()
             if number == self._faults.stop_at:
                 if self._faults.torn and tear is not None:
                     tear()

@@ -89,10 +89,12 @@ class Manager:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *options: str, limit: int | None = None) -> Iterator[Manager]:
+def running(
+    folder: Path, *options: str, limit: int | None = None, kind: type[Manager] = Manager
+) -> Iterator[Manager]:
     """A manager with its socket in this folder, for the length of the context."""
     # The last of two --budget counts.
-    manager = Manager(folder / "m.sock", "--budget", str(256 << 20), *options, limit=limit)
+    manager = kind(folder / "m.sock", "--budget", str(256 << 20), *options, limit=limit)
     try:
         yield manager
     finally:

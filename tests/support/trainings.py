@@ -2,13 +2,14 @@
 state alone.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.files import Files
 
 _BATCH, _INPUTS, _WIDTH, _CLASSES = 16, 64, 320, 8
 
@@ -65,10 +66,10 @@ class Training:
         return latest + 1
 
 
-def train(root: str, steps: int) -> list[float]:
+def train(root: str, steps: int, files: Files | None = None) -> list[float]:
     """Train until there are so many steps, each saved in the background; all losses."""
-    training = Training()
-    with CheckpointStore(Path(root), "run", keep_last=3, keep_every=10) as run:
+    training, store = Training(), Store.open(root, files=files)
+    with CheckpointStore(store, "run", keep_last=3, keep_every=10) as run:
         run.hook(training.optimizer)
         for step in range(training.resume(run), steps):
             loss = training.step()

@@ -107,7 +107,7 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
 def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
     table = listing("run", "steps", "first", "latest", "saved")
     for run, steps in runs.items():
-        last = steps[-1]
+        last = _latest(opened, run, steps)
         table.add_row(
             Dotted(run), str(len(steps)), str(steps[0].step), str(last.step), when(last.saved_at)
         )
@@ -125,6 +125,12 @@ def steps_of(store: Store, run: str) -> list[Step]:
 
 def _summary(run: str, steps: list[Step]) -> dict[str, object]:
     return {"run": run, "steps": [step.step for step in steps], "saved_at": steps[-1].saved_at}
+
+
+def _latest(store: Store, run: str, steps: list[Step]) -> Step:
+    """The step of these that was saved last."""
+    number = CheckpointStore(store, run).latest()
+    return next((step for step in steps if step.step == number), steps[-1])
 
 
 def when(seconds: int) -> str:

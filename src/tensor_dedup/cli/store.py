@@ -225,8 +225,9 @@ class _CacheImport:
                     external=True,
                     follow_links=self._follow_links,
                 )
-        except NameTakenError:
-            self.left_out[snapshot.name] = "it is in the store already"
+        except NameTakenError as error:
+            told = str(error) if self._replace else "it is in the store already"
+            self.left_out[snapshot.name] = told
         except (CheckpointNotFoundError, UnsupportedError) as error:
             self.left_out[snapshot.name] = str(error)
         except TensorDedupError as error:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 import fresh
+from clocks import JUMPS, ClockedFiles, SetClock
 
 _FOREVER = 10**6
 
 
 def killing(root: str, seconds: float) -> dict[str, Any]:
-    """Trains in children that are killed; what was there at the end."""
+    """Trains in children that are killed; what was there at the end. Their clocks jump by hours."""
     # Before children are forked nothing is computed, or torch's threads would be missing in them.
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
@@ -27,7 +28,7 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
     while time.monotonic() < end or kills < 3:
         child = os.fork()
         if not child:
-            trainings.train(root, _FOREVER)
+            trainings.train(root, _FOREVER, ClockedFiles(SetClock(jumps=JUMPS)))
         if kills % 4 != 3:  # else while it begins
             while os.waitpid(child, os.WNOHANG) == (0, 0) and not _is_further(root, done):
                 time.sleep(0.02)

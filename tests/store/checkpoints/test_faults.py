@@ -2,7 +2,8 @@
 
 After each death the disk forgets: nothing (a kill), bytes that were not synced, or names and bytes
 (a power cut); writes are torn in their middle too. Then every step that is there is whole, nothing
-that was saved is gone, and the run goes on.
+that was saved is gone, and the run goes on. The clock of every other training is set back and forth
+by hours from one operation to the next; the steps are in the order in which they were saved.
 """
 
 import errno
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from clocks import JUMPS, ClockedFiles, SetClock
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same, copied, forest, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.runs import in_save_order
 from tensor_dedup.store.errors import NoSpaceError
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
@@ -74,8 +77,11 @@ ACTS = {
 class Scene:
     """Runs one act on copies of a store, with a fault at each of its operations in turn."""
 
+    points = jumps = 0
+
     def __init__(self, folder: Path, act: Act) -> None:
         self.folder, self._act = folder, act
+        self._disk: ClockedFiles | None = None
         files = FaultyFiles(self._made(folder / "limbo"))
         run = handle(folder / "template", files=files, config=CONFIG)
         for step in (0, 1):
@@ -95,7 +101,17 @@ class Scene:
     def stage(self, name: str, faults: Faults) -> tuple[Path, FaultyFiles]:
         folder = self.folder / name
         shutil.copytree(self.folder / "template", folder / "store")
-        return folder, FaultyFiles(self._made(folder / "limbo"), faults)
+        return folder, self._files(folder / "limbo", faults)
+
+    def _files(self, limbo: Path, faults: Faults | None = None) -> FaultyFiles:
+        return FaultyFiles(self._made(limbo), faults, inner=self._disk)
+
+    def next(self) -> None:
+        """Another case; every other one has a clock that jumps."""
+        jumps = Scene.points % 2 > 0
+        self._disk = ClockedFiles(SetClock(jumps=JUMPS)) if jumps else None
+        Scene.points += 1
+        Scene.jumps += jumps
 
     def operations(self) -> Iterator[tuple[int, str]]:
         """The operations of the act, undisturbed."""
@@ -117,15 +133,18 @@ class Scene:
 
     def check(self, folder: Path) -> set[int]:
         """Which steps are there; each is what was saved, and the run can go on."""
-        files = FaultyFiles(self._made(folder / "after"))
+        files = self._files(folder / "after")
         run = handle(folder / "store", files=files, config=CONFIG)
         steps = set(run.steps())
         assert steps in self._act.states
-        assert run.latest() == max(steps)
+        order = in_save_order(run._steps.places())
+        assert order == sorted(steps)
+        assert run.latest() == order[-1]
         self._check_all(run, steps)
         assert run.store.verify(full=True).faults == []
         run.gc(0)
         run.save(model_of(5), 5)
+        assert in_save_order(run._steps.places()) == [*order, 5]
         self._check_all(run, {*steps, 5})
         assert run.store.verify(full=True).faults == []
         run.close()
@@ -154,6 +173,7 @@ def test_dying_at_every_operation(tmp_path: Path, name: str, every: bool) -> Non
         if operation in WRITES:
             cases.append((Faults(stop_at=number, torn=True), "nothing"))
         for faults, loss in cases:
+            scene.next()
             folder, files = scene.stage("stage", faults)
             with pytest.raises(Crash):
                 scene.play(folder / "store", files)
@@ -181,6 +201,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, name: str) -> None:
     scene, tried = Scene(tmp_path, ACTS[name]), 0
     for number, operation in scene.operations():
         if operation in NEEDS_SPACE:
+            scene.next()
             folder, files = scene.stage("stage", Faults(full_from=number))
             with pytest.raises(NoSpaceError, match="gc"):
                 scene.play(folder / "store", files)
@@ -215,6 +236,7 @@ def test_an_operation_that_fails_once_can_be_done_again(tmp_path: Path, code: in
     for number, operation in scene.operations():
         if operation not in CHANGES and number % (3 * _READS_TRIED):
             continue
+        scene.next()
         folder, files = scene.stage("stage", Faults(fail={number: code}))
         run = scene._handle(folder / "store", files)
         run.save(model_of(2), 2)
@@ -227,3 +249,11 @@ def test_an_operation_that_fails_once_can_be_done_again(tmp_path: Path, code: in
         run.close()
         scene.check(folder)
         shutil.rmtree(folder)
+
+
+def test_that_was_often_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        jumps = f"{Scene.jumps} of them with a clock that jumps"
+        print(f"\nfaults of runs: {Scene.points}, {jumps}")  # noqa: T201 (the number is a result)
+    assert Scene.points >= 300
+    assert Scene.jumps >= 150

@@ -1,23 +1,43 @@
 """Which step is the last: what was imported is none, and who goes back to a step goes on there."""
 
 import logging
+import multiprocessing
 import os
 import signal
-import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fresh
-from stores import Gate, assert_same, gated, handle, network, shares, train
+from clocks import JUMPS, ClockedFiles, SetClock
+from stores import Gate, Model, assert_same, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
+from tensor_dedup.store.checkpoints.retention import Retention
+from tensor_dedup.store.checkpoints.runs import StepOrder, in_save_order
 from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of
 
-TICK_S = 0.02  # files are dated by a clock of a few milliseconds
+Earlier = Callable[[], AbstractContextManager[None]]
+_FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def earlier(monkeypatch: pytest.MonkeyPatch) -> Earlier:
+    """What is saved in this context has no sequence number, as an earlier version wrote it."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(StepOrder, "next", lambda _: None)
+            yield
+
+    return context
 
 
 def reference(run: CheckpointStore, step: int) -> Path:
@@ -36,7 +56,8 @@ def test_what_was_imported_is_no_step_by_any_count(tmp_path: Path) -> None:
     assert run.steps() == [1, 2]  # imports do not count among the last two
     run.save(model, 3)
     assert (run.steps(), run.latest()) == ([2, 3], 3)
-    run.save(model, 9)  # in place of an import: from now on it is a step
+    run.store.delete("run@9")
+    run.save(model, 9)  # in the place that an import had: from now on it is a step
     assert (run.steps(), run.latest()) == ([3, 9], 9)
     assert {"run@7", "run@8"} <= set(run.store._objects.names())
     assert shares(run)
@@ -79,7 +100,6 @@ def test_a_training_that_goes_back_keeps_what_it_saves_from_there(tmp_path: Path
     for step in range(11):
         run.save(model, step)
     assert (run.steps(), run.latest()) == ([8, 9, 10], 10)
-    time.sleep(TICK_S)
     run.save(model, 6)
     assert (run.steps(), run.latest()) == ([6, 9, 10], 6)
     run.save(model, 7)
@@ -89,16 +109,181 @@ def test_a_training_that_goes_back_keeps_what_it_saves_from_there(tmp_path: Path
     assert shares(run)
 
 
-def test_steps_of_one_time_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def order(run: CheckpointStore) -> list[int]:
+    return in_save_order(run._steps.places())
+
+
+def test_steps_of_one_time_of_an_earlier_version_are_in_the_order_of_their_numbers(
+    tmp_path: Path, earlier: Earlier
+) -> None:
     run, model = handle(tmp_path), network(1)
-    for step in (3, 10, 9):
-        time.sleep(TICK_S)
-        run.save(model, step)
-    assert run.latest() == 9
+    with earlier():
+        for step in (3, 10, 9):
+            run.save(model, step)
+    for second, step in enumerate((3, 10, 9)):
+        os.utime(reference(run, step), (1000 + second, 1000 + second))
+    assert order(run) == [3, 10, 9]
     for step in run.steps():
         os.utime(reference(run, step), (1000, 1000))
-    assert run.latest() == 10
+    assert order(run) == [3, 9, 10]
     assert shares(run)
+
+
+@pytest.mark.parametrize("hours", [-1, 1, 0])
+def test_a_clock_that_is_set_changes_no_order(tmp_path: Path, hours: float) -> None:
+    """Back, forth, or standing still."""
+    clock = SetClock()
+    run, model = handle(tmp_path, files=ClockedFiles(clock), keep_last=2), network(1)
+    for step in (0, 1, 2, 9, 5, 6):
+        run.save(model, step)
+        clock.hours += hours
+        assert run.latest() == handle(tmp_path).latest() == step
+    assert order(run) == [5, 6]
+    dated = [reference(run, step).stat().st_mtime_ns for step in (5, 6)]
+    assert (dated[0] < dated[1]) == (hours >= 0)
+    assert run.save(model, 5).step == order(run)[-1] == 5  # once more
+    assert order(handle(tmp_path)) == [6, 5]
+    assert shares(run)
+
+
+def test_steps_of_two_machines_are_in_the_order_of_saving(tmp_path: Path) -> None:
+    late, early = SetClock(hours=2), SetClock(hours=-2)
+    runs = [handle(tmp_path, files=ClockedFiles(clock)) for clock in (late, early)]
+    saved = [7, 3, 8, 1, 9, 0, 3, 2]
+    for number, step in enumerate(saved):
+        runs[number % 2].save(network(1), step)
+        assert [run.latest() for run in runs] == [step, step]
+    assert order(runs[0]) == order(runs[1]) == [7, 8, 1, 9, 0, 3, 2]
+    assert shares(runs[0])
+
+
+def test_what_an_earlier_version_saved_comes_before_what_is_saved_now(
+    tmp_path: Path, earlier: Earlier
+) -> None:
+    clock, model = SetClock(), network(1)
+    run = handle(tmp_path, files=ClockedFiles(clock))
+
+    def save(*steps: int) -> None:
+        for step in steps:
+            clock.hours += 0.1
+            run.save(model, step)
+
+    with earlier():
+        save(4, 8, 5)
+    clock.hours -= 3
+    save(2, 6)
+    assert order(handle(tmp_path)) == order(run) == [4, 8, 5, 2, 6]
+    clock.hours += 4
+    with earlier():  # somebody uses it again; the clock is right, as far as it knows
+        save(7, 3)
+    clock.hours -= 9
+    run.close()
+    run = handle(tmp_path, files=ClockedFiles(clock), keep_last=4)
+    save(1)
+    assert order(handle(tmp_path)) == [6, 7, 3, 1]
+    assert shares(run)
+
+
+@pytest.mark.parametrize("ruin", [None, b"", b"no text", frames.encode_text(["a", "last 9"])])
+def test_the_order_outlives_the_number_that_was_given_last(
+    tmp_path: Path, ruin: bytes | None
+) -> None:
+    model, path = network(1), tmp_path / "sequence"
+    for step in (5, 4):
+        handle(tmp_path).save(model, step)
+    assert path.read_bytes()
+    path.unlink()
+    if ruin is not None:
+        path.write_bytes(ruin)
+    for step in (3, 2):
+        handle(tmp_path).save(model, step)
+    assert order(handle(tmp_path)) == [5, 4, 3, 2]
+    assert handle(tmp_path).store.verify(full=True).fine
+
+
+def test_an_unreadable_step_keeps_its_place_by_its_date(tmp_path: Path) -> None:
+    clock = SetClock()
+    run, model = handle(tmp_path, files=ClockedFiles(clock)), network(1)
+    ruined = {}
+    for step in (1, 2, 3, 4):
+        train(model, step, "layer0.bias")
+        clock.hours += 1
+        ruined[step] = run.save(model, step).manifest
+    for step in (1, 3):
+        run.store._objects.layout.manifest(ruined[step]).write_bytes(b"ruined")
+    assert order(handle(tmp_path)) == [1, 2, 3, 4]
+    run.store._objects.layout.manifest(ruined[4]).write_bytes(b"ruined")
+    assert handle(tmp_path).latest() == 4  # who loads it learns of the damage
+    clock.hours += 1
+    run = handle(tmp_path, files=ClockedFiles(clock))
+    run.save(model, 3)  # who went back to 2 saves it again
+    assert order(run)[-1] == 3
+    assert_same(run.load(3), model)
+
+
+def test_a_step_that_is_saved_again_meanwhile_is_not_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention has chosen the old one; what has its name now is the latest."""
+    run, other, model = handle(tmp_path, keep_last=2), handle(tmp_path), network(1)
+    for step in (1, 2):
+        run.save(model, step)
+    dropped = Retention.dropped
+
+    def late(self: Retention, *arguments: Any) -> list[int]:
+        found = dropped(self, *arguments)
+        assert found == [1]
+        train(model, 7, "layer0.bias")
+        other.save(model, 1)
+        return found
+
+    monkeypatch.setattr(Retention, "dropped", late)
+    run.save(model, 3)
+    monkeypatch.undo()
+    assert order(run) == [2, 3, 1]
+    assert_same(run.load(1), model)
+    assert shares(run)
+
+
+def model_of(who: int, step: int) -> Model:
+    model = network(1)
+    train(model, 100 * who + step, "layer0.bias")
+    return model
+
+
+def saving(root: Path, who: int, ready: Any, found: Any) -> None:
+    clock = SetClock(jumps=JUMPS[who:])
+    run = handle(root, files=ClockedFiles(clock))
+    ready.wait(60)
+    for number in range(8):
+        step = 100 * (2 - who) - number  # each one counts down
+        began = len(order(run))
+        run.save(model_of(who, number), step)
+        found.put((who, step, began))
+    run.close()
+
+
+def test_processes_at_once_keep_the_order_that_each_saved_in(tmp_path: Path) -> None:
+    handle(tmp_path).close()
+    found, ready = _FORK.Queue(), _FORK.Barrier(2)
+    several = [_FORK.Process(target=saving, args=(tmp_path, who, ready, found)) for who in (0, 1)]
+    for each in several:
+        each.start()
+    saved = [found.get(timeout=120) for _ in range(16)]
+    for each in several:
+        each.join()
+        assert each.exitcode == 0
+    run = handle(tmp_path)
+    there = order(run)
+    for who in (0, 1):
+        own = [step for saver, step, _ in saved if saver == who]
+        assert [step for step in there if step in own] == own
+    sequences = [place.sequence for place in run._steps.places().values()]
+    assert len(set(sequences)) == 16
+    assert run.latest() in {saved[-1][1], there[-1]}
+    assert shares(run)
+    for who, step, _ in saved:
+        assert_same(run.load(step), model_of(who, 100 * (2 - who) - step))
 
 
 @pytest.mark.parametrize("rules", [{"keep_best": ("loss", 1, "min")}, {"keep_last": 1}])
