@@ -68,11 +68,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a stored checkpoint, as an export writes it."""
+    """One file of a stored checkpoint, as an export writes it.
+
+    `prefix` precedes the names of its tensors.
+    """
 
     path: str
     nbytes: int
     pieces: tuple[Piece, ...]
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +496,7 @@ class StoredCheckpoint(StoredPieces):
         held = list(by_file(content, pieces))
         free, self._made = loose(content, pieces), dict[bytes, bytes]()
         self.files = (
-            *(StoredFile(f.path, f.nbytes, tuple(part)) for f, part in held),
+            *(StoredFile(f.path, f.nbytes, tuple(part), f.prefix) for f, part in held),
             *self._make_files(free, [file.path for file in content.files]),
         )
         self._tensors = {

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_files import file_of, parse
+from pytorch_files import AMBIGUOUS, bytes_of, file_of, flat, parse, seen_by_us
 from refusals import refused
-from tensor_dedup.formats.errors import (
-    PytorchFault,
-)
+from tensor_dedup.formats.errors import PytorchError, PytorchFault
+from tensor_dedup.formats.pytorch.machine import TENSOR_ATTRIBUTES, wrong_attribute
 from tensor_dedup.formats.pytorch.reader import read_header
+from tensor_dedup.formats.pytorch.values import PlainDict
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
@@ -96,6 +96,42 @@ def test_no_other_global_is_known(name: str) -> None:
         with refused(PytorchFault.FORBIDDEN_GLOBAL) as caught:
             parse(file_of(b"\x80\x04" + body + b"."))
         assert caught.value.facts["name"] == name
+
+
+@pytest.mark.parametrize(("what", "file"), AMBIGUOUS, ids=[what for what, _ in AMBIGUOUS])
+def test_what_torch_reads_otherwise_is_refused(tmp_path: Path, what: str, file: bytes) -> None:
+    (tmp_path / "plain.pt").write_bytes(file_of())
+    plain = seen_by_us(tmp_path / "plain.pt", read_header(tmp_path / "plain.pt"))["w"]
+    (tmp_path / "w.pt").write_bytes(file)
+    theirs = flat(torch.load(tmp_path / "w.pt", weights_only=True))
+    # That torch takes it, and in its own way, is why it is refused.
+    seen = theirs.get("w")
+    assert (
+        seen is None
+        or (seen.dtype, seen.device) != (plain.dtype, plain.device)
+        or bytes_of(seen) != bytes_of(plain)
+    )
+    with pytest.raises(PytorchError) as caught:
+        parse(file)
+    assert caught.value.kind in (
+        PytorchFault.FORBIDDEN_CALL,
+        PytorchFault.STORAGE_TYPE,
+        PytorchFault.STORAGE_ID,
+    )
+
+
+def test_no_attribute_of_a_tensor_that_torch_sets_is_taken() -> None:
+    """Whatever is set by a function and not merely kept."""
+    found = {
+        name
+        for kind in torch.nn.Parameter.__mro__
+        for name, value in vars(kind).items()
+        if hasattr(type(value), "__set__")
+    }
+    assert {"data", "grad", "requires_grad", "real", "_backward_hooks"} <= found
+    for name in found:
+        assert wrong_attribute(PlainDict([name, None]), TENSOR_ATTRIBUTES), name
+    assert wrong_attribute(PlainDict(["note", None]), TENSOR_ATTRIBUTES) is None
 
 
 def test_reading_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

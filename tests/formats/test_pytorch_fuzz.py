@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import process_state
+from pickle_programs import disturbed, file_with, program
 from pytorch_files import HONEST, LIARS, bytes_of, file_of, flat, parse, seen_by_us
 from refusals import count_accepted, mutated, peak_of
 from tensor_dedup.errors import FormatError
@@ -66,20 +67,36 @@ def seen_by_torch(path: Path) -> dict[str, torch.Tensor] | None:
 
 def judge(file: bytes, path: Path) -> bool:
     """Whether the file was taken; then torch sees the same in it, or refuses it."""
+    return compared(file, path) is not None
+
+
+def compared(file: bytes, path: Path) -> int | None:
+    """How many tensors torch and we see alike, 0 where it refuses the file, None where we do."""
     path.write_bytes(file)
     try:
         header = read_header(path)
     except FormatError:
-        return False
+        return None
     theirs = seen_by_torch(path)
     if theirs is None:
-        return True
+        return 0
     ours = seen_by_us(path, header)
+    for name in set(header.sparse.values()):
+        whole = theirs.pop(name)
+        for number, part in enumerate((whole._indices(), whole._values())):
+            ours_too = ours.pop(f"{name}.{number}")
+            assert (ours_too.dtype, ours_too.shape) == (part.dtype, part.shape), name
+            assert bytes_of(ours_too) == bytes_of(part), name
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
-        assert bytes_of(ours[name]) == bytes_of(tensor)
-    return True
+        assert kind_of(ours[name]) == kind_of(tensor), name
+        assert bytes_of(ours[name]) == bytes_of(tensor), name
+    return len(theirs)
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.dtype, tensor.shape, tensor.stride(), *flags)
 
 
 def fuzz(cases: int, seed: int, path: Path) -> None:
@@ -99,6 +116,32 @@ def test_fuzz(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_fuzz_for_minutes(tmp_path: Path) -> None:
     fuzz(150_000, 1, tmp_path / "fuzzed.pt")
+
+
+def fuzz_programs(cases: int, seed: int, path: Path) -> None:
+    rng = random.Random(seed)
+    taken = alike = 0
+    for case in range(cases):
+        pickle_ = program(rng)
+        file = file_with(disturbed(rng, pickle_) if case % 3 == 0 else pickle_)
+        try:
+            count = compared(file, path)
+        except BaseException as error:
+            error.add_note(f"case {case} of seed {seed}: {file!r}")
+            raise
+        taken += count is not None
+        alike += bool(count)
+    # Many are refused here, and of those that are not torch takes most.
+    assert cases // 10 < alike <= taken < cases
+
+
+def test_fuzz_programs(tmp_path: Path) -> None:
+    fuzz_programs(3_000, 20_270_101, tmp_path / "program.pt")
+
+
+@pytest.mark.long
+def test_fuzz_programs_for_minutes(tmp_path: Path) -> None:
+    fuzz_programs(150_000, 2, tmp_path / "program.pt")
 
 
 def careful(file: bytes) -> None:

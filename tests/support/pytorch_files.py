@@ -224,6 +224,42 @@ SENTINEL = {"packed": 0xFFFFFFFF, "size": 0xFFFFFFFF}
 # More containers in containers than any checkpoint has; and a list that holds itself.
 DEEP = b"]" * 100 + tensor() + b"a" * 100 + b"."
 CIRCLE = b"]q\x00h\x00a."
+STATE = b"}" + text("data") + tensor(storage("1")) + b"s"
+TENSOR_OF_2 = (storage(), integer(0), numbers((2,)), numbers((1,)), b"\x89", HOOKS)
+
+
+def beside(pickle: bytes) -> bytes:
+    """A file whose `w` is made as said, with another storage to be had."""
+    return file_of(state(w=pickle), {"0": FLOATS, "1": FLOATS[::-1]})
+
+
+# (what is done, the file): torch.load(weights_only=True) takes it, and sees something else in it
+# than the two numbers `w` that it names, or sees what its names and numbers do not say.
+AMBIGUOUS: list[tuple[str, bytes]] = [
+    ("a tensor moved to another storage", beside(
+        tensor() + b"(" + storage("1") + integer(0) + numbers((2,)) + numbers((1,)) + b"tb")),
+    ("a parameter whose state is its data",
+     beside(call("torch._utils._rebuild_parameter_with_state", tensor(), b"\x89", HOOKS, STATE))),
+    ("a tensor whose attribute is its data",
+     beside(call("torch._tensor._rebuild_from_type_v2", named("torch._utils._rebuild_tensor_v2"),
+                 named("torch.Tensor"), b"(" + b"".join(TENSOR_OF_2) + b"t", STATE))),
+    ("a flag that is off", file_of(state(w=tensor(more=b"}" + text("neg") + b"\x89s")))),
+    ("a flag that is nothing", file_of(state(w=tensor(more=b"}" + text("neg") + b"Ns")))),
+    ("a complex flag that is off", file_of(state(w=tensor(
+        storage(kind="torch.ComplexFloatStorage", count=1), size=(1,),
+        more=b"}" + text("conj") + b"\x89s")))),
+    ("a dict made without a call", pickled(named("collections.OrderedDict") + b"](](" + text("w")
+     + tensor() + b"ee\x85\x81.")),
+    ("a storage that was another kind before", pickled(
+        b"}(" + text("n") + call("torch.Size", b")") + text("s") + call("builtins.set",
+        b"](" + tensor(storage(kind="torch.IntStorage")) + b"e") + text("w") + tensor() + b"u.")),
+    ("a storage without bytes", file_of(state(w=tensor(
+        storage().replace(text("cpu"), text("meta")))))),
+    ("a dict whose items are others", pickled(HOOKS + text("w") + tensor() + b"s}" + text("items")
+     + named("collections.Counter") + b"sb.")),
+]  # fmt: skip
+
+
 # Thirty levels of ten times the same list: 10^30 values.
 BOMB = b"]" + tensor() + b"a" + (b"q\x000](" + b"h\x00" * 10 + b"e") * 30 + b"."
 
@@ -424,6 +460,16 @@ LIARS: list[tuple[str, bytes, Fault]] = [
      Fault.FORBIDDEN_CALL),
     ("a parameter of a text", pickled(call("torch._utils._rebuild_parameter", text("w"), b"\x88",
      HOOKS) + b"."), Fault.FORBIDDEN_CALL),
+    ("tensors that are counts", pickled(call("collections.Counter", b"}" + text("w") + tensor()
+     + b"s") + b"."), Fault.FORBIDDEN_CALL),
+    ("a parameter made without a call",
+     file_of(state(w=named("torch.nn.parameter.Parameter") + tensor() + b"\x85\x81")),
+     Fault.FORBIDDEN_CALL),
+    ("a dict of pairs", pickled(call("collections.OrderedDict", b"](](" + text("w") + tensor()
+     + b"ee") + b"."), Fault.FORBIDDEN_CALL),
+    ("sizes in a list", file_of(state(w=tensor()).replace(numbers((2,)), b"](\x8a\1\2e")),
+     Fault.FORBIDDEN_CALL),
+    ("hooks", file_of(state(w=tensor()).replace(HOOKS, b"N")), Fault.FORBIDDEN_CALL),
     ("attributes around another call", pickled(call("torch._tensor._rebuild_from_type_v2",
      named("collections.OrderedDict"), named("torch.Tensor"), b")", b"}") + b"."),
      Fault.FORBIDDEN_CALL),
@@ -522,7 +568,8 @@ def _walk(prefix: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _joined(prefix: str, key: object) -> str:
-    part = str(int(key)) if isinstance(key, bool) else str(key)
+    whole = isinstance(key, bool) or (isinstance(key, float) and key.is_integer())
+    part = str(int(cast("float", key))) if whole else str(key)
     return f"{prefix}.{part}" if prefix else part
 
 
@@ -539,15 +586,23 @@ def seen_by_us(path: Path, header: PytorchHeader) -> dict[str, torch.Tensor]:
             torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         )
         size = torch.empty(0, dtype=dtype).element_size()
-        whole = held[: len(raw) // size * size].view(dtype)
-        offset = (member.start - spec.start) // size
-        found[member.name] = whole.as_strided(member.shape, member.stride, offset)
+        offset = member.start - spec.start if member.nbytes else 0
+        whole = held[offset : offset + (len(raw) - offset) // size * size].clone().view(dtype)
+        seen = whole.as_strided(member.torch_shape, member.stride)
+        seen = seen.conj() if member.conjugated else seen
+        found[member.name] = torch._neg_view(seen) if member.negated else seen
     return found
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements in order."""
-    whole = tensor.detach().contiguous().reshape(-1)
+    whole = tensor.detach()
+    if whole.dtype == torch.complex32:  # torch cannot resolve what it shows; as it is stored, then
+        whole = whole.conj() if whole.is_conj() else whole
+        whole = torch._neg_view(whole) if whole.is_neg() else whole
+    whole = whole.resolve_conj().resolve_neg().contiguous()
+    # One element may have any stride.
+    whole = whole.as_strided((whole.numel(),), (1,), whole.storage_offset())
     return bytes(whole.view(torch.uint8).tolist()) if whole.numel() else b""
 
 

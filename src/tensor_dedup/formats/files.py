@@ -5,9 +5,25 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError
+
+
+class ReadableFile(Protocol):
+    """A file whose ranges can be read: one that is open, or one that is put together from pieces.
+
+    `path` is only named in errors; `size` is in bytes.
+    """
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Return exactly these bytes, which lie inside the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from tensor_dedup.formats import gguf, safetensors
-from tensor_dedup.formats.files import OpenFile, opened
+from tensor_dedup.formats.files import ReadableFile, opened
 from tensor_dedup.formats.pytorch import reader as pytorch
 from tensor_dedup.formats.pytorch.geometry import PickledTensor
 from tensor_dedup.formats.serverless import data_files
@@ -73,6 +73,23 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
         return read(path, fd=file.fd)
 
 
+def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
+    """Return the header of a file of torch.save, read by `file.read`; None for other formats.
+
+    The format is found as `read_header` finds it, by the name and the first bytes.
+
+    Raises:
+        FormatError: The file is malformed.
+    """
+    suffix = PurePath(file.path).suffix
+    if suffix in (SAFETENSORS_SUFFIX, GGUF_SUFFIX):
+        return None
+    if data_files.DATA_FILE.fullmatch(PurePath(file.path).name):
+        return None
+    read = _by_content(file) or _READERS.get(suffix)
+    return pytorch.parse_file(file) if read is pytorch.read_header else None
+
+
 def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
     """Return second names of tensors, each with the first name: tied weights of torch.save."""
     if not isinstance(header, pytorch.PytorchHeader):
@@ -98,7 +115,7 @@ def members_in(header: Header) -> Mapping[str, PickledTensor]:
     return {member.name: member for member in members}
 
 
-def _by_content(file: OpenFile) -> Callable[..., Header] | None:
+def _by_content(file: ReadableFile) -> Callable[..., Header] | None:
     head = file.read(0, min(file.size, _HEAD))
     if head.startswith(gguf.MAGIC):
         return gguf.read_header

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
-from tensor_dedup.formats.files import OpenFile
+from tensor_dedup.formats.files import ReadableFile
 
 # As many as the largest header of safetensors may have tensors, and what else torch.save writes.
 MAX_ENTRIES = 1_000_100
@@ -25,6 +25,8 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _END_MARK, _LOCATOR_MARK, _END64_MARK = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 _CENTRAL_MARK, _LOCAL_MARK, _FOOTER_MARK = b"PK\x01\x02", b"PK\x03\x04", b"PK\x07\x08"
+# What an entry takes of the file at least, besides its data and its name, which is there twice.
+ENTRY_BYTES = _CENTRAL.size + _LOCAL.size
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _FOOTER, _UTF8 = 1 << 3, 1 << 11
 _ZIP64 = 1
@@ -57,7 +59,7 @@ class _Listed:
         return shorten(self.name.decode("utf-8", "replace"))
 
 
-def read_archive(file: OpenFile) -> Mapping[str, Entry]:
+def read_archive(file: ReadableFile) -> Mapping[str, Entry]:
     """Return all entries by name, in the order of their data.
 
     Raises:
@@ -70,7 +72,7 @@ def read_archive(file: OpenFile) -> Mapping[str, Entry]:
     return MappingProxyType({entry.name: entry for entry in entries})
 
 
-def _directory_place(file: OpenFile) -> tuple[int, int, int]:
+def _directory_place(file: ReadableFile) -> tuple[int, int, int]:
     """Return the place, size and number of entries of the directory; it must end at the end."""
     end = file.size - _END.size
     if end < 0 or not (tail := file.read(end, _END.size)).startswith(_END_MARK):
@@ -106,7 +108,7 @@ def _directory_place(file: OpenFile) -> tuple[int, int, int]:
     return start, nbytes, count
 
 
-def _directory_place_64(file: OpenFile, end: int) -> tuple[int, tuple[int, int, int]] | None:
+def _directory_place_64(file: ReadableFile, end: int) -> tuple[int, tuple[int, int, int]] | None:
     """Return where the larger end begins, and what it says, when there is one."""
     locator = end - _LOCATOR.size
     if locator < 0:
@@ -130,7 +132,7 @@ def _directory_place_64(file: OpenFile, end: int) -> tuple[int, tuple[int, int, 
     return place, (start, nbytes, count)
 
 
-def _directory(file: OpenFile, start: int, nbytes: int, count: int) -> list[_Listed]:
+def _directory(file: ReadableFile, start: int, nbytes: int, count: int) -> list[_Listed]:
     if count > MAX_ENTRIES or nbytes > MAX_DIRECTORY_BYTES:
         raise PytorchError.at(
             PytorchFault.TOO_MANY_ENTRIES,
@@ -270,7 +272,7 @@ def _checked_name(entry: _Listed, path: str) -> str:
     return name
 
 
-def _locate(file: OpenFile, listed: list[_Listed], limit: int) -> list[Entry]:
+def _locate(file: ReadableFile, listed: list[_Listed], limit: int) -> list[Entry]:
     """Find the data of each entry, in the order of their offsets; they must cover the file."""
     found: list[Entry] = []
     expected, before = 0, "the beginning"
@@ -301,7 +303,7 @@ def _locate(file: OpenFile, listed: list[_Listed], limit: int) -> list[Entry]:
     return found
 
 
-def _data_start(file: OpenFile, entry: _Listed, limit: int) -> int:
+def _data_start(file: ReadableFile, entry: _Listed, limit: int) -> int:
     body = entry.offset + _LOCAL.size
     if body + len(entry.name) > limit:
         raise _beyond(file.path, entry, body + len(entry.name), limit)
@@ -326,7 +328,7 @@ def _data_start(file: OpenFile, entry: _Listed, limit: int) -> int:
     return start
 
 
-def _after_footer(file: OpenFile, entry: _Listed, end: int, limit: int) -> int:
+def _after_footer(file: ReadableFile, entry: _Listed, end: int, limit: int) -> int:
     """Return where the next entry begins: after the footer, with a mark or not, 32 bits or 64."""
     if not entry.flags & _FOOTER:
         return end

@@ -26,7 +26,7 @@ class PickledTensor:
 
     `nbytes` is what its elements take; the first is at `start` of the file. `plain`: they lie there
     in order and without gaps, as they are. `held_by` names the spec among whose bytes they are.
-    `lazy`: they are to be conjugated or negated when they are read.
+    `conjugated`, `negated`: what is to be done to them when they are read.
     """
 
     name: str
@@ -37,7 +37,20 @@ class PickledTensor:
     nbytes: int
     plain: bool
     held_by: str
-    lazy: bool = False
+    conjugated: bool = False
+    negated: bool = False
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the elements differ from those of the storage."""
+        return self.conjugated or self.negated
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """The shape in torch's elements, to which `stride` belongs."""
+        if self.dtype != "F4":
+            return self.shape
+        return (*self.shape[:-1], self.shape[-1] // 2) if self.stride else ()
 
 
 def place(
@@ -51,11 +64,9 @@ def place(
     Raises:
         PytorchError: A tensor does not fit its storage, or a storage the archive.
     """
-    known: dict[str, Storage] = {}
     members: dict[str, list[tuple[str, PickledTensorView, Entry]]] = {}
     for name, tensor in tensors:
         entry = _entry(name, tensor.storage, entries, root, path)
-        _check_same(name, tensor.storage, known, path)
         _check_inside(name, tensor, entry, path)
         members.setdefault(entry.name, []).append((name, tensor, entry))
     specs: list[TensorSpec] = []
@@ -93,22 +104,6 @@ def _entry(
     return entry
 
 
-def _check_same(name: str, storage: Storage, known: dict[str, Storage], path: str) -> None:
-    other = known.setdefault(storage.key, storage)
-    if other != storage:
-        raise PytorchError.at(
-            PytorchFault.STORAGE_TYPE,
-            path,
-            f"its storage {storage.key!r} is {storage.count} of {_called(storage)} here and "
-            f"{other.count} of {_called(other)} elsewhere",
-            name,
-        )
-
-
-def _called(storage: Storage) -> str:
-    return "bytes" if storage.type.dtype is None else storage.type.dtype.name
-
-
 def _check_inside(name: str, tensor: PickledTensorView, entry: Entry, path: str) -> None:
     elements = 1
     for size in tensor.shape:
@@ -142,13 +137,15 @@ def _pickled(name: str, tensor: PickledTensorView, entry: Entry) -> PickledTenso
     # Nobody's bytes: at the beginning it stands in no other's way.
     start = entry.start if empty else entry.start + tensor.offset * tensor.dtype.bits // 8
     shape, stride = tensor.shape, tensor.stride
-    plain = empty or (not tensor.lazy and _is_dense(shape, stride))
+    lazy = tensor.conjugated or tensor.negated
+    plain = empty or (not lazy and _is_dense(shape, stride))
     if tensor.dtype.name == "F4":
         # As safetensors counts: two numbers to a byte, which is one element to torch.
         shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
     nbytes = math.prod(tensor.shape) * tensor.dtype.bits // 8
     kind = tensor.dtype.name
-    return PickledTensor(name, kind, shape, stride, start, nbytes, plain, name, tensor.lazy)
+    flags = (tensor.conjugated, tensor.negated)
+    return PickledTensor(name, kind, shape, stride, start, nbytes, plain, name, *flags)
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -7,14 +7,21 @@ A stack of values, marks on it, and a memo, as in Python's pickle; containers ar
 containers, which is what torch.load(weights_only=True) takes, less quantised, nested and wrapped
 tensors. Each stands for an inert value; the functions at the end of this module say what a call of
 one of them would make of its arguments.
+
+A call is taken with the arguments that torch.save gives it, and no others. Where torch would take
+more, it may also make something else of it: a BUILD moves a finished tensor to another storage, an
+attribute called `data` replaces its bytes, and a flag is set by its key, whatever its value says.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from sys import getsizeof
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from tensor_dedup.dtypes import BITS, TORCH_NAMES
 from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
+from tensor_dedup.formats.pytorch.budget import Budget
 from tensor_dedup.formats.pytorch.opcodes import instructions
 from tensor_dedup.formats.pytorch.values import (
     Dtype,
@@ -22,6 +29,7 @@ from tensor_dedup.formats.pytorch.values import (
     Inert,
     PickledTensorView,
     PlainDict,
+    SparseParts,
     Storage,
     StorageType,
 )
@@ -30,6 +38,7 @@ from tensor_dedup.formats.pytorch.values import (
 MAX_INSTRUCTIONS = 10_000_000
 # PyTorch's own limit is 64 in most operations.
 MAX_DIMENSIONS = 64
+_USUAL_DIMENSIONS = 8
 
 _HIGHEST_PROTOCOL = 5
 _LIMIT = 1 << 63
@@ -104,16 +113,18 @@ def find(module: str, name: str) -> object | None:
     return None if "." in name else ALLOWED.get(f"{_OLD.get(module, module)}.{name}")
 
 
-def evaluate(blob: bytes, path: str) -> object:
+def evaluate(blob: bytes, path: str, budget: Budget | None = None) -> object:
     """Return the value that a pickle describes, without running any code of it.
 
-    It takes about 100 bytes of memory for each instruction; at most MAX_INSTRUCTIONS are accepted.
+    What it takes of memory is charged to `budget`, by default one of the pickle's own size; at most
+    MAX_INSTRUCTIONS are accepted.
 
     Raises:
         PytorchError: The pickle is malformed, exceeds a limit, or names a forbidden global. No
             other error is raised.
     """
-    machine = _Machine(path)
+    budget = budget or Budget(len(blob), path)
+    machine = _Machine(path, budget)
     for count, (name, argument, at) in enumerate(instructions(blob, path)):
         if count >= MAX_INSTRUCTIONS:
             raise PytorchError.at(
@@ -122,24 +133,35 @@ def evaluate(blob: bytes, path: str) -> object:
                 f"its pickle has more than {MAX_INSTRUCTIONS} instructions",
             )
         machine.at = at
-        if name in _CONSTANTS:
+        cost, action = _STEPS[name]
+        if action is not None:
+            budget.charge(cost)
+            action(machine, argument)
+        elif name in _CONSTANTS:
+            budget.charge(cost)
             machine.stack.append(_CONSTANTS[name])
-        elif name in _LITERALS:
-            machine.stack.append(argument)
         else:
-            _ACTIONS[name](machine, argument)
+            budget.charge(cost + getsizeof(argument))
+            machine.stack.append(argument)
     return machine.result()
 
 
 class _Machine:
-    """The state of an evaluation; `at` is the place of the instruction that is being done."""
+    """The state of an evaluation; `at` is the place of the instruction that is being done.
 
-    def __init__(self, path: str) -> None:
+    Values below `floor` lie under the last mark, out of reach of everything that takes values.
+    """
+
+    def __init__(self, path: str, budget: Budget) -> None:
         self.path = path
+        self.budget = budget
         self.at = 0
         self.stack: list[object] = []
-        self.marks: list[list[object]] = []
+        self.floor = 0
+        # The floors of the marks before: a mark is a byte, so that a list for each costs too much.
+        self.marks: list[int] = []
         self.memo: dict[int, object] = {}
+        self.storages: dict[str, Storage] = {}
 
     def fail(self, what: str) -> NoReturn:
         raise PytorchError.at(
@@ -151,13 +173,13 @@ class _Machine:
 
     def pop(self) -> Any:
         """Return the value on top and take it off."""
-        if not self.stack:
+        if len(self.stack) <= self.floor:
             self.fail("nothing is left to work on")
         return self.stack.pop()
 
     def top(self) -> Any:
         """Return the value on top and leave it there."""
-        if not self.stack:
+        if len(self.stack) <= self.floor:
             self.fail("nothing is left to work on")
         return self.stack[-1]
 
@@ -165,7 +187,9 @@ class _Machine:
         """Return all values since the last mark and take them off."""
         if not self.marks:
             self.fail("no mark was set")
-        found, self.stack = self.stack, self.marks.pop()
+        found = self.stack[self.floor :]
+        del self.stack[self.floor :]
+        self.floor = self.marks.pop()
         return found
 
     def result(self) -> object:
@@ -176,7 +200,7 @@ class _Machine:
         return value
 
     def drop(self, _: Any) -> None:
-        if self.stack:
+        if len(self.stack) > self.floor:
             self.stack.pop()
         else:  # a mark is a value to this instruction
             self.since_mark()
@@ -187,8 +211,8 @@ class _Machine:
     # Containers
 
     def mark(self, _: Any) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
+        self.marks.append(self.floor)
+        self.floor = len(self.stack)
 
     def list_of(self, _: Any) -> None:
         items = self.since_mark()
@@ -200,11 +224,11 @@ class _Machine:
 
     def frozen_set(self, _: Any) -> None:
         self.since_mark()
-        self.stack.append(Inert("frozenset"))
+        self.stack.append(_FROZENSET)
 
     def short_tuple(self, length: int) -> None:
-        if len(self.stack) < length:
-            self.fail(f"{len(self.stack)} values for a tuple of {length}")
+        if (found := len(self.stack) - self.floor) < length:
+            self.fail(f"{found} values for a tuple of {length}")
         self.stack[-length:] = [tuple(self.stack[-length:])]
 
     def dict_of(self, _: Any) -> None:
@@ -235,7 +259,7 @@ class _Machine:
         target = self.top()
         if not isinstance(target, PlainDict) or len(items) % 2:
             self.fail(f"{len(items)} keys and values for {_kind(target)}")
-        target.pairs += zip(items[::2], items[1::2], strict=True)
+        target.items += items
 
     def add_items(self, _: Any) -> None:
         self.since_mark()
@@ -286,20 +310,33 @@ class _Machine:
         arguments, function = self.pop(), self.pop()
         if not isinstance(function, Function) or not isinstance(arguments, tuple):
             self.refuse(f"{_kind(function)} is called with {_kind(arguments)}")
+        # Some arguments are looked at item by item, and one that is remembered serves many calls.
+        for argument in arguments:
+            if type(argument) is PlainDict and argument.items:
+                self.budget.charge(_SLOT * len(argument.items))
+            elif type(argument) is tuple and len(argument) > _USUAL_DIMENSIONS:
+                self.budget.charge(_SLOT * len(argument))
         try:
             self.stack.append(call(function.name, arguments))
         except Misuse as error:
             self.refuse(str(error))
 
+    def new_object(self, _: Any) -> None:
+        # `OrderedDict.__new__(OrderedDict, items)` is empty, and torch.save writes nothing this way
+        # that a file may name.
+        arguments, function = self.pop(), self.pop()
+        self.refuse(f"{_kind(function)} is made without a call, of {_kind(arguments)}")
+
     def build(self, _: Any) -> None:
-        # Attributes: of a state dict its versions, of a tensor what nobody asked for.
-        self.pop()
-        target = self.top()
-        if not (
-            isinstance(target, PickledTensorView)
-            or (isinstance(target, PlainDict) and target.ordered)
-        ):
+        # The attributes of a state dict, such as its versions. Those of a tensor are arguments of
+        # the call that makes it.
+        state, target = self.pop(), self.top()
+        if not isinstance(target, PlainDict) or not target.ordered:
             self.refuse(f"attributes for {_kind(target)}")
+        if isinstance(state, PlainDict):
+            self.budget.charge(_SLOT * len(state.items))
+        if (wrong := wrong_attribute(state, _DICT_ATTRIBUTES)) is not None:
+            self.refuse(f"{wrong} for {_kind(target)}")
 
     def refuse(self, what: str) -> NoReturn:
         raise PytorchError.at(
@@ -311,16 +348,38 @@ class _Machine:
 
     def storage(self, _: Any) -> None:
         identity = self.pop()
-        match identity:
-            case ("storage", StorageType() as type_, str(key), str(), int(count)) if count >= 0:
-                self.stack.append(Storage(key, type_, int(count)))
-            case _:
-                raise PytorchError.at(
-                    PytorchFault.STORAGE_ID,
-                    self.path,
-                    f"no storage is named at {self.at} of its pickle",
-                    offset=self.at,
-                )
+        if type(identity) is tuple and len(identity) == 5:
+            kind, type_, key, place, count = identity
+            texts = kind == "storage" and type(key) is str and type(place) is str
+            counted = type(type_) is StorageType and type(count) is int and count >= 0
+            # One on "meta" has no bytes to torch.
+            if texts and counted and place != "meta":
+                self.stack.append(self.same_storage(key, type_, count))
+                return
+        raise PytorchError.at(
+            PytorchFault.STORAGE_ID,
+            self.path,
+            f"no storage is named at {self.at} of its pickle",
+            offset=self.at,
+        )
+
+    def same_storage(self, key: str, type_: StorageType, count: int) -> Storage:
+        """Return the storage of this key, which has to be what it was the first time.
+
+        torch goes by the first time, also where what was made of it has been thrown away.
+        """
+        first = self.storages.get(key)
+        if first is None:
+            first = self.storages[key] = Storage(key, type_, count)
+        elif (first.type, first.count) != (type_, count):
+            raise PytorchError.at(
+                PytorchFault.STORAGE_TYPE,
+                self.path,
+                f"its storage {shorten(key)!r} is {count} of {type_.called} at {self.at} of its "
+                f"pickle and {first.count} of {first.type.called} before",
+                offset=self.at,
+            )
+        return first
 
     # What is only checked
 
@@ -338,8 +397,26 @@ def _kind(value: object) -> str:
     return value.name if isinstance(value, Function | Inert) else f"a {type(value).__name__}"
 
 
+# What an instruction takes of memory at most, in bytes: a place on the stack and later one in a
+# container, both for a moment; and what it makes. The sizes are CPython's. A dict of numbers takes
+# up to 120 bytes for each while it grows.
+_SLOT = 26
+_REMEMBERED = 120
+_MADE = 112
+_COSTS: Mapping[str, int] = MappingProxyType(
+    {
+        "MARK": 44,
+        **dict.fromkeys(("EMPTY_LIST", "LIST"), _SLOT + 56),
+        **dict.fromkeys(("EMPTY_DICT", "DICT"), _SLOT + _MADE),
+        **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 64),
+        **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _REMEMBERED),
+        "REDUCE": _MADE,
+        "BINPERSID": _MADE,
+    }
+)
+_FROZENSET, _SET = Inert("frozenset"), Inert("set")
 _CONSTANTS: Mapping[str, object] = MappingProxyType(
-    {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+    {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "EMPTY_SET": _SET}
 )
 _LITERALS = frozenset(
     {
@@ -360,7 +437,6 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
         "DUP": lambda machine, _: machine.stack.append(machine.top()),
         "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
         "EMPTY_DICT": lambda machine, _: machine.stack.append(PlainDict()),
-        "EMPTY_SET": lambda machine, _: machine.stack.append(Inert("set")),
         "LIST": _Machine.list_of,
         "TUPLE": _Machine.tuple_of,
         "TUPLE1": lambda machine, _: machine.short_tuple(1),
@@ -381,11 +457,16 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
         "GLOBAL": _Machine.find_global,
         "STACK_GLOBAL": _Machine.find_stacked_global,
         "REDUCE": _Machine.reduce,
-        "NEWOBJ": _Machine.reduce,
+        "NEWOBJ": _Machine.new_object,
         "BUILD": _Machine.build,
         "BINPERSID": _Machine.storage,
     }
 )
+# One look-up for each instruction. A mapping proxy takes twice the time.
+_STEPS = {
+    name: (_COSTS.get(name, _SLOT), _ACTIONS.get(name))
+    for name in (*_CONSTANTS, *_LITERALS, *_ACTIONS)
+}
 
 
 # Calls
@@ -411,27 +492,30 @@ def call(name: str, arguments: Arguments) -> object:
 
 
 def _inert(name: str, arguments: Arguments) -> Inert | None:
-    return Inert(name) if len(arguments) <= 2 else None
+    return _INERT_VALUES[name] if len(arguments) <= 2 else None
 
 
 def _ordered_dict(arguments: Arguments) -> PlainDict | None:
+    # Its items follow, one by one.
+    return PlainDict(ordered=True) if not arguments else None
+
+
+def _counter(arguments: Arguments) -> Inert | None:
+    """(counts): to torch a dict, in which tensors would have names."""
     match arguments:
-        case ():
-            return PlainDict(ordered=True)
-        case (list(items),) if all(
-            isinstance(item, list | tuple) and len(item) == 2 for item in items
-        ):
-            return PlainDict([(key, value) for key, value in items], ordered=True)
+        case (PlainDict() as counts,) if all(type(count) is int for count in counts.items[1::2]):
+            return _INERT_VALUES["collections.Counter"]
     return None
 
 
 def _size(arguments: Arguments) -> tuple[object, ...] | None:
-    return tuple(arguments[0]) if len(arguments) == 1 and _sizes(arguments[0]) else None
+    return arguments[0] if len(arguments) == 1 and _sizes(arguments[0]) else None
 
 
 def _sizes(value: object) -> bool:
+    # No list, which would have to be copied at every call.
     return (
-        isinstance(value, tuple | list)
+        isinstance(value, tuple)
         and len(value) <= MAX_DIMENSIONS
         and all(type(size) is int and 0 <= size < _LIMIT for size in value)
     )
@@ -442,71 +526,147 @@ def _tensor(arguments: Arguments) -> PickledTensorView | None:
     if len(arguments) != 4 or not isinstance(arguments[0], Storage):
         return None
     storage = arguments[0]
-    return _view(arguments, storage.type.dtype, lazy=False)
+    return _view(arguments, storage.type.dtype, ())
 
 
 def _tensor_v2(arguments: Arguments) -> PickledTensorView | None:
     """(storage, offset, size, stride, requires_grad, hooks[, metadata])"""
     if len(arguments) not in (6, 7) or not isinstance(arguments[0], Storage):
         return None
-    return _view(arguments[:4], arguments[0].type.dtype, lazy=_is_lazy(arguments[6:]))
+    if not _are_usual(arguments[4], arguments[5]):
+        return None
+    return _view(arguments[:4], arguments[0].type.dtype, arguments[6:])
 
 
 def _tensor_v3(arguments: Arguments) -> PickledTensorView | None:
     """(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])"""
     if len(arguments) not in (7, 8) or not isinstance(arguments[6], Dtype):
         return None
-    return _view(arguments[:4], arguments[6], lazy=_is_lazy(arguments[7:]))
+    if not _are_usual(arguments[4], arguments[5]):
+        return None
+    return _view(arguments[:4], arguments[6], arguments[7:])
 
 
-def _view(arguments: Arguments, dtype: Dtype | None, *, lazy: bool) -> PickledTensorView | None:
+def _are_usual(requires_grad: object, hooks: object) -> bool:
+    empty = isinstance(hooks, PlainDict) and hooks.ordered and not hooks.items
+    return empty and isinstance(requires_grad, bool)
+
+
+def _view(
+    arguments: Arguments, dtype: Dtype | None, metadata: Arguments
+) -> PickledTensorView | None:
     storage, offset, shape, stride = arguments
     if not isinstance(storage, Storage) or dtype is None or not _sizes((offset,)):
         return None
     if not _sizes(shape) or not _sizes(stride) or len(shape) != len(stride):
         return None
-    return PickledTensorView(storage, dtype, offset, tuple(shape), tuple(stride), lazy)
+    flags = _flags(metadata[0]) if metadata else frozenset()
+    if flags is None or ("conj" in flags and not dtype.name.startswith("C")):
+        return None
+    if "neg" in flags and dtype.name not in _WITH_SIGN:
+        return None
+    return PickledTensorView(storage, dtype, offset, shape, stride, "conj" in flags, "neg" in flags)
 
 
-def _is_lazy(metadata: Arguments) -> bool:
-    """Whether the metadata says that elements are conjugated or negated only when read."""
-    return any(
-        value is not False
-        for found in metadata
-        if isinstance(found, PlainDict)
-        for _, value in found.pairs
-    )
+# What torch can negate when it is read: the imaginary parts of numbers, and those numbers.
+_WITH_SIGN = frozenset({"F64", "F32", "F16", "BF16", "C128", "C64", "C32"})
+
+
+def _flags(metadata: object) -> frozenset[str] | None:
+    """Return the flags that are set, or None for what torch.save does not write.
+
+    torch sets a flag that is there as a key, whatever the value.
+    """
+    if not isinstance(metadata, PlainDict) or metadata.ordered:
+        return None
+    match metadata.items:
+        case [("conj" | "neg") as flag, True]:
+            return frozenset({flag})
+        case [("conj" | "neg") as one, True, ("conj" | "neg") as other, True] if one != other:
+            return frozenset({one, other})
+    return None
+
+
+# Attributes of a tensor that are not merely kept when they are set: most change what the tensor is.
+# Names with two underscores at both ends are refused without being listed.
+TENSOR_ATTRIBUTES = frozenset(
+    {
+        *("H", "T", "data", "device", "dtype", "grad", "grad_dtype", "grad_fn", "imag", "itemsize"),
+        *("is_cpu", "is_cuda", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps"),
+        *("is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan"),
+        *("is_xla", "is_xpu", "layout", "mH", "mT", "name", "names", "nbytes", "ndim", "output_nr"),
+        *("real", "requires_grad", "retains_grad", "shape", "volatile"),
+        *("_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_has_symbolic_sizes_strides"),
+        *("_post_accumulate_grad_hooks", "_python_dispatch", "_version"),
+    }
+)
+# Such as `items`, by which a dict is read.
+_DICT_ATTRIBUTES = frozenset(dir(OrderedDict))
+
+
+def wrong_attribute(state: object, taken: frozenset[str]) -> str | None:
+    """Return what is wrong with the attributes of a dict or a tensor, or None.
+
+    They are a plain dict with texts as keys, or None; names in `taken` mean something already.
+    """
+    if state is None:
+        return None
+    if not isinstance(state, PlainDict) or state.ordered:
+        return f"{_kind(state)} as attributes"
+    for name in state.items[::2]:
+        if not isinstance(name, str):
+            return f"{_kind(name)} as an attribute"
+        if name in taken or name.startswith("__"):
+            return f"the attribute {shorten(name)!r}"
+    return None
 
 
 def _parameter(arguments: Arguments) -> PickledTensorView | None:
-    """(data, requires_grad, hooks[, state])"""
-    fits = len(arguments) in (3, 4) and isinstance(arguments[0], PickledTensorView)
-    return arguments[0] if fits else None
+    """(data, requires_grad, hooks)"""
+    if len(arguments) != 3 or not isinstance(arguments[0], PickledTensorView):
+        return None
+    return arguments[0] if _are_usual(arguments[1], arguments[2]) else None
 
 
-def _sparse(arguments: Arguments) -> tuple[object, ...] | None:
+def _parameter_with_state(arguments: Arguments) -> PickledTensorView | None:
+    """(data, requires_grad, hooks, attributes)"""
+    fits = len(arguments) == 4 and wrong_attribute(arguments[3], TENSOR_ATTRIBUTES) is None
+    return _parameter(arguments[:3]) if fits else None
+
+
+def _sparse(arguments: Arguments) -> SparseParts | None:
     """(layout, (indices, values, size, ...)): its parts, as tensors of their own."""
-    fits = len(arguments) == 2 and isinstance(arguments[1], tuple)
-    return arguments[1] if fits else None
+    match arguments:
+        case (Inert("torch.serialization._get_layout"), tuple(parts)) if 3 <= len(parts) <= 4:
+            held = parts[:2]
+            if all(
+                isinstance(t, PickledTensorView) and not (t.conjugated or t.negated) for t in held
+            ):
+                return SparseParts(parts)
+    return None
 
 
 def _with_attributes(arguments: Arguments) -> object | None:
     """(function, class, its arguments, attributes)"""
     match arguments:
-        case (Function(name), Inert(), tuple(inner), _) if name in _REBUILT:
+        case (Function(name), Inert("torch.Tensor"), tuple(inner), state) if (
+            name in _REBUILT and wrong_attribute(state, TENSOR_ATTRIBUTES) is None
+        ):
             return call(name, inner)
     return None
 
 
+_INERT_VALUES: Mapping[str, Inert] = MappingProxyType({name: Inert(name) for name in _FUNCTIONS})
 _CALLS: Mapping[str, Callable[[Arguments], object | None]] = MappingProxyType(
     {
         "collections.OrderedDict": _ordered_dict,
+        "collections.Counter": _counter,
         "torch.Size": _size,
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor_v2,
         "torch._utils._rebuild_tensor_v3": _tensor_v3,
         "torch._utils._rebuild_parameter": _parameter,
-        "torch._utils._rebuild_parameter_with_state": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
         "torch._utils._rebuild_sparse_tensor": _sparse,
         "torch._tensor._rebuild_from_type_v2": _with_attributes,
     }

@@ -5,87 +5,117 @@
 a value's attributes hold has no name and is not found.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from sys import getsizeof
 
 from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
-from tensor_dedup.formats.pytorch.values import PickledTensorView, PlainDict
+from tensor_dedup.formats.pytorch.budget import Budget
+from tensor_dedup.formats.pytorch.values import PickledTensorView, PlainDict, SparseParts
 
 # Deeper than any state dict, and shallow enough that a value that holds itself is found out.
 MAX_DEPTH = 64
 MAX_NAME = 1024
 MAX_TENSORS = 1_000_000
-# Values may be shared, so that a small pickle describes a tree of any size: how many containers and
-# tensors, and how many values in all, are looked at.
-MAX_HOLDERS = 1_000_000
-MAX_VALUES = 10_000_000
-_MAX_NAMES_BYTES = 200_000_000
 _ALONE = "tensor"
 _KEY_LIMIT = 1 << 64
+# What is charged: for a value that is passed, for a key that is compared, for a container that is
+# entered, and for a tensor until it is placed in the file.
+_VALUE_BYTES = 8
+_KEY_BYTES = 96
+_HOLDER_BYTES = 96
+_TENSOR_BYTES = 1024
 
 Item = tuple[str, object]
 
 
-def named_tensors(value: object, path: str) -> list[tuple[str, PickledTensorView]]:
-    """Return every tensor with its name, in the order of the pickle.
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """The tensors of a value by name, in the order of the pickle.
+
+    The parts of a sparse tensor are tensors of their own, called NAME.0 and NAME.1; `sparse` maps
+    them to NAME.
+    """
+
+    tensors: list[tuple[str, PickledTensorView]]
+    sparse: dict[str, str]
+
+
+def named_tensors(value: object, path: str, budget: Budget) -> NamedTensors:
+    """Return every tensor with its name; what that takes is charged to `budget`.
 
     Raises:
         PytorchError: Two tensors have the same name, or a key cannot be part of a name.
     """
     found: dict[str, PickledTensorView] = {}
+    sparse: dict[str, str] = {}
     waiting: list[tuple[str, object, int]] = [("", value, 0)]
-    holders = values = names = 0
     while waiting:
         prefix, holder, depth = waiting.pop()
         if isinstance(holder, PickledTensorView):
-            names += len(prefix)
+            budget.charge(_TENSOR_BYTES)
             _keep(found, prefix or _ALONE, holder, path)
             continue
-        items = _items(holder, prefix, path)
-        values += len(items)
-        holders += 1
-        inner = [(_joined(prefix, key), held, depth + 1) for key, held in items if _holds(held)]
-        if inner and depth >= MAX_DEPTH:
-            raise PytorchError.at(
-                PytorchFault.DEEP_NESTING,
-                path,
-                f"{shorten(prefix)!r} nests deeper than {MAX_DEPTH} containers",
-                depth=depth,
-            )
-        large = names > _MAX_NAMES_BYTES or len(found) > MAX_TENSORS
-        if large or values > MAX_VALUES or holders > MAX_HOLDERS:
-            raise PytorchError.at(
-                PytorchFault.PICKLE_BOMB,
-                path,
-                f"it holds {len(found)} tensors and {values} values so far",
-                values=values,
-            )
-        _check_names(inner, path)
+        budget.charge(_HOLDER_BYTES)
+        inner = []
+        for key, held in _items(holder, prefix, path, budget):
+            if not _holds(held):
+                continue
+            if depth >= MAX_DEPTH:
+                raise PytorchError.at(
+                    PytorchFault.DEEP_NESTING,
+                    path,
+                    f"{shorten(prefix)!r} nests deeper than {MAX_DEPTH} containers",
+                    depth=depth,
+                )
+            name = f"{prefix}.{key}" if prefix else key
+            _check_length(name, path)
+            budget.charge(_HOLDER_BYTES + getsizeof(name))
+            inner.append((name, held, depth + 1))
+            if isinstance(holder, SparseParts):
+                sparse[name] = prefix or _ALONE
         waiting += reversed(inner)
-    return list(found.items())
+    return NamedTensors(list(found.items()), sparse)
 
 
 def _holds(value: object) -> bool:
-    return isinstance(value, PickledTensorView | PlainDict | list | tuple) and value != ()
+    # Exactly the types that are made here: an empty one holds nothing.
+    match value:
+        case PickledTensorView() | SparseParts():
+            return True
+        case PlainDict():
+            return bool(value.items)
+        case list() | tuple():
+            return bool(value)
+    return False
 
 
-def _items(holder: object, prefix: str, path: str) -> list[Item]:
+def _items(holder: object, prefix: str, path: str, budget: Budget) -> Iterator[Item]:
     if isinstance(holder, PlainDict):
-        return _named_items(holder, prefix, path)
+        yield from _named_items(holder, prefix, path, budget)
+        return
+    holder = holder.parts if isinstance(holder, SparseParts) else holder
     if isinstance(holder, list | tuple):
-        return [(str(number), held) for number, held in enumerate(holder)]
-    return []
+        budget.charge(_VALUE_BYTES * len(holder))
+        for number, held in enumerate(holder):
+            yield str(number), held
 
 
-def _named_items(holder: PlainDict, prefix: str, path: str) -> list[Item]:
-    items = [(_key(key, prefix, path), held) for key, held in holder.pairs]
-    if len({key for key, _ in items}) != len(items):
-        raise PytorchError.at(
-            PytorchFault.REPEATED_KEY,
-            path,
-            f"a dict at {shorten(prefix)!r} has a key twice",
-            place=shorten(prefix),
-        )
-    return items
+def _named_items(holder: PlainDict, prefix: str, path: str, budget: Budget) -> Iterator[Item]:
+    seen: set[str] = set()
+    keys = iter(holder.items)
+    for key, held in zip(keys, keys, strict=True):
+        name = _key(key, prefix, path)
+        budget.charge(_KEY_BYTES + (0 if name is key else getsizeof(name)))
+        if name in seen:
+            raise PytorchError.at(
+                PytorchFault.REPEATED_KEY,
+                path,
+                f"a dict at {shorten(prefix)!r} has a key twice",
+                place=shorten(prefix),
+            )
+        seen.add(name)
+        yield name, held
 
 
 def _key(key: object, prefix: str, path: str) -> str:
@@ -106,20 +136,15 @@ def _key(key: object, prefix: str, path: str) -> str:
     )
 
 
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
-
-
-def _check_names(items: Iterable[tuple[str, object, int]], path: str) -> None:
-    for name, _, _ in items:
-        if len(name) > MAX_NAME:
-            raise PytorchError.at(
-                PytorchFault.TENSOR_NAME,
-                path,
-                f"a name of {len(name)} characters",
-                name,
-                length=len(name),
-            )
+def _check_length(name: str, path: str) -> None:
+    if len(name) > MAX_NAME:
+        raise PytorchError.at(
+            PytorchFault.TENSOR_NAME,
+            path,
+            f"a name of {len(name)} characters",
+            name,
+            length=len(name),
+        )
 
 
 def _keep(
@@ -127,4 +152,8 @@ def _keep(
 ) -> None:
     if name in found:
         raise PytorchError.at(PytorchFault.REPEATED_NAME, path, "two tensors have this name", name)
+    if len(found) >= MAX_TENSORS:
+        raise PytorchError.at(
+            PytorchFault.PICKLE_BOMB, path, f"it holds more than {MAX_TENSORS} tensors"
+        )
     found[name] = tensor

@@ -18,67 +18,7 @@ MAX_NUMBER_BYTES = 256
 _MAX_LINE = 500
 
 Instruction = tuple[str, object, int]
-
-# Instruction -> its name and how its argument is written.
-_CODES: Mapping[int, tuple[str, str]] = MappingProxyType(
-    {
-        code[0]: (name, argument)
-        for name, code, argument in (
-            ("PROTO", b"\x80", "B"),
-            ("FRAME", b"\x95", "Q"),
-            ("STOP", b".", ""),
-            ("MARK", b"(", ""),
-            ("POP", b"0", ""),
-            ("POP_MARK", b"1", ""),
-            ("DUP", b"2", ""),
-            ("NONE", b"N", ""),
-            ("NEWTRUE", b"\x88", ""),
-            ("NEWFALSE", b"\x89", ""),
-            ("BININT", b"J", "i"),
-            ("BININT1", b"K", "B"),
-            ("BININT2", b"M", "H"),
-            ("LONG1", b"\x8a", "long B"),
-            ("LONG4", b"\x8b", "long i"),
-            ("BINFLOAT", b"G", ">d"),
-            ("SHORT_BINSTRING", b"U", "bytes B"),
-            ("BINSTRING", b"T", "bytes i"),
-            ("SHORT_BINUNICODE", b"\x8c", "text B"),
-            ("BINUNICODE", b"X", "text I"),
-            ("BINUNICODE8", b"\x8d", "text Q"),
-            ("SHORT_BINBYTES", b"C", "bytes B"),
-            ("BINBYTES", b"B", "bytes I"),
-            ("BINBYTES8", b"\x8e", "bytes Q"),
-            ("BYTEARRAY8", b"\x96", "bytes Q"),
-            ("EMPTY_LIST", b"]", ""),
-            ("APPEND", b"a", ""),
-            ("APPENDS", b"e", ""),
-            ("LIST", b"l", ""),
-            ("EMPTY_TUPLE", b")", ""),
-            ("TUPLE", b"t", ""),
-            ("TUPLE1", b"\x85", ""),
-            ("TUPLE2", b"\x86", ""),
-            ("TUPLE3", b"\x87", ""),
-            ("EMPTY_DICT", b"}", ""),
-            ("DICT", b"d", ""),
-            ("SETITEM", b"s", ""),
-            ("SETITEMS", b"u", ""),
-            ("EMPTY_SET", b"\x8f", ""),
-            ("ADDITEMS", b"\x90", ""),
-            ("FROZENSET", b"\x91", ""),
-            ("GLOBAL", b"c", "lines"),
-            ("STACK_GLOBAL", b"\x93", ""),
-            ("REDUCE", b"R", ""),
-            ("NEWOBJ", b"\x81", ""),
-            ("BUILD", b"b", ""),
-            ("BINPERSID", b"Q", ""),
-            ("BINPUT", b"q", "B"),
-            ("LONG_BINPUT", b"r", "I"),
-            ("MEMOIZE", b"\x94", ""),
-            ("BINGET", b"h", "B"),
-            ("LONG_BINGET", b"j", "I"),
-        )
-    }
-)
+_Reader = Callable[[bytes, int, str], object]
 
 
 def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
@@ -99,8 +39,13 @@ def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
                 f"the instruction {blob[at : at + 1]!r} at {at} of its pickle is not known",
                 offset=at,
             )
-        name, code = known
-        argument, end = (None, at + 1) if not code else _argument(blob, at, code, path)
+        name, number, read = known
+        if number is not None:
+            argument, end = _argument(blob, at, number, read, path)
+        elif read is not None:
+            argument, end = _lines(blob, at, path)
+        else:
+            argument, end = None, at + 1
         yield name, argument, at
         at = end
         if name == "STOP":
@@ -116,21 +61,19 @@ def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
     _truncated(at, at, len(blob), path)
 
 
-def _argument(blob: bytes, at: int, code: str, path: str) -> tuple[object, int]:
-    kind, space, number = code.rpartition(" ")
-    if code == "lines":
-        return _lines(blob, at, path)
-    format_ = number if number.startswith(">") else f"<{number}"
-    end = at + 1 + struct.calcsize(format_)
+def _argument(
+    blob: bytes, at: int, number: struct.Struct, read: _Reader | None, path: str
+) -> tuple[object, int]:
+    end = at + 1 + number.size
     if end > len(blob):
         _truncated(at, end, len(blob), path)
-    value = struct.unpack_from(format_, blob, at + 1)[0]
-    if not space:
+    value = number.unpack_from(blob, at + 1)[0]
+    if read is None:
         return value, end
     start, end = end, end + value
     if value < 0 or end > len(blob):
         _truncated(at, end, len(blob), path)
-    return _READERS[kind](blob[start:end], at, path), end
+    return read(blob[start:end], at, path), end
 
 
 def _truncated(at: int, end: int, nbytes: int, path: str) -> NoReturn:
@@ -183,6 +126,73 @@ def _bytes(raw: bytes, _at: int, _path: str) -> bytes:
     return raw
 
 
-_READERS: Mapping[str, Callable[[bytes, int, str], object]] = MappingProxyType(
-    {"text": _text, "long": _long, "bytes": _bytes}
-)
+_READERS: Mapping[str, _Reader] = MappingProxyType({"text": _text, "long": _long, "bytes": _bytes})
+
+
+def _known(name: str, argument: str) -> tuple[str, struct.Struct | None, _Reader | None]:
+    """Return an instruction's name, its number, and what reads as many bytes behind that."""
+    if argument in ("", "lines"):
+        return name, None, _text if argument else None
+    kind, space, code = argument.rpartition(" ")
+    number = struct.Struct(code if code.startswith(">") else f"<{code}")
+    return name, number, _READERS[kind] if space else None
+
+
+# Instruction -> its name and how its argument is written. A mapping proxy takes twice the time.
+_CODES = {
+    code[0]: _known(name, argument)
+    for name, code, argument in (
+        ("PROTO", b"\x80", "B"),
+        ("FRAME", b"\x95", "Q"),
+        ("STOP", b".", ""),
+        ("MARK", b"(", ""),
+        ("POP", b"0", ""),
+        ("POP_MARK", b"1", ""),
+        ("DUP", b"2", ""),
+        ("NONE", b"N", ""),
+        ("NEWTRUE", b"\x88", ""),
+        ("NEWFALSE", b"\x89", ""),
+        ("BININT", b"J", "i"),
+        ("BININT1", b"K", "B"),
+        ("BININT2", b"M", "H"),
+        ("LONG1", b"\x8a", "long B"),
+        ("LONG4", b"\x8b", "long i"),
+        ("BINFLOAT", b"G", ">d"),
+        ("SHORT_BINSTRING", b"U", "bytes B"),
+        ("BINSTRING", b"T", "bytes i"),
+        ("SHORT_BINUNICODE", b"\x8c", "text B"),
+        ("BINUNICODE", b"X", "text I"),
+        ("BINUNICODE8", b"\x8d", "text Q"),
+        ("SHORT_BINBYTES", b"C", "bytes B"),
+        ("BINBYTES", b"B", "bytes I"),
+        ("BINBYTES8", b"\x8e", "bytes Q"),
+        ("BYTEARRAY8", b"\x96", "bytes Q"),
+        ("EMPTY_LIST", b"]", ""),
+        ("APPEND", b"a", ""),
+        ("APPENDS", b"e", ""),
+        ("LIST", b"l", ""),
+        ("EMPTY_TUPLE", b")", ""),
+        ("TUPLE", b"t", ""),
+        ("TUPLE1", b"\x85", ""),
+        ("TUPLE2", b"\x86", ""),
+        ("TUPLE3", b"\x87", ""),
+        ("EMPTY_DICT", b"}", ""),
+        ("DICT", b"d", ""),
+        ("SETITEM", b"s", ""),
+        ("SETITEMS", b"u", ""),
+        ("EMPTY_SET", b"\x8f", ""),
+        ("ADDITEMS", b"\x90", ""),
+        ("FROZENSET", b"\x91", ""),
+        ("GLOBAL", b"c", "lines"),
+        ("STACK_GLOBAL", b"\x93", ""),
+        ("REDUCE", b"R", ""),
+        ("NEWOBJ", b"\x81", ""),
+        ("BUILD", b"b", ""),
+        ("BINPERSID", b"Q", ""),
+        ("BINPUT", b"q", "B"),
+        ("LONG_BINPUT", b"r", "I"),
+        ("MEMOIZE", b"\x94", ""),
+        ("BINGET", b"h", "B"),
+        ("LONG_BINGET", b"j", "I"),
+    )
+}

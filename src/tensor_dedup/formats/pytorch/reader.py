@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tensor_dedup.formats.errors import PytorchError, PytorchFault, shorten
-from tensor_dedup.formats.files import OpenFile, opened
-from tensor_dedup.formats.pytorch.archive import Entry, read_archive
+from tensor_dedup.formats.files import ReadableFile, opened
+from tensor_dedup.formats.pytorch.archive import ENTRY_BYTES, Entry, read_archive
+from tensor_dedup.formats.pytorch.budget import Budget
 from tensor_dedup.formats.pytorch.geometry import PickledTensor, place
 from tensor_dedup.formats.pytorch.machine import evaluate
 from tensor_dedup.formats.pytorch.naming import named_tensors
@@ -31,7 +32,8 @@ class PytorchHeader:
     `tensors` are ranges of bytes that do not overlap, ordered by where they start; `members` all
     tensors by all their names, storage by storage, each held by one of those ranges.
     `header_bytes` counts everything that is no tensor's. `flat`: the value is one dict whose keys
-    are texts and whose values are tensors, as loaders of models want it.
+    are texts and whose values are tensors, as loaders of models want it. `sparse` maps the
+    parts of sparse tensors, which are tensors of their own here, to the names of those.
     """
 
     path: str
@@ -40,6 +42,7 @@ class PytorchHeader:
     tensors: tuple[TensorSpec, ...]
     members: tuple[PickledTensor, ...]
     flat: bool
+    sparse: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> PytorchHeader:
@@ -55,25 +58,44 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Pytor
         ChangedFileError: It shrank meanwhile.
     """
     with opened(path, fd) as file:
-        _check_kind(file)
-        entries = read_archive(file)
-        root = _root(entries, file.path)
-        _check_byte_order(file, entries.get(f"{root}/{_BYTE_ORDER}"))
-        value = evaluate(_pickle(file, entries[f"{root}/{_PICKLE}"]), file.path)
-        specs, members = place(named_tensors(value, file.path), entries, root, file.path)
-        rest = file.size - sum(spec.nbytes for spec in specs)
-        return PytorchHeader(
-            file.path, file.size, rest, tuple(specs), tuple(members), _is_flat(value)
-        )
+        return parse_file(file)
 
 
-def _is_flat(value: object) -> bool:
-    return isinstance(value, PlainDict) and all(
-        isinstance(key, str) and isinstance(held, PickledTensorView) for key, held in value.pairs
+def parse_file(file: ReadableFile) -> PytorchHeader:
+    """Read and check what `read_header` does, of a file that is open, or is put together.
+
+    Raises the same errors, but for that of opening.
+    """
+    _check_kind(file)
+    entries = read_archive(file)
+    root = _root(entries, file.path)
+    _check_byte_order(file, entries.get(f"{root}/{_BYTE_ORDER}"))
+    blob = _pickle(file, entries[f"{root}/{_PICKLE}"])
+    budget = Budget(len(blob) + ENTRY_BYTES * len(entries), file.path)
+    value = evaluate(blob, file.path, budget)
+    named = named_tensors(value, file.path, budget)
+    specs, members = place(named.tensors, entries, root, file.path)
+    rest = file.size - sum(spec.nbytes for spec in specs)
+    return PytorchHeader(
+        file.path,
+        file.size,
+        rest,
+        tuple(specs),
+        tuple(members),
+        _is_flat(value),
+        named.sparse,
     )
 
 
-def _check_kind(file: OpenFile) -> None:
+def _is_flat(value: object) -> bool:
+    return (
+        isinstance(value, PlainDict)
+        and all(isinstance(key, str) for key in value.items[::2])
+        and all(isinstance(held, PickledTensorView) for held in value.items[1::2])
+    )
+
+
+def _check_kind(file: ReadableFile) -> None:
     head = file.read(0, min(file.size, _TAR_AT + len(_TAR)))
     if head.startswith(ZIP_MAGIC):
         return
@@ -117,7 +139,7 @@ def _root(entries: Mapping[str, Entry], path: str) -> str:
     return root
 
 
-def _check_byte_order(file: OpenFile, entry: Entry | None) -> None:
+def _check_byte_order(file: ReadableFile, entry: Entry | None) -> None:
     # Without the entry the writer was older than big-endian machines were thought of.
     if entry is None:
         return
@@ -128,7 +150,7 @@ def _check_byte_order(file: OpenFile, entry: Entry | None) -> None:
         )
 
 
-def _pickle(file: OpenFile, entry: Entry) -> bytes:
+def _pickle(file: ReadableFile, entry: Entry) -> bytes:
     if entry.nbytes > MAX_PICKLE_BYTES:
         raise PytorchError.at(
             PytorchFault.PICKLE_TOO_LARGE,

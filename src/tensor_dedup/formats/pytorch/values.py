@@ -17,6 +17,11 @@ class StorageType:
 
     dtype: Dtype | None
 
+    @property
+    def called(self) -> str:
+        """Its elements, for messages."""
+        return "bytes" if self.dtype is None else self.dtype.name
+
 
 @dataclass(frozen=True, slots=True)
 class Function:
@@ -34,9 +39,12 @@ class Inert:
 
 @dataclass(slots=True, eq=False)
 class PlainDict:
-    """A dict as the list of its insertions, so that hostile hashes cannot slow it down."""
+    """A dict as the list of its insertions, so that hostile hashes cannot slow it down.
 
-    pairs: list[tuple[object, object]] = field(default_factory=list)
+    `items` are key, value, key, value: a pair of its own for each would take thrice the memory.
+    """
+
+    items: list[object] = field(default_factory=list)
     ordered: bool = False
 
 
@@ -53,7 +61,8 @@ class Storage:
 class PickledTensorView:
     """A view of a storage. `stride` and `offset` in elements of `dtype`.
 
-    `lazy`: its elements are those of the storage, conjugated or negated when they are read.
+    With `conjugated` or `negated`, its elements are those of the storage, conjugated or negated
+    when they are read.
     """
 
     storage: Storage
@@ -61,4 +70,12 @@ class PickledTensorView:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    lazy: bool = False
+    conjugated: bool = False
+    negated: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseParts:
+    """The parts of a sparse tensor: indices, values and size."""
+
+    parts: tuple[object, ...]
