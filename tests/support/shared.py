@@ -34,10 +34,10 @@ def handlers(llm: "LLM") -> dict[str, Linear]:
     Where vLLM packs nothing, which depends on the CPU, it gives a layer `F.linear`, or a function
     that calls it: such a function holds nothing.
     """
-    found = {}
+    found: dict[str, Linear] = {}
     for name, module in plain.model(llm).named_modules():
         linear = getattr(module, "cpu_linear", None)
-        if getattr(linear, "__closure__", None):
+        if linear is not None and getattr(linear, "__closure__", None):
             found[name] = linear
     return found
 

@@ -127,7 +127,7 @@ def _summary(run: str, steps: list[Step]) -> dict[str, object]:
     return {"run": run, "steps": [step.step for step in steps], "saved_at": steps[-1].saved_at}
 
 
-def _latest(store: Store, run: str, steps: list[Step]) -> Step:
+def _latest(store: Store, run: str, steps: Sequence[Step]) -> Step:
     """The step of these that was saved last."""
     number = CheckpointStore(store, run).latest()
     return next((step for step in steps if step.step == number), steps[-1])
