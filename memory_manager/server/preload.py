@@ -42,7 +42,7 @@ class Preload:
         try:
             start_threads("tensor-dedup-preload", 1, self._run)
         except NoMemoryError as error:  # the manager is of use without it
-            log.warning("preload failed: %s", error)
+            log.warning("preload failed: %s", str(error))
 
     def close(self) -> None:
         """End the running helper, and start no other."""
@@ -75,7 +75,7 @@ class Preload:
                         start_new_session=True,
                     )
                 except OSError as error:
-                    log.warning("preload failed: no process for it: %s", error)
+                    log.warning("preload failed: no process for it: %s", str(error))
                     continue
             _, said = self._running.communicate()
             last = said.strip().rpartition("\n")[2]

@@ -280,7 +280,7 @@ class Server:
         try:
             self._watch(client, selectors.EVENT_READ)
         except OSError as error:
-            log.warning("cannot watch pid=%d: %s", accepted.pid, error)
+            log.warning("cannot watch pid=%d: %s", accepted.pid, str(error))
             self._hung_up(client)
 
     def _process(self, accepted: AcceptedConnection) -> int:
@@ -300,7 +300,7 @@ class Server:
                 )
             except OSError as error:
                 # Its connection stands for it, as where there is no descriptor for a process.
-                log.warning("cannot watch the end of pid=%d: %s", accepted.pid, error)
+                log.warning("cannot watch the end of pid=%d: %s", accepted.pid, str(error))
                 os.close(accepted.pidfd)
                 self._processes[number] = None
             else:

@@ -32,5 +32,5 @@ def start_threads(name: str, count: int, body: Callable[[], None]) -> list[threa
                 "on processes (pids.max) of the manager's container",
                 wanted=count,
             ) from error
-        log.warning("%s has %d threads instead of %d: %s", name, len(started), count, error)
+        log.warning("%s has %d threads instead of %d: %s", name, len(started), count, str(error))
     return started

@@ -272,6 +272,7 @@ class StoredPieces:
         def read(spot: _Spot, handle: Handle) -> bytearray | None:
             return read_range(self.door, handle, spot.record, start, stop, self._base(spot))
 
+        self._check_wanted(digest, nbytes)
         return self._from_any(digest, nbytes, read)
 
     def _base(self, spot: _Spot) -> Base:
@@ -315,7 +316,19 @@ class StoredPieces:
                 view[:] = data
             return b"" if data is not None else None
 
-        return self._from_any(digest, nbytes, read) if view.nbytes else b""
+        if not view.nbytes:
+            return b""
+        self._check_wanted(digest, nbytes)
+        return self._from_any(digest, nbytes, read)
+
+    def _check_wanted(self, digest: bytes, nbytes: int) -> None:
+        # What is read in vain counts as damaged from then on: only a right question may be asked.
+        with self._lock:
+            spots = self._spots.get(digest)
+        if spots is None and digest not in self._wanted:
+            raise self._missing(digest, nbytes)
+        if any(spot.record.nbytes != nbytes for spot in spots or ()):
+            raise self._missing(digest, nbytes)
 
     def _from_any(
         self,

@@ -46,6 +46,17 @@ def test_only_what_was_asked_for_is_there(store: Store) -> None:
                 pieces.read_piece_into(bytes.fromhex(other), 0, memoryview(bytearray(6)), 6)
 
 
+def test_asking_for_another_size_spoils_nothing(store: Store) -> None:
+    name, buffer = bytes.fromhex(NAME), memoryview(bytearray(len(DATA) + 1))
+    with store.open_pieces([NAME]) as pieces:
+        with pytest.raises(MissingObjectError, match=NAME):
+            pieces.read_piece_into(name, 0, buffer, len(buffer))
+        with pytest.raises(MissingObjectError, match=NAME):
+            pieces.read_piece(name, 0, len(buffer), len(buffer))
+        assert pieces.read_piece(name, 0, len(DATA), len(DATA)) == DATA
+    assert not list(store.path.glob("quarantine/*"))
+
+
 @pytest.mark.parametrize("at", [0, LEAF_BYTES, len(DATA) - 1])
 def test_a_flipped_bit_is_never_returned(store: Store, at: int) -> None:
     (raw,) = store.path.glob("containers/*/*.raw")
