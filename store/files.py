@@ -7,6 +7,7 @@ wrapping it (`.py`), so whatever a crash can do to a store can be tried.
 import errno
 import fcntl
 import os
+import resource
 import sqlite3
 import stat
 import threading
@@ -31,6 +32,7 @@ Mode: TypeAlias = Literal["read", "direct", "create", "modify", "lock"]
 _FICLONE = 0x40049409
 _COPY_STEP = 1 << 30
 _POLL_S = 0.02
+_ANY = 1 << 20
 _CANNOT_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL}
 _CANNOT_CLONE |= {errno.ENOSYS, errno.EPERM, errno.ETXTBSY}
 _FLAGS: dict[Mode, int] = {
@@ -174,6 +176,10 @@ class Files(ABC):
     @abstractmethod
     def free_bytes(self, path: Path) -> int:
         """How many bytes this user can still write to the file system of `path`."""
+
+    @abstractmethod
+    def free_handles(self) -> int:
+        """How many more files this process may open, about; never fails."""
 
     @abstractmethod
     def database(self, path: Path) -> sqlite3.Connection:
@@ -349,6 +355,14 @@ class RealFiles(Files):
     def free_bytes(self, path: Path) -> int:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+    def free_handles(self) -> int:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            held = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        except OSError:  # which takes a descriptor itself
+            return 0
+        return _ANY if most == resource.RLIM_INFINITY else max(0, most - held)
 
     def database(self, path: Path) -> sqlite3.Connection:
         return connect(path, timeout_s=30.0)

@@ -26,7 +26,7 @@ from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import PAGE, Files, Handle
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.reading.handle_cache import HandleCache, spare_descriptors
+from tensor_dedup.store.reading.handle_cache import HandleCache, spare_handles
 from tensor_dedup.store.reading.reader import StoredPieces
 
 # Long beside the cost of a request, short beside the time a disk takes for all of it.
@@ -122,8 +122,8 @@ class BulkReader:
     shared with the page cache, and pages that the kernel drops and reads again later are not
     compared again. A page that the disk cannot read is found while a span is verified, and the span
     is then copied from what is intact; one that it cannot read later on, or that was not verified,
-    ends the process (SIGBUS) when it is touched. Of very many spans, those beyond half of the
-    process's descriptors are copied.
+    ends the process (SIGBUS) when it is touched. Each mapped span takes a descriptor: those
+    beyond two thirds of what is free are copied.
     """
 
     def __init__(
@@ -133,9 +133,10 @@ class BulkReader:
         self._pool = pool
         self._verify = verify
         self._mapped = mapped
-        self._direct = HandleCache(pieces.door, self._open_direct, spare_descriptors())
+        spare = spare_handles(pieces.door)
+        self._direct = HandleCache(pieces.door, self._open_direct, spare)
         # Python's mmap keeps a descriptor for as long as the mapping is there.
-        self._mappings = 2 * spare_descriptors()
+        self._mappings = pieces.door.free_handles() * 2 // 3
         self._bypasses: dict[ContainerId, bool] = {}
         self._undo = ExitStack()
         self._undo.callback(self._direct.close)

@@ -1,6 +1,5 @@
 """Open files by key, no more at a time than a process can spare."""
 
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,17 +9,17 @@ from typing import Generic, TypeVar
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.objects import NO_ROOM
 
-# Others need descriptors too: the program, the loads beside this one, the memory manager's client.
+# Of what is free when a reader begins: other readers and the rest of the program need some too.
 _SHARE = 4
+# What is held open by many readers at once shall not be much either.
 _MOST = 256
 _Key = TypeVar("_Key")
 _T = TypeVar("_T")
 
 
-def spare_descriptors() -> int:
-    """Return how many files one reader may hold open: a quarter of the process's, 256 at most."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // _SHARE))
+def spare_handles(files: Files) -> int:
+    """Return how many files one reader may hold open for each of its purposes, at least one."""
+    return max(1, min(_MOST, files.free_handles() // _SHARE))
 
 
 @dataclass(eq=False, slots=True)

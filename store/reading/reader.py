@@ -40,7 +40,7 @@ from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.decoding import Base, fill_leaves, leaves_of, read_range
-from tensor_dedup.store.reading.handle_cache import HandleCache, spare_descriptors
+from tensor_dedup.store.reading.handle_cache import HandleCache, spare_handles
 
 # Up to so many containers are opened although fewer hold all that is wanted: for what they have
 # twice. A process may have a thousand files open, and an ensemble may lie in thousands.
@@ -115,7 +115,7 @@ class StoredPieces:
         self._lock = threading.Lock()
         # The containers that were found, and the files that they index in place, if they do.
         self._origins: dict[ContainerId, ExternalFile | None] = {}
-        self._handles = HandleCache(objects.files, self._open_data, spare_descriptors())
+        self._handles = HandleCache(objects.files, self._open_data, spare_handles(objects.files))
         self._session = ExitStack()
         self._wanted = wanted
         self._given_up: list[_Spot] = []

@@ -305,6 +305,9 @@ class FaultyFiles(Files):
         self._step("free_bytes")
         return self._inner.free_bytes(path)
 
+    def free_handles(self) -> int:
+        return self._inner.free_handles()
+
     def database(self, path: Path) -> sqlite3.Connection:
         self._step("database")
         return self._inner.database(path)
