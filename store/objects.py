@@ -307,7 +307,9 @@ class Objects:
 
     def pieces(self, name: str, manifest: Manifest) -> list[Piece]:
         """Read all pieces of a manifest, in order. Raises the errors of `page`."""
-        found = [piece for page in manifest.pages for piece in self.page(page.hex()).pieces]
+        # A page that is there a thousand times is read and held once.
+        pages = {page: self.page(page.hex()).pieces for page in dict.fromkeys(manifest.pages)}
+        found = [piece for page in manifest.pages for piece in pages[page]]
         manifests.check_pieces(manifest, found, self.layout.manifest(name))
         return found
 

@@ -160,7 +160,9 @@ class Reach(NamedTuple):
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous CPU tensor, flat, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not reshape(-1): one element is contiguous whatever its stride, and would keep it.
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
 
 
 def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:

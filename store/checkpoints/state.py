@@ -159,7 +159,9 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
         return NamedValue(name, known, shape, memoryview(b""))
     import torch
 
-    flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().view(-1)
+    held = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    # Not view(-1): one element is contiguous whatever its stride, and would keep it.
+    flat = held.as_strided((held.numel(),), (1,), held.storage_offset())
     return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
 
 

@@ -157,6 +157,8 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
     within = {parent for file in paths for parent in file.parents}
     if len(paths) != len(manifest.files) or paths & within:
         raise DamagedFileError.at(path, "two of its files have one path")
+    if any(file.pieces < 0 for file in manifest.files):
+        raise DamagedFileError.at(path, "one of its files has fewer pieces than none")
     if sum(file.pieces for file in manifest.files) > manifest.pieces:
         raise DamagedFileError.at(path, "its files have more pieces than it has")
     return manifest
@@ -176,6 +178,8 @@ def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
             the error names `path`.
     """
     page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
+    if len(page.pieces) > PAGE_ENTRIES:
+        raise DamagedFileError.at(path, f"{len(page.pieces)} pieces, a page has {PAGE_ENTRIES}")
     for piece in page.pieces:
         named = piece.name is not None
         alike = named == (piece.dtype is not None) == (piece.shape is not None)

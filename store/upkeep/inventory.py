@@ -3,6 +3,7 @@
 Taking it does not stop at damage, but records it.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,11 +158,12 @@ def _checkpoint(objects: Objects, found: Inventory, name: str) -> None:
         _absent(objects, found, "manifest", manifest_name, error, name)
         return
     found.logical_bytes += manifest.nbytes
-    for page in manifest.pages:
-        _page(objects, found, page.hex(), name)
+    for page, times in Counter(manifest.pages).items():
+        _page(objects, found, page.hex(), name, times)
 
 
-def _page(objects: Objects, found: Inventory, page: str, name: str) -> None:
+def _page(objects: Objects, found: Inventory, page: str, name: str, times: int) -> None:
+    """Note what a page holds that the checkpoint has this many times."""
     found.objects.add(page)
     try:
         pieces = objects.page(page).pieces
@@ -170,7 +172,7 @@ def _page(objects: Objects, found: Inventory, page: str, name: str) -> None:
         return
     for piece in pieces:
         found.live[piece.digest] = piece.nbytes
-        found.references += piece.name is not None
+        found.references += times if piece.name is not None else 0
         label = f"{name}: {piece.name}" if piece.name is not None else f"{name}: (file or header)"
         found.users.setdefault(piece.digest, []).append(label)
 

@@ -12,6 +12,7 @@ from torch import nn
 import deferring
 from deferring import Weights, module
 from tensor_dedup.loader.deferred.parameters import defer, replace_data, settle_strays
+from tensor_dedup.loader.deferred.storage import byte_view
 from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
 
 VALUES = torch.arange(24, dtype=torch.float32).view(4, 6)
@@ -195,3 +196,11 @@ def test_a_tensor_copied_to_another_part_of_itself_is_not(tmp_path: Path) -> Non
 
     with deferring.deferred(module(w=torch.zeros(24)), path, load) as run:
         assert run.bytes("w") == deferring.real(module(w=torch.zeros(24)), path, load)["w"]
+
+
+@pytest.mark.parametrize("tensor", [VALUES[1:2, 3], VALUES[1:2, 3:4], VALUES[1, 3], VALUES[1:1]])
+def test_the_bytes_of_a_tensor_are_a_view_whatever_its_stride(tensor: torch.Tensor) -> None:
+    assert tensor.is_contiguous()
+    seen = byte_view(tensor)
+    assert bytes(seen.numpy()) == tensor.numpy().tobytes()
+    assert seen.data_ptr() == tensor.data_ptr()

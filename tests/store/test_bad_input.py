@@ -10,6 +10,7 @@ import pytest
 from blake3 import blake3
 
 from clocks import ClockedFiles, SetClock
+from refusals import peak_of
 from stores import KIB, assert_clean, content, noise, open_store, safetensors, three, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import (
@@ -103,6 +104,8 @@ def test_a_manifest_cannot_write_outside(store: Store, tmp_path: Path, path: str
         ([FileEntry("a", 100 * KIB, 2, "")], 1),
         ([FileEntry("a", 100 * KIB, 1, ""), FileEntry("a", 0, 0, "")], 1),
         ([FileEntry("a", 100 * KIB, 1, ""), FileEntry("a/b", 0, 0, "")], 1),
+        ([FileEntry("a", 100 * KIB, 1, ""), FileEntry("b", 0, -1, "")], 1),
+        ([FileEntry("a", 0, 0, ""), FileEntry("b", 0, -1, ""), FileEntry("c", 102400, 1, "")], 1),
     ],
 )
 def test_a_manifest_that_contradicts_itself(
@@ -113,6 +116,41 @@ def test_a_manifest_that_contradicts_itself(
     _commit(store, files, [piece] * count)
     with pytest.raises(DamagedFileError):
         store.checkpoint("evil")
+
+
+def _repeated(store: Store, page: list[Piece], times: int, pieces: int) -> str:
+    """A manifest that has one page many times; its name."""
+    page_name, page_blob = manifests.encode_page(page)
+    pages = [bytes.fromhex(page_name)] * times
+    name, blob = manifests.encode_manifest(manifests.Manifest([], pages, pieces, 0, {}))
+    objects = store._objects
+    objects.publish(page_blob, objects.layout.manifest(page_name))
+    objects.publish(blob, objects.layout.manifest(name))
+    objects.set_ref("evil", name, replace=False)
+    return name
+
+
+def test_a_page_that_is_there_again_and_again_takes_what_its_manifest_does(store: Store) -> None:
+    page = [Piece(bytes(30) + number.to_bytes(2, "little"), 0) for number in range(256)]
+    times = 4_000
+    name = _repeated(store, page, times, times * len(page))
+    objects = store._objects
+    found: list[Piece] = []
+    peak = peak_of(lambda: found.extend(objects.pieces(name, objects.manifest(name))))
+    assert len(found) == times * len(page)
+    size = objects.layout.manifest(name).stat().st_size
+    # A list of this length is there twice, while it is copied.
+    assert peak < 64 * size * 2 + (8 << 20)
+    assert peak_of(lambda: store.verify(full=False)) < 64 * size * 2 + (8 << 20)
+
+
+def test_a_page_of_more_than_a_page_holds_is_damage(store: Store) -> None:
+    page = [Piece(bytes(30) + number.to_bytes(2, "little"), 0) for number in range(257)]
+    name = _repeated(store, page, 2, 257)
+    objects = store._objects
+    assert objects.manifest(name).pieces == len(page)
+    with pytest.raises(DamagedFileError, match="257 pieces, a page has 256"):
+        objects.pieces(name, objects.manifest(name))
 
 
 def _framed(kind: bytes, payload: object, version: int) -> bytes:

@@ -89,8 +89,7 @@ def central_header(item: Item, offset: int) -> bytes:
 def zip_of(*items: Item, end: End | None = None, gap: bytes = b"", after: bytes = b"") -> bytes:
     """An archive of these entries; `gap` before its directory, `after` behind its end."""
     end = end or End()
-    blob = b""
-    directory = b""
+    blob, directory = bytearray(), bytearray()
     for item in items:
         blob += item.before
         directory += central_header(item, len(blob))
@@ -102,7 +101,7 @@ def zip_of(*items: Item, end: End | None = None, gap: bytes = b"", after: bytes 
     tail = b"" if end.large is None else large_end(truth | dict(end.large), len(blob + directory))
     numbers = (f["disk"], f["start_disk"], f["here"], f["count"], f["bytes"], f["start"])
     tail += struct.pack("<4s4H2LH", end.mark, *numbers, len(end.comment)) + end.comment
-    return blob + directory + tail + after
+    return bytes(blob + directory + tail + after)
 
 
 def large_end(f: Mapping[str, int], at: int) -> bytes:

@@ -30,7 +30,10 @@ def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire
     dtype = array.dtype
     if dtype.str in _CODES:
         return array, None
-    little = dtype.newbyteorder("<")
+    try:
+        little = dtype.newbyteorder("<")
+    except TypeError as error:  # a type of numpy's newer kind, such as texts of any length
+        raise UnsupportedArrayError.at("", f"an array of dtype {dtype}") from error
     if little.str in _CODES:
         return array, dtype_wire(dtype)  # the piece has the order of this format
     if dtype.kind in "mM":

@@ -46,6 +46,8 @@ _FACTORIES: Final[dict[str, Any]] = {
     kind.__name__: kind
     for kind in (list, dict, OrderedDict, set, tuple, int, float, str, bytes, bool)
 }
+# numpy's isbuiltin of a type that another package has added: its code says nothing elsewhere.
+_OF_OTHERS: Final = 2
 _INT_RANGE: Final = range(-(1 << 63), 1 << 64)
 
 
@@ -212,7 +214,10 @@ def _of_numpy(numpy: Any, value: object) -> Wire | None:
     if isinstance(value, numpy.generic):
         return _of_numpy_scalar(numpy, value)
     if isinstance(value, numpy.dtype):
-        return None if value.hasobject else [_DTYPE, dtype_wire(value)]
+        try:
+            return None if value.hasobject else [_DTYPE, dtype_wire(value)]
+        except ValueError:
+            return None
     if isinstance(value, numpy.ufunc):
         name = str(value.__name__)
         return [_UFUNC, name] if vars(numpy).get(name) is value else None
@@ -224,10 +229,11 @@ def _of_numpy(numpy: Any, value: object) -> Wire | None:
 def _of_numpy_scalar(numpy: Any, value: Any) -> Wire | None:
     if value.dtype.hasobject or value.dtype == numpy.longdouble or value.dtype.kind in "VTG":
         return None
-    if value.dtype == numpy.clongdouble:
+    if value.dtype == numpy.clongdouble or value.dtype.isbuiltin == _OF_OTHERS:
         return None
     little = value.dtype.newbyteorder("<")
-    return [_SCALAR, little.str, numpy.asarray(value, little).tobytes()]
+    # A text of no length is an array of one zero to asarray.
+    return [_SCALAR, little.str, numpy.asarray(value, little).tobytes()[: little.itemsize]]
 
 
 def _type_of(name: str) -> Any:
@@ -238,10 +244,22 @@ def _type_of(name: str) -> Any:
 
 
 def dtype_wire(dtype: Any) -> Wire:
-    """Encode a numpy dtype, with the offsets of its fields, in the order of their bytes."""
+    """Encode a numpy dtype, with the offsets of its fields, in the order of their bytes.
+
+    Raises:
+        ValueError: numpy has no description of it from which the same dtype comes back.
+    """
     import numpy as np
 
-    return encode(np.lib.format.dtype_to_descr(dtype), "dtype")  # type: ignore[no-untyped-call]
+    described = np.lib.format.dtype_to_descr(dtype)  # type: ignore[no-untyped-call]
+    # Of what another package has added, and of arrays in arrays, it gives the size only.
+    try:
+        same = np.lib.format.descr_to_dtype(described) == dtype  # type: ignore[no-untyped-call]
+    except TypeError:
+        same = False
+    if not same:
+        raise ValueError(f"numpy describes it as {described}")
+    return encode(described, "dtype")
 
 
 def dtype_of(wire: Wire) -> Any:
@@ -265,9 +283,21 @@ def _numpy_scalar(code: str, data: bytes) -> Any:
     import numpy as np
 
     dtype = dtype_of(code)
+    # Earlier versions wrote the one zero that asarray makes of a text of no length.
+    if not dtype.itemsize and not any(data):
+        data = b""
     if dtype.itemsize != len(data):
         raise DamagedStateError.at("#values", f"{len(data)} bytes are no {code}")
-    # Not frombuffer: it refuses strings of no length.
+    # From their bytes: taken from an array, texts lose the zeros at their ends.
+    if dtype.kind == "S":
+        return np.bytes_(data)
+    if dtype.kind == "U":
+        order = "be" if dtype.str.startswith(">") else "le"
+        try:
+            return np.str_(data.decode(f"utf-32-{order}", "surrogatepass"))
+        except UnicodeDecodeError as error:
+            raise DamagedStateError.at("#values", f"no text: {error}") from error
+    # Not frombuffer: it refuses records of no length.
     return np.ndarray((), dtype, data)[()]
 
 

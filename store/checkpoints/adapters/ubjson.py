@@ -22,6 +22,9 @@ for _marker in _EMPTY:
     _STEPS[ord(_marker)] = 1
 _MAX_DEPTH: Final = 64
 _MANY: Final = 16
+# A search for objects may go on to the end of the data. It pays where that is not much farther than
+# the objects are long; in data of a thousand arrays, a thousand searches would.
+_SEARCHED: Final = 4096
 # Numbers that are looked at together: few enough where hardly two are written alike.
 _AHEAD: Final = 512
 
@@ -106,7 +109,7 @@ def objects(data: Buffer, at: int, count: int) -> list[int]:
         raise _unknown(at)
     mark = bytes(data[at:end])
     for leap in (True, False):
-        starts = _marked(data, at, mark, leap)
+        starts = _marked(data, at, mark, leap, count)
         if len(starts) == count:
             return [*starts, skip(data, starts[-1])]
     starts = [at]
@@ -115,10 +118,13 @@ def objects(data: Buffer, at: int, count: int) -> list[int]:
     return starts
 
 
-def _marked(data: Buffer, at: int, mark: bytes, leap: bool) -> list[int]:
-    """Return where the mark occurs. With `leap`, first try the size of the last object."""
+def _marked(data: Buffer, at: int, mark: bytes, leap: bool, count: int) -> list[int]:
+    """Return where the mark occurs, up to once more than `count` times.
+
+    With `leap`, first try the size of the last object.
+    """
     starts, last, place = [at], at, data.find(mark, at + 1)
-    while place >= 0:
+    while place >= 0 and len(starts) <= count:
         starts.append(place)
         last, guess = place, 2 * place - last
         found = leap and data.startswith(mark, guess)
@@ -161,7 +167,7 @@ def _skip_array(data: Buffer, at: int, depth: int) -> int:
         alike = _alike(data, at, step, min(count, _AHEAD))
         at += alike * step
         count -= alike
-    if count > _MANY and data[at] == ord("{"):
+    if count > _MANY and data[at] == ord("{") and len(data) - at < count * _SEARCHED:
         return objects(data, at, count)[-1]
     for _ in range(count):
         at = _skip(data, at, depth)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numpy._core._rational_tests import rational  # type: ignore[import-not-found]
 
 from stores import frozen, thawed, there_and_back
 from tensor_dedup.store.checkpoints.adapters import (
@@ -22,6 +23,7 @@ from tensor_dedup.store.checkpoints.adapters import (
     StateProvider,
     adapter_for,
     by_name,
+    plain,
     register_provider,
 )
 from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter, Providers
@@ -74,9 +76,9 @@ SCALARS = st.one_of(
     st.sampled_from([torch.float32, torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")]),
     st.sampled_from([torch.device("cuda", 1), np.dtype("<f4"), np.float64, range(1, 9, 2)]),
     st.sampled_from([slice(1, None, 2), np.float32(1.5), np.int64(-3), np.bool_(True)]),
-    st.sampled_from(
-        [np.datetime64("2026-01-01"), np.str_("é"), np.bytes_(b"x"), np.float64("nan")]
-    ),
+    st.sampled_from([np.datetime64("2026-01-01"), np.float64("nan")]),
+    st.binary(max_size=3).map(np.bytes_),
+    st.text(st.characters(), max_size=3).map(np.str_),
 )
 KEYS = st.recursive(
     st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none()),
@@ -195,6 +197,45 @@ def test_the_format_stays() -> None:
             "9407a3696e749201019320a37c6931c401ff9312cb0000000000000000cb3ff0000000000000",
         ),
     }
+
+
+TEXTS: list[Any] = [
+    *map(np.bytes_, (b"", b"a", b"a\0", b"\0", b"\0a\0\0", b"\xff\0")),
+    *map(np.str_, ("", "é", "a\0", "\0", "\0a\0\0", "\U0001f600\0", "\ud800")),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_texts_of_numpy_keep_their_length(text: Any) -> None:
+    states: list[Any] = [text, [text, text], {text: 1}, {"held": (text,)}]
+    for state in states:
+        assert same(there_and_back(NUMPY, state), state)
+    [back] = there_and_back(NUMPY, np.array([text], object))
+    assert same(back, text)
+
+
+def with_value(wire: Any) -> Any:
+    """What is read of a list whose only value is written like this."""
+    data = msgspec.msgpack.encode([[plain.LIST, wire]])
+    held = frozen(NUMPY, [1])
+    held["#values"] = NamedValue("#values", "U8", (len(data),), data)
+    [value] = thawed(NUMPY, held)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("code", "data", "text"),
+    [
+        # Earlier versions wrote a zero for a text of no length, and could not read it.
+        ("|S0", b"\0", np.bytes_(b"")),
+        ("<U0", bytes(4), np.str_("")),
+        ("|S2", b"a\0", np.bytes_(b"a\0")),
+        ("<U2", b"a" + bytes(7), np.str_("a\0")),
+        (">U2", bytes(3) + b"a" + bytes(3) + b"b", np.array("ab", ">U2")[()]),
+    ],
+)
+def test_texts_that_were_saved_before_are_read(code: str, data: bytes, text: Any) -> None:
+    assert same(with_value([32, code, data]), text)
 
 
 def test_names_are_text_that_can_be_written() -> None:
@@ -326,6 +367,10 @@ class Opaque:
         (np.longdouble(1), "the model"),
         ({"t": torch.strided}, "t"),
         ({"error": ValueError("x")}, "error"),
+        ({"d": np.dtype(("f4", (2,)))}, "d"),
+        ({"d": np.dtype({"names": ["a", "b"], "formats": ["f4", "f4"], "offsets": [4, 0]})}, "d"),
+        ({"d": np.dtypes.StringDType()}, "d"),
+        ({"d": np.dtype(rational)}, "d"),
     ],
 )
 def test_what_has_no_form_is_refused_with_its_place(state: Any, place: str) -> None:
@@ -341,6 +386,9 @@ def test_what_has_no_form_is_refused_with_its_place(state: Any, place: str) -> N
         np.zeros(1).view(np.recarray),
         np.zeros(1, np.longdouble),
         np.zeros(1, [("a", object)]),
+        np.array(["a", "bc"], np.dtypes.StringDType()),
+        np.zeros(1, rational),
+        np.zeros(1, [("a", rational)]),
         torch.empty(1, device="meta"),
     ],
 )
@@ -430,6 +478,10 @@ WIRES: list[Any] = [
     [],
     [[32, "O", b"x"]],
     [[32, "<f4", b"x"]],
+    [[32, "|S0", b"x"]],
+    [[32, "|S2", b"abc"]],
+    [[32, "<U1", b"\0\0\x11\0"]],
+    [[32, ">U1", b"\0\x11\0\0"]],
     [[32, "V99999999", b""]],
     [[16, 1 << 40]],
     [[7, "eval"]],

@@ -113,6 +113,32 @@ def test_conjugates_and_negatives_are_what_they_show() -> None:
     assert bytes(one(tensor.conj().imag).data) == np.array([-2, 4], np.float32).tobytes()
 
 
+MATRIX = torch.arange(24.0).view(4, 6) + 1
+ONE_ELEMENT = {
+    "of a column": MATRIX[1:2, 3],
+    "in two dimensions": MATRIX[2:3, :1],
+    "bfloat16": MATRIX.bfloat16()[1:2, 3],
+    "conjugated": (MATRIX * 1j)[1:2, 3].conj(),
+    "expanded": MATRIX[1:2, 3].as_strided((1, 1), (0, 7), 9),
+    "of no dimension": MATRIX[1, 3],
+}
+
+
+@pytest.mark.parametrize("tensor", ONE_ELEMENT.values(), ids=ONE_ELEMENT)
+def test_one_element_of_any_stride_has_its_bytes(tensor: torch.Tensor) -> None:
+    assert tensor.is_contiguous()
+    plain = torch.tensor(tensor.tolist(), dtype=tensor.dtype)
+    piece = one(tensor)
+    assert piece.shape == tuple(tensor.shape)
+    assert bytes(piece.data) == bytes(plain.reshape(1).view(torch.uint8).numpy())
+
+
+def test_arrays_of_one_element_too() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)[1:2, 3]
+    assert array.strides != (4,)
+    assert bytes(one(array).data) == array.tobytes()
+
+
 def test_not_numbers_keep_their_bits() -> None:
     bits = np.array([0x7FC00001, 0xFFC12345, 0x7F800001], np.uint32)
     assert bytes(one(bits.view(np.float32)).data) == bits.tobytes()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from stores import (
     Model,
@@ -225,6 +226,28 @@ def test_odd_tensors(tmp_path: Path) -> None:
     run.save(model, 1)
     assert shares(run)
     assert_same(run.load(1), model)
+
+
+def test_views_of_one_element_and_texts_that_end_in_zeros(tmp_path: Path) -> None:
+    matrix = torch.arange(24.0).view(4, 6)
+    assert matrix[1:2, 3].is_contiguous()
+    assert matrix[1:2, 3].stride() != (1,)
+    state: dict[str, Any] = {
+        "one": matrix[1:2, 3],
+        "texts": [np.bytes_(b"a\0"), np.bytes_(b""), np.str_("b\0"), np.str_("")],
+    }
+    with CheckpointStore(open_store(tmp_path), "run") as run:
+        run.save(state, 0)
+        run.save_async(state, 1).wait()
+        for step in (0, 1):
+            back = run.load(step)
+            assert torch.equal(back["one"], matrix[1:2, 3])
+            assert [bytes(text.data) for text in back["texts"]] == [
+                b"a\0",
+                b"",
+                b"b" + bytes(7),
+                b"",
+            ]
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:

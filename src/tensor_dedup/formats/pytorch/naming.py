@@ -21,7 +21,7 @@ _ALONE = "tensor"
 _KEY_LIMIT = 1 << 64
 # What is charged: for a value that is passed, for a key that is compared, for a container that is
 # entered, and for a tensor until it is placed in the file.
-_VALUE_BYTES = 8
+_VALUE_BYTES = 16
 _KEY_BYTES = 96
 _HOLDER_BYTES = 96
 _TENSOR_BYTES = 1024
@@ -58,9 +58,7 @@ def named_tensors(value: object, path: str, budget: Budget) -> NamedTensors:
             continue
         budget.charge(_HOLDER_BYTES)
         inner = []
-        for key, held in _items(holder, prefix, path, budget):
-            if not _holds(held):
-                continue
+        for key, held in _holders(holder, prefix, path, budget):
             if depth >= MAX_DEPTH:
                 raise PytorchError.at(
                     PytorchFault.DEEP_NESTING,
@@ -78,26 +76,22 @@ def named_tensors(value: object, path: str, budget: Budget) -> NamedTensors:
     return NamedTensors(list(found.items()), sparse)
 
 
-def _holds(value: object) -> bool:
-    # Exactly the types that are made here: an empty one holds nothing.
-    match value:
-        case PickledTensorView() | SparseParts():
-            return True
-        case PlainDict():
-            return bool(value.items)
-        case list() | tuple():
-            return bool(value)
-    return False
+# Exactly the types that are made here. What may hold a tensor, or is one.
+_HOLDERS = frozenset({PickledTensorView, SparseParts, PlainDict, list, tuple})
 
 
-def _items(holder: object, prefix: str, path: str, budget: Budget) -> Iterator[Item]:
+def _holders(holder: object, prefix: str, path: str, budget: Budget) -> Iterator[Item]:
+    """Yield what may hold tensors in a container, with its key."""
     if isinstance(holder, PlainDict):
-        yield from _named_items(holder, prefix, path, budget)
+        for key, held in _named_items(holder, prefix, path, budget):
+            if type(held) in _HOLDERS:
+                yield key, held
         return
     holder = holder.parts if isinstance(holder, SparseParts) else holder
     if isinstance(holder, list | tuple):
         budget.charge(_VALUE_BYTES * len(holder))
-        for number, held in enumerate(holder):
+        found = (item for item in enumerate(holder) if type(item[1]) in _HOLDERS)
+        for number, held in found:
             yield str(number), held
 
 
