@@ -496,6 +496,16 @@ class TensorCasStore(CheckpointStore):
     """CheckpointStore under the name, and with the arguments, that tensorcas gives it."""
 
 
+def list_runs(root: "StrPath | Store") -> list[str]:
+    """Return the names of the runs that have steps in the store in the folder `root`, sorted.
+
+    Raises:
+        NotAStoreError: there is no store; none is made.
+    """
+    store = root if isinstance(root, Store) else Store.open(root, create=False)
+    return store.runs()
+
+
 def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
     """Read the tensors of an open step, by name and in order, verified.
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tensor_dedup.store.checkpoints import CheckpointStore, TensorCasStore
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore, TensorCasStore, list_runs
 from tensor_dedup.store.checkpoints.adapters import (
     ModelAdapter,
     PyTorchAdapter,
     SklearnAdapter,
     XGBoostAdapter,
 )
+from tensor_dedup.store.errors import NotAStoreError
 
 # The example in tensorcas' README.md, to the letter.
 README = """\
@@ -45,6 +47,7 @@ print(store.stats())
 """
 HOMES = {
     ("tensorcas.store", "TensorCasStore"): TensorCasStore,
+    ("tensorcas.store", "list_runs"): list_runs,
     ("tensorcas.adapters.base", "ModelAdapter"): ModelAdapter,
     ("tensorcas.adapters.pytorch", "PyTorchAdapter"): PyTorchAdapter,
     ("tensorcas.adapters.sklearn", "SklearnAdapter"): SklearnAdapter,
@@ -66,6 +69,18 @@ def test_the_example_of_its_readme_runs(tmp_path: Path) -> None:
     assert stats["total_chunks"] == 20 * stats["unique_chunks"]  # nothing trained
     assert stats["dedup_ratio"] == 0.05
     assert CheckpointStore(tmp_path / "checkpoints", "mlp-run-001").steps() == [*range(1, 21)]
+
+
+def test_the_runs_of_a_folder_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(NotAStoreError, match="there is no store"):
+        list_runs(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    for run, step in (("b", 3), ("a/one", 0), ("b", 4)):
+        TensorCasStore(tmp_path / "store", run).save({"values": [step]}, step)
+    store = Store.open(tmp_path / "store")
+    store.export("b@3", tmp_path / "out")
+    store.import_(tmp_path / "out", "c@3")  # an import makes no run, whatever its name
+    assert list_runs(tmp_path / "store") == list_runs(store) == ["a/one", "b"]
 
 
 @pytest.mark.parametrize(("module", "name"), HOMES)
