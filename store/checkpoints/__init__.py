@@ -16,7 +16,8 @@ from tensor_dedup.store.checkpoints.checkpoint_store import (
     list_runs,
 )
 from tensor_dedup.store.checkpoints.commit import Saved
-from tensor_dedup.store.checkpoints.runs import RunStats, Step
+from tensor_dedup.store.checkpoints.runs import Step
+from tensor_dedup.store.checkpoints.sizes import RunStats
 
 __all__ = [
     "CheckpointStore",

@@ -48,10 +48,10 @@ from tensor_dedup.store.checkpoints.runs import (
     in_save_order,
     kept_steps,
     manifest_of,
-    run_stats,
     step_name,
     step_numbers,
 )
+from tensor_dedup.store.checkpoints.sizes import run_stats
 from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.errors import (
     DamagedFileError,

@@ -109,6 +109,12 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
     )
 
 
+def file_bytes(objects: Objects, containers: Iterable[ContainerId]) -> int:
+    """Return the size of the files of some containers, their tables included."""
+    paths = (path for container in containers for path in _files_of(objects, container))
+    return sum(item.nbytes for item in _items(objects, paths))
+
+
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
     """Return the number of unreferenced bytes in containers that must stay."""
     used = found.live.keys() | keep.anchors
@@ -162,8 +168,9 @@ def refuse_unless_certain(found: Inventory) -> None:
     lost = found.lost()
     if lost:
         digest = min(lost)
+        user = found.users.get(digest, ["some checkpoint"])[0]
         raise UnfitForCollectionError.at(
-            found.users[digest][0], f"{len(lost)} pieces are lost, {digest.hex()} is the first"
+            user, f"{len(lost)} pieces are lost, {digest.hex()} is the first"
         )
 
 
@@ -190,12 +197,11 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     old = [*_older(objects, layout.trash, before), *_older(objects, layout.quarantine, before)]
     old += [layout.bad(name) for name in _stale_lists(objects, keep)]
     unfinished = [layout.tmp / name for name in objects.files.listdir(layout.tmp)]
-    kept = [path for container in keep for path in _files_of(objects, container)]
     return GcPlan(
         tuple(_items(objects, trash)),
         tuple(_items(objects, old)),
         tuple(_items(objects, unfinished)),
-        sum(item.nbytes for item in _items(objects, kept)),
+        file_bytes(objects, keep),
         dead_bytes(found, need),
     )
 
