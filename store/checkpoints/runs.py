@@ -430,10 +430,13 @@ class StepOrder:
         """Return a number greater than those of all steps that any process has saved."""
         with self._lock:
             if self._last is None:
-                there = self.places(readable=True).values()
-                self._last = max((place.sequence for place in there), default=0)
-            self._last = self._objects.next_sequence(self._last)
+                self._last = self._greatest()
+            self._last = self._objects.next_sequence(self._last, self._greatest)
             return self._last
+
+    def _greatest(self) -> int:
+        there = self.places(readable=True).values()
+        return max((place.sequence for place in there), default=0)
 
     def renew_lock(self) -> None:
         """Begin anew in a forked child, where the holder of the lock does not exist."""
