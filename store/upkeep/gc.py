@@ -209,6 +209,8 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     """Carry out a plan. The caller has held the store exclusively since it was made."""
     layout, files = objects.layout, objects.files
+    if plan.trash or plan.delete:
+        _settle(objects)
     moved = [GarbageItem(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
     # Without a grace, what has just been moved has been there long enough.
     # What came back and was moved again within a second has the name of what was there before.
@@ -222,6 +224,19 @@ def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     with open_index(objects):
         pass  # opening it drops the entries of what is gone
     return replace(plan, delete=tuple(delete), done=True)
+
+
+def _settle(objects: Objects) -> None:
+    """Make the names durable that the plan relied on: whoever gave them may have died before that.
+
+    Else a power cut could bring back a reference to what was deleted, or take the container that
+    was kept for what is in two.
+    """
+    files, layout = objects.files, objects.layout
+    for folder in sorted({layout.container(c.name, c.kind).parent for c in objects.containers()}):
+        files.sync_folder(folder)
+    files.sync_folder(layout.root / "containers")
+    files.sync_folder(layout.refs)
 
 
 def _files_of(objects: Objects, container: ContainerId) -> list[Path]:
