@@ -1,7 +1,7 @@
 """The bookkeeping of a store, read and published: tables, manifests, pages, references.
 
-Nothing is written in place. A file appears under its name by a rename, after its bytes are durable,
-and its folder is synced before anything refers to it.
+Nothing is written in place, except the number that a step was given. A file appears under its name
+by a rename, after its bytes are durable, and its folder is synced before anything refers to it.
 """
 
 import errno
@@ -378,35 +378,49 @@ class Objects:
                 ) from error
             self.files.sync_folder(path.parent)
 
-    def next_sequence(self, above: int) -> int:
+    def next_sequence(self, above: int, greatest: Callable[[], int]) -> int:
         """Return a number greater than `above` and than every number returned before.
 
-        That holds for all processes until the machine stops. The file is not synced, so afterwards
-        it may be an earlier one or gone: whoever asks first finds `above` among the steps that are
-        there.
+        That holds for all processes until the machine stops. Where the file with the number is gone
+        or not whole, `greatest` says which is the greatest of the steps that are there.
         """
-        path = self.layout.sequence
         with self.naming():
-            given = max(above, self._last_given()) + 1
-            text = frames.encode_text([_SEQUENCE_TITLE, f"{_LAST}{given}"])
-            handle = self.files.open(self.tmp_path(), "create")
-            try:
-                self.files.pwrite(handle, text, 0)
-                self.files.close(handle)
-                self.files.rename(handle.path, path)
-            except BaseException:
-                self.files.close(handle)
-                self.files.unlink(handle.path)
-                raise
+            last = self._last_given()
+            given = max(above, greatest() if last is None else last) + 1
+            self._write_given(frames.encode_text([_SEQUENCE_TITLE, f"{_LAST}{given}"]))
         return given
 
-    def _last_given(self) -> int:
+    def _last_given(self) -> int | None:
         path = self.layout.sequence
         with suppress(MissingObjectError, DamagedFileError, ValueError):
             title, last = frames.decode_text(self.read(path, _REF_BYTES), path)
             if title == _SEQUENCE_TITLE:
                 return int(last.removeprefix(_LAST))
-        return 0
+        return None
+
+    def _write_given(self, text: bytes) -> None:
+        """Write the number where the last one stands, unsynced.
+
+        A rename over it took longer than all else that a step without changes needs: file systems
+        first write the bytes of what takes the place of a file.
+        """
+        files, path = self.files, self.layout.sequence
+        try:
+            handle = files.open(path, "modify")
+        except (FileNotFoundError, PermissionError):  # the file may be another user's
+            handle = files.open(self.tmp_path(), "create")
+        try:
+            files.pwrite(handle, text, 0)
+            if handle.path != path:
+                files.rename(handle.path, path)
+            elif files.status_of(handle).size > len(text):
+                files.truncate(handle, len(text))
+        except BaseException:
+            if handle.path != path:
+                files.unlink(handle.path)
+            raise
+        finally:
+            files.close(handle)
 
     def set_aside(self, path: Path, folder: Path) -> Path:
         """Move a file to the trash or the quarantine; its new name begins with the time."""

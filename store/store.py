@@ -41,7 +41,8 @@ from tensor_dedup.suggestions import nearest, perhaps
 if TYPE_CHECKING:
     import torch
 
-    from tensor_dedup.store.checkpoints.runs import Difference, Growth, RunStats, Step
+    from tensor_dedup.store.checkpoints.runs import Difference, Step
+    from tensor_dedup.store.checkpoints.sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.writing.encoder import Encoder
 
 StrPath = str | PathLike[str]
@@ -269,15 +270,35 @@ class Store:
 
     def run_stats(self, run: str | None = None) -> "RunStats":
         """Measure the steps of a run, or those of all runs together. Reads no tensor data."""
-        from tensor_dedup.store.checkpoints.runs import run_stats as measure
+        from tensor_dedup.store.checkpoints.sizes import run_stats as measure
 
         runs = self.runs() if run is None else [run]
         with self._locked():
             return measure(self._objects, runs, run)
 
+    def run_cost(self, run: str | None = None) -> "RunCost":
+        """Compute what a run, or all runs together, cost beside the rest. Reads no tensor data.
+
+        Raises:
+            UnfitForCollectionError: something in the store is damaged or lost, so that it is not
+                certain what is in use.
+        """
+        from tensor_dedup.store.checkpoints.sizes import run_cost
+
+        runs = self.runs() if run is None else [run]
+        with self._locked():
+            return run_cost(self._objects, runs)
+
+    def tensor_changes(self, run: str) -> "list[TensorChanges]":
+        """Count in how many steps of a run each tensor changed. Reads no tensor data."""
+        from tensor_dedup.store.checkpoints.sizes import tensor_changes
+
+        with self._locked():
+            return tensor_changes(self._objects, run)
+
     def run_growth(self, run: str) -> "list[Growth]":
         """Return what each step of a run added to it, in order. Reads no tensor data."""
-        from tensor_dedup.store.checkpoints.runs import growth
+        from tensor_dedup.store.checkpoints.sizes import growth
 
         with self._locked():
             return growth(self._objects, run)

@@ -17,6 +17,7 @@ from bench.checkpoint_methods import (
     TENSORCAS,
     TORCH,
     XGBOOST,
+    Behind,
     Chunks,
     Distributed,
     Dvc,
@@ -204,15 +205,16 @@ def _in_turns(case: Case, methods: list[Method], rounds: int) -> Times:
 
 
 def _cold(kind: Kind, model: Any, folder: Path) -> dict[str, tuple[float, float, float]]:
-    methods = [Ours(folder / "ours"), *_peers(kind, folder)]
+    methods: list[Method] = [Ours(folder / "ours"), Behind(folder / "behind")]
+    methods += _peers(kind, folder)
     found = {}
     for method in random.Random(time.monotonic_ns()).sample(methods, len(methods)):
         with closing(method):
-            found[method.name] = (
-                _timed(partial(method.save, model, 1)),
-                _timed(partial(method.load, 1, model)),
-                _timed(partial(method.save, model, 2)),
-            )
+            first = _timed(partial(method.save, model, 1))
+            method.settle()
+            load = _timed(partial(method.load, 1, model))
+            found[method.name] = first, load, _timed(partial(method.save, model, 2))
+            method.settle()
     return {method.name: found[method.name] for method in methods}
 
 

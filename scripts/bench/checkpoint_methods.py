@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp_loader
 from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
 from bench import tensorcas_method as tensorcas
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter
 
 OURS: Final = "tensor-dedup"
@@ -85,6 +85,23 @@ class Ours(Method):
 
     def close(self) -> None:
         self.store.close()
+
+
+class Behind(Ours):
+    """The same, saving in the background: `save` returns when the model may be changed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.name = f"{OURS}, save_async, blocking"
+        self._pending: PendingSave | None = None
+
+    def save(self, model: Any, step: int) -> None:
+        self._pending = self.store.save_async(model, step)
+
+    def settle(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
 
 @dataclass(frozen=True)

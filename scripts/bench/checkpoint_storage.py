@@ -1,5 +1,6 @@
 """What the checkpoints of whole experiments take: each method saves all of them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from copy import deepcopy
@@ -101,16 +102,23 @@ EXPERIMENTS: Final = (
 
 def storage(work: Path, quick: bool, dvc: Path | None, say: Say) -> list[str]:
     """The table, and what DVC itself stored of the first and the last experiments."""
-    lines = [HEAD]
+    lines, parts = [HEAD], []
     for experiment in EXPERIMENTS:
         say(f"storage: {experiment.name}")
-        count, sizes = measure(experiment, emptied(work / "storage"), quick)
+        count, sizes, folders = measure(experiment, emptied(work / "storage"), quick)
         lines.append(_row(experiment, count, sizes))
-    return [*lines, "", *_dvc_lines(work, quick, dvc, say)]
+        if experiment.kind in (SKLEARN, XGBOOST):
+            parts += [_parts_line(experiment, name, held) for name, held in folders.items()]
+    return [*lines, "", *parts, *_dvc_lines(work, quick, dvc, say)]
 
 
-def measure(experiment: Experiment, folder: Path, quick: bool) -> tuple[int, dict[str, Size]]:
-    """Save every model with every method; how many there were, and what each method needs."""
+def measure(
+    experiment: Experiment, folder: Path, quick: bool
+) -> tuple[int, dict[str, Size], dict[str, dict[str, int]]]:
+    """Save every model with every method; how many there were, and what each method needs.
+
+    Last, for those that share, the bytes of the files by what stands first in their path.
+    """
     kind = experiment.kind
     methods: list[Method] = [Ours(folder / "ours"), Chunks(folder / "chunks", kind)]
     methods += [Files(name, folder / name, kind) for name in kind.files]
@@ -123,8 +131,24 @@ def measure(experiment: Experiment, folder: Path, quick: bool) -> tuple[int, dic
             for method in methods:
                 method.save(model, count)
     sizes = {method.name: method.size() for method in methods}
+    folders = {method.name: _by_folder(method.folder) for method in methods[:2]}
     emptied(folder)
-    return count, sizes
+    return count, sizes, folders
+
+
+def _by_folder(root: Path) -> dict[str, int]:
+    found = Counter[str]()
+    for path in root.rglob("*"):
+        if path.is_file():
+            found[path.relative_to(root).parts[0]] += path.stat().st_size
+    return dict(found.most_common())
+
+
+def _parts_line(experiment: Experiment, name: str, folders: Mapping[str, int]) -> str:
+    parts = ", ".join(
+        f"{folder} {nbytes / 1000:.1f}" for folder, nbytes in folders.items() if nbytes
+    )
+    return f"- *{experiment.name}*, {name}, kB: {parts}."
 
 
 def _row(experiment: Experiment, count: int, sizes: Mapping[str, Size]) -> str:

@@ -10,8 +10,21 @@ A step is an ordinary checkpoint of the store, named RUN@STEP.
 """
 
 from tensor_dedup.store.checkpoints.background import PendingSave
-from tensor_dedup.store.checkpoints.checkpoint_store import CheckpointStore, TensorCasStore
+from tensor_dedup.store.checkpoints.checkpoint_store import (
+    CheckpointStore,
+    TensorCasStore,
+    list_runs,
+)
 from tensor_dedup.store.checkpoints.commit import Saved
-from tensor_dedup.store.checkpoints.runs import RunStats, Step
+from tensor_dedup.store.checkpoints.runs import Step
+from tensor_dedup.store.checkpoints.sizes import RunStats
 
-__all__ = ["CheckpointStore", "PendingSave", "RunStats", "Saved", "Step", "TensorCasStore"]
+__all__ = [
+    "CheckpointStore",
+    "PendingSave",
+    "RunStats",
+    "Saved",
+    "Step",
+    "TensorCasStore",
+    "list_runs",
+]

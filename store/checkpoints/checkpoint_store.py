@@ -48,10 +48,10 @@ from tensor_dedup.store.checkpoints.runs import (
     in_save_order,
     kept_steps,
     manifest_of,
-    run_stats,
     step_name,
     step_numbers,
 )
+from tensor_dedup.store.checkpoints.sizes import run_stats
 from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -494,6 +494,16 @@ def _check_limits(run: str, in_flight: int, pool_bytes: int | None) -> None:
 
 class TensorCasStore(CheckpointStore):
     """CheckpointStore under the name, and with the arguments, that tensorcas gives it."""
+
+
+def list_runs(root: "StrPath | Store") -> list[str]:
+    """Return the names of the runs that have steps in the store in the folder `root`, sorted.
+
+    Raises:
+        NotAStoreError: there is no store; none is made.
+    """
+    store = root if isinstance(root, Store) else Store.open(root, create=False)
+    return store.runs()
 
 
 def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":

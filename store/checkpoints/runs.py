@@ -1,4 +1,4 @@
-"""The runs in a store: names and order of their steps, their metrics, sizes and differences.
+"""The runs in a store: names and order of their steps, their metrics and differences.
 
 A step is the checkpoint RUN@STEP, and RUN@STEP@pin is the reference that keeps one whatever the
 retention rules say. Numbers are written without leading zeros, since a name is what people type
@@ -17,7 +17,7 @@ import logging
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -114,48 +114,6 @@ class Step:
     def to_dict(self) -> dict[str, object]:
         """Return the step as a JSON object."""
         return asdict(self) | {"metrics": shown(self.metrics)}
-
-
-@dataclass(frozen=True, slots=True)
-class RunStats:
-    """The sizes of a run, or of all runs together (`run_id` is then None).
-
-    `total_chunks` counts references to tensors in the manifests of its steps, `unique_chunks` the
-    distinct digests among them; `dedup_ratio` is unique / total, where lower is more reuse;
-    `total_bytes` is what the distinct tensors take on disk, encoded as they are.
-    """
-
-    run_id: str | None
-    checkpoints: int
-    total_chunks: int
-    unique_chunks: int
-    dedup_ratio: float
-    total_bytes: int
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the sizes as a JSON object."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What a step added to its run: the tensors that no earlier step had, and their bytes.
-
-    `stored_bytes` is what these take on disk; `dedup_ratio` is that of the run up to here, as in
-    RunStats.
-    """
-
-    step: int
-    tensors: int
-    new_tensors: int
-    nbytes: int
-    new_bytes: int
-    stored_bytes: int
-    dedup_ratio: float
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the growth as a JSON object."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,62 +353,6 @@ def latest_digests(objects: Objects, order: "StepOrder") -> dict[str, bytes]:
     return {}
 
 
-def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
-    """Measure the steps of some runs together, in a session. Reads no tensor data."""
-    seen: dict[bytes, list[Piece]] = {}
-    sizes: dict[bytes, int] = {}
-    steps = total = 0
-    for run in runs:
-        for _, content in manifests_of_run(objects, run):
-            tensors = tensors_of(objects, content, seen)
-            steps += 1
-            total += len(tensors)
-            sizes |= {piece.digest: piece.nbytes for piece in tensors}
-    stored = sum(stored_bytes(objects, sizes).values())
-    ratio = len(sizes) / total if total else 1.0
-    return RunStats(run_id, steps, total, len(sizes), round(ratio, 4), stored)
-
-
-def stored_bytes(objects: Objects, wanted: Collection[bytes]) -> dict[bytes, int]:
-    """Return the bytes that each of these pieces takes on disk, where it takes least."""
-    least: dict[bytes, int] = {}
-    for container in objects.containers():
-        with suppress(MissingObjectError):
-            for record in objects.table(container).records:
-                if record.digest in wanted:
-                    known = least.get(record.digest, record.stored)
-                    least[record.digest] = min(known, record.stored)
-    return least
-
-
-def growth(objects: Objects, run: str) -> list[Growth]:
-    """Measure what each step of a run added to it, in order, in a session. Reads no tensor data."""
-    seen: dict[bytes, list[Piece]] = {}
-    known: dict[bytes, int] = {}
-    total = 0
-    found: list[tuple[int, int, dict[bytes, int], int, float]] = []
-    for step, content in manifests_of_run(objects, run):
-        tensors = tensors_of(objects, content, seen)
-        new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
-        known |= new
-        total += len(tensors)
-        ratio = len(known) / total if total else 1.0
-        found.append((step, len(tensors), new, content.nbytes, ratio))
-    stored = stored_bytes(objects, known)
-    return [
-        Growth(
-            step,
-            tensors,
-            len(new),
-            nbytes,
-            sum(new.values()),
-            sum(stored.get(digest, 0) for digest in new),
-            round(ratio, 4),
-        )
-        for step, tensors, new, nbytes, ratio in found
-    ]
-
-
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
     """Compare two steps, in a session. Raises the errors of `manifest_of`."""
     seen: dict[bytes, list[Piece]] = {}
@@ -528,10 +430,13 @@ class StepOrder:
         """Return a number greater than those of all steps that any process has saved."""
         with self._lock:
             if self._last is None:
-                there = self.places(readable=True).values()
-                self._last = max((place.sequence for place in there), default=0)
-            self._last = self._objects.next_sequence(self._last)
+                self._last = self._greatest()
+            self._last = self._objects.next_sequence(self._last, self._greatest)
             return self._last
+
+    def _greatest(self) -> int:
+        there = self.places(readable=True).values()
+        return max((place.sequence for place in there), default=0)
 
     def renew_lock(self) -> None:
         """Begin anew in a forked child, where the holder of the lock does not exist."""

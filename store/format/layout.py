@@ -1,6 +1,7 @@
 """The layout of a store's folder. No I/O."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 MARKER = "FORMAT"
@@ -19,74 +20,82 @@ TABLE_SUFFIX = ".raw.table"
 BAD_SUFFIX = ".bad"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoreLayout:
-    """The paths of one store."""
+    """The paths of one store. Those that are always the same are made once."""
 
     root: Path
 
-    @property
+    @cached_property
     def marker(self) -> Path:
         """The file that says that this is a store, and of which version."""
         return self.root / MARKER
 
-    @property
+    @cached_property
     def lock(self) -> Path:
         """The lock that sessions hold shared and a sweep holds exclusively."""
         return self.root / LOCK
 
-    @property
+    @cached_property
     def names_lock(self) -> Path:
         """The lock held exclusively while a reference appears, changes or is removed."""
         return self.root / NAMES_LOCK
 
-    @property
+    @cached_property
     def index_lock(self) -> Path:
         """The lock held shared while the index is open, and exclusively to replace it."""
         return self.root / INDEX_LOCK
 
-    @property
+    @cached_property
     def sequence(self) -> Path:
         """The file with the number that a step was last given; may be gone while nobody saves."""
         return self.root / SEQUENCE
 
-    @property
+    @cached_property
     def index(self) -> Path:
         """The SQLite file of the index."""
         return self.root / INDEX
 
-    @property
+    @cached_property
     def refs(self) -> Path:
         """The folder of references: one text file for each name."""
         return self.root / "refs"
 
-    @property
+    @cached_property
     def quarantine(self) -> Path:
         """The folder of damaged files, and of lists of the bad places in containers."""
         return self.root / "quarantine"
 
-    @property
+    @cached_property
     def trash(self) -> Path:
         """The folder of what no reference leads to, until its grace period ends."""
         return self.root / "trash"
 
-    @property
+    @cached_property
     def tmp(self) -> Path:
         """The folder of files that are being written."""
         return self.root / "tmp"
 
+    @cached_property
+    def _containers(self) -> Path:
+        return self.root / "containers"
+
+    @cached_property
+    def _manifests(self) -> Path:
+        return self.root / "manifests"
+
     def container(self, name: str, kind: str) -> Path:
         """Return the path of a container's data."""
-        return self.root / "containers" / name[:2] / f"{name}.{kind}"
+        return self._containers / f"{name[:2]}/{name}.{kind}"
 
     def table(self, name: str, kind: str) -> Path:
         """Return the path of the file with a container's table: its own, or one beside it."""
         suffix = TABLE_SUFFIX if kind == "raw" else f".{kind}"
-        return self.root / "containers" / name[:2] / f"{name}{suffix}"
+        return self._containers / f"{name[:2]}/{name}{suffix}"
 
     def manifest(self, name: str) -> Path:
         """Return the path of a manifest, or of a page of one."""
-        return self.root / "manifests" / name[:2] / name
+        return self._manifests / f"{name[:2]}/{name}"
 
     def bad(self, name: str) -> Path:
         """Return the path of the list of bad places in a container."""

@@ -109,6 +109,12 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
     )
 
 
+def file_bytes(objects: Objects, containers: Iterable[ContainerId]) -> int:
+    """Return the size of the files of some containers, their tables included."""
+    paths = (path for container in containers for path in _files_of(objects, container))
+    return sum(item.nbytes for item in _items(objects, paths))
+
+
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
     """Return the number of unreferenced bytes in containers that must stay."""
     used = found.live.keys() | keep.anchors
@@ -162,8 +168,9 @@ def refuse_unless_certain(found: Inventory) -> None:
     lost = found.lost()
     if lost:
         digest = min(lost)
+        user = found.users.get(digest, ["some checkpoint"])[0]
         raise UnfitForCollectionError.at(
-            found.users[digest][0], f"{len(lost)} pieces are lost, {digest.hex()} is the first"
+            user, f"{len(lost)} pieces are lost, {digest.hex()} is the first"
         )
 
 
@@ -190,12 +197,11 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     old = [*_older(objects, layout.trash, before), *_older(objects, layout.quarantine, before)]
     old += [layout.bad(name) for name in _stale_lists(objects, keep)]
     unfinished = [layout.tmp / name for name in objects.files.listdir(layout.tmp)]
-    kept = [path for container in keep for path in _files_of(objects, container)]
     return GcPlan(
         tuple(_items(objects, trash)),
         tuple(_items(objects, old)),
         tuple(_items(objects, unfinished)),
-        sum(item.nbytes for item in _items(objects, kept)),
+        file_bytes(objects, keep),
         dead_bytes(found, need),
     )
 
@@ -203,6 +209,8 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     """Carry out a plan. The caller has held the store exclusively since it was made."""
     layout, files = objects.layout, objects.files
+    if plan.trash or plan.delete:
+        _settle(objects)
     moved = [GarbageItem(objects.set_aside(i.path, layout.trash), i.nbytes) for i in plan.trash]
     # Without a grace, what has just been moved has been there long enough.
     # What came back and was moved again within a second has the name of what was there before.
@@ -216,6 +224,19 @@ def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     with open_index(objects):
         pass  # opening it drops the entries of what is gone
     return replace(plan, delete=tuple(delete), done=True)
+
+
+def _settle(objects: Objects) -> None:
+    """Make the names durable that the plan relied on: whoever gave them may have died before that.
+
+    Else a power cut could bring back a reference to what was deleted, or take the container that
+    was kept for what is in two.
+    """
+    files, layout = objects.files, objects.layout
+    for folder in sorted({layout.container(c.name, c.kind).parent for c in objects.containers()}):
+        files.sync_folder(folder)
+    files.sync_folder(layout.root / "containers")
+    files.sync_folder(layout.refs)
 
 
 def _files_of(objects: Objects, container: ContainerId) -> list[Path]:

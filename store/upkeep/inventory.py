@@ -4,7 +4,7 @@ Taking it does not stop at damage, but records it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,11 +125,20 @@ class Inventory:
 def take_inventory(objects: Objects) -> Inventory:
     """Read all bookkeeping of a store, in a session. No tensor data is read."""
     found = Inventory()
+    for name in objects.names():
+        _checkpoint(objects, found, name)
+    return _with_containers(objects, found)
+
+
+def take_containers(objects: Objects, live: Mapping[bytes, int]) -> Inventory:
+    """Take the inventory of the containers alone, in a session; `live` says what is in use."""
+    return _with_containers(objects, Inventory(dict(live)))
+
+
+def _with_containers(objects: Objects, found: Inventory) -> Inventory:
     for path in objects.aliens():
         error = DamagedFileError.at(path, "nothing in a store has such a name")
         found.problems.append(Problem("alien", path, error))
-    for name in objects.names():
-        _checkpoint(objects, found, name)
     for container in objects.containers():
         _container(objects, found, container)
     lost = found.lost()

@@ -277,6 +277,8 @@ class PublishBatch:
     def publish(self) -> None:
         """Make all files durable under their names."""
         files = self._objects.files
+        for handle, _ in self._waiting:  # then the first sync has the disk write them all
+            files.begin_writing(handle, 0, 0)
         self._sync(files.fsync, [handle for handle, _ in self._waiting])
         folders = dict.fromkeys(folder for path in self._there for folder in self._above(path))
         for handle, target in self._waiting:

@@ -113,6 +113,44 @@ def test_stats_of_one_run_and_of_all(kept: Runs) -> None:
     assert "dedup ratio" in kept.text("stats")
 
 
+def test_stats_of_each_tensor(kept: Runs) -> None:
+    plain, found = kept.document("stats", "a/one"), kept.document("stats", "a/one", "--tensors")
+    assert found == plain | {name: found[name] for name in ("tensors", "identical_percent")}
+    tensors = {each["name"]: each for each in found["tensors"]}
+    assert tensors["layer0.bias"] == {
+        "name": "layer0.bias",
+        "identical": 0,
+        "changed": 3,
+        "identical_percent": 0.0,
+    }
+    assert tensors["layer0.weight"]["identical_percent"] == 100.0
+    assert found["identical_percent"] == round(100 * 15 / 18, 1)
+    rows = [
+        re.findall(r"[^\s┃│|]+", line)
+        for line in kept.text("stats", "a/one", "--tensors").splitlines()
+    ]
+    assert ["layer0.bias", "0", "3", "0.0"] in rows
+    assert ["all", "15", "3", "83.3"] in rows
+    alone = kept.document("stats", "two", "--tensors")
+    assert {each["identical_percent"] for each in alone["tensors"]} == {None}
+    result = kept.run("stats", "--tensors")
+    assert result.exit_code == 2
+    assert "say which run's tensors" in result.stderr
+
+
+def test_stats_say_what_a_run_costs(runs: Runs) -> None:
+    one, two, all_ = (runs.document("stats", *name) for name in (["a/one"], ["two"], []))
+    # The first step of both is the same.
+    assert one["shared_bytes"] == two["shared_bytes"] == two["total_bytes"] > 0
+    assert 0 < two["reclaimable_bytes"] < one["reclaimable_bytes"] < all_["reclaimable_bytes"]
+    assert all_["shared_bytes"] == 0
+    assert "go if only it is deleted" in runs.text("stats", "two")
+    for path in (runs.store / "containers").rglob("*.pack"):
+        path.unlink()
+    assert runs.document("stats", "two")["reclaimable_bytes"] is None
+    assert "not known: " in runs.text("stats", "two")
+
+
 def test_the_best_step(kept: Runs) -> None:
     assert kept.document("best", "a/one", "loss")["step"] == 30
     assert kept.document("best", "a/one", "loss", "--mode", "max")["value"] == 1.0

@@ -244,6 +244,34 @@ def test_gc_of_a_base_whose_deltas_live_on(world: World, folder: Path) -> None:
         assert_clean(store, world.only("tune", "tiny"))
 
 
+def test_gc_keeps_no_container_that_a_power_cut_takes(tmp_path: Path) -> None:
+    """Of two that hold the same, the writer of one was killed before its name was durable."""
+    kept = {"model.safetensors": safetensors(u8(a=noise(1, 5000)))}
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    store = open_store(tmp_path / "store", files)
+    store.import_(write(tmp_path / "kept", kept), "kept")
+    [own] = (store.path / "containers").rglob("*.pack")
+    for number in itertools.count():
+        other = open_store(tmp_path / f"other{number}")
+        more = write(tmp_path / f"in{number}", {**kept, "extra.txt": f"{number}".encode()})
+        other.import_(more, "other")
+        [theirs] = (other.path / "containers").rglob("*.pack")
+        if theirs.name < own.name:  # then it is the one that stays
+            break
+    handle = files.open(store.path / "tmp" / "theirs", "create")
+    files.pwrite(handle, theirs.read_bytes(), 0)
+    files.fsync(handle)
+    files.close(handle)
+    target = store.path / "containers" / theirs.name[:2] / theirs.name
+    files.mkdir(target.parent)
+    files.rename(handle.path, target)
+    store.gc(0)
+    assert [own.exists(), target.exists()] == [False, True]
+    files.lose("everything")
+    assert_clean(open_store(tmp_path / "store"), {"kept": kept})
+
+
 def test_repair_of_an_anchor(world: World, folder: Path) -> None:
     def before(store: Store) -> None:
         store.delete("base")

@@ -84,6 +84,7 @@ def roots() -> set[str]:
     text = (package_source.ROOT / "README.md").read_text()
     public = set(re.findall(r"(?:from|import) (tensor_dedup[\w.]*)", text))
     public |= {n for n in package_source.modules() if n.startswith("tensor_dedup.integrations.")}
+    public |= {n for n in package_source.modules() if n.startswith(package_source.SECOND_NAME)}
     commands = {name.partition(":")[0] for name in entry_points()}
     adapters = "tensor_dedup.store.checkpoints.adapters"
     return {"tensor_dedup", "tensor_dedup.__main__", adapters, *public, *commands}

@@ -43,8 +43,9 @@ def test_it_holds_every_module(export: Path, wheel: zipfile.ZipFile) -> None:
     expected = {str(path.relative_to(export / "src")) for path in modules.values()}
     assert {f"tensor_dedup/{part}/__init__.py" for part in package_source.LINKED} < expected
     assert "tensor_dedup/patches/vllm/__init__.py" in expected
-    packed = {name for name in wheel.namelist() if name.startswith("tensor_dedup/")}
-    assert packed == expected | {"tensor_dedup/py.typed"}
+    assert "tensorcas/adapters/sklearn.py" in expected
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == expected | {"tensor_dedup/py.typed", "tensorcas/py.typed"}
 
 
 def test_it_announces_its_command_and_its_plug_ins(wheel: zipfile.ZipFile) -> None:
@@ -60,6 +61,7 @@ def test_it_can_be_imported_without_the_repository(wheel: zipfile.ZipFile, tmp_p
     code = (
         "import tensor_dedup, tensor_dedup.cli, tensor_dedup.loader, tensor_dedup.store\n"
         "import tensor_dedup.memory_manager, tensor_dedup.patches.vllm\n"
+        "import tensorcas.store, tensorcas.adapters.pytorch\n"
         "print(tensor_dedup.TensorDedupConfig().hash_algorithm, tensor_dedup.__file__)\n"
     )
     done = subprocess.run(

@@ -33,6 +33,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 # The top may import every layer, and no layer imports the top.
 TOP = frozenset({"", "__main__", "analyze", "cli"})
+# A second name for parts of the package, which nothing in the package itself uses.
+SECOND_NAME = "tensorcas"
 # Which part of the package may import a framework, be it inside a function.
 FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "torch": (
@@ -99,7 +101,9 @@ def _fault(module: str, name: str) -> str | None:
         return "relative"
     if package in FRAMEWORKS and not _inside(module, FRAMEWORKS[package]):
         return f"{package} belongs to {' and '.join(FRAMEWORKS[package])}"
-    if package != "tensor_dedup":
+    if package == SECOND_NAME and not _inside(module, (SECOND_NAME,)):
+        return "that name is for users"
+    if package != "tensor_dedup" or _inside(module, (SECOND_NAME,)):
         return None
     return _direction(_part(module), _known(rest.partition(".")[0]))
 

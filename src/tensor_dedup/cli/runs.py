@@ -32,16 +32,13 @@ from tensor_dedup.cli.store import (
     space_after,
     store_option,
 )
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.notes import shown
 from tensor_dedup.store.checkpoints.retention import Mode
-from tensor_dedup.store.checkpoints.runs import (
-    Growth,
-    RunStats,
-    Step,
-    parse_step_name,
-)
+from tensor_dedup.store.checkpoints.runs import Step, parse_step_name
+from tensor_dedup.store.checkpoints.sizes import Growth, RunStats, TensorChanges
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
@@ -165,12 +162,51 @@ def show(run: str, store: str | None, as_json: bool) -> None:
 
 @command.command(name="stats")
 @click.argument("run", required=False)
+@click.option("--tensors", is_flag=True, help="Also say how often each tensor of RUN changed.")
 @store_option
 @json_option
-def stats_(run: str | None, store: str | None, as_json: bool) -> None:
-    """Say what RUN, or all runs together, hold, and what their steps have in common."""
-    found = measured(existing(store), run)
-    say(found.to_dict(), as_json, *stats_lines(found))
+def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> None:
+    """Say what RUN, or all runs together, hold, and what they cost beside the rest of the store."""
+    if tensors and run is None:
+        raise WrongUse("say which run's tensors: runs stats RUN --tensors")
+    opened = existing(store)
+    found = measured(opened, run)
+    cost, lines = _cost(opened, run)
+    document = {**found.to_dict(), **cost}
+    changes = opened.tensor_changes(run) if tensors and run is not None else None
+    if changes is not None:
+        overall = TensorChanges(
+            "", sum(each.identical for each in changes), sum(each.changed for each in changes)
+        )
+        document["tensors"] = [each.to_dict() for each in changes]
+        document["identical_percent"] = overall.percent
+    say(document, as_json, *stats_lines(found), *lines)
+    if changes is not None and not as_json:
+        console().print(_changes_table([*changes, overall]))
+
+
+def _cost(store: Store, run: str | None) -> tuple[dict[str, object], list[str]]:
+    """What runs cost beside the rest of a store: for JSON, and for people."""
+    try:
+        cost = store.run_cost(run)
+    except StoreError as error:
+        return {"reclaimable_bytes": None}, [f"alone         not known: {error}"]
+    what = "it is" if run is not None else "all runs are"
+    dead = f", and {human(cost.dead_bytes)} lie in what others need" if cost.dead_bytes else ""
+    return cost.to_dict(), [
+        f"alone         {human(cost.reclaimable_bytes)} go if only {what} deleted{dead}",
+        f"shared        {human(cost.shared_bytes)} that others need, too",
+    ]
+
+
+def _changes_table(changes: Sequence[TensorChanges]) -> Table:
+    """How often tensors changed; the last row is all of them together."""
+    table = listing("tensor", "identical", "changed", "identical %")
+    for each in changes:
+        share = "-" if each.percent is None else f"{each.percent:.1f}"
+        name = Dotted(each.name) if each is not changes[-1] else "all"
+        table.add_row(name, str(each.identical), str(each.changed), share)
+    return table
 
 
 def measured(store: Store, run: str | None) -> RunStats:

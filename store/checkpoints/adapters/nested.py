@@ -198,10 +198,11 @@ def series_names(name: str, count: int) -> list[str]:
 
 
 def take_apart(model: object) -> "dict[str, Value]":
-    """Return every tensor and array by its name, then series, then `#structure` and `#values`.
+    """Return all tensors, arrays and series by name, and last `#structure` and `#values`.
 
     In this order the store shares most. Its pages have the pieces in order, so pieces that follow a
-    growing series move to other places; the longest series comes first.
+    growing series move to other places, and one that changes makes its page another one. Whatever
+    is most comes first: the longest series before the few arrays of its ensemble, or the tensors.
 
     Raises:
         StateError: a part of the model cannot be stored; the error names its path.
@@ -212,11 +213,12 @@ def take_apart(model: object) -> "dict[str, Value]":
     except RecursionError as error:
         raise CyclicStateError.at("", "nested too deeply for this stack") from error
     structure = msgspec.msgpack.encode(Structure(FORMAT, root))
-    for grown in sorted(walk.series, key=len, reverse=True):
-        walk.tensors.update(grown)
-    walk.tensors[STRUCTURE] = packed(STRUCTURE, structure)
-    walk.tensors[VALUES] = packed(VALUES, msgspec.msgpack.encode(walk.values))
-    return walk.tensors
+    found: dict[str, Value] = {}
+    for group in sorted((walk.tensors, *walk.series), key=len, reverse=True):
+        found |= group
+    found[STRUCTURE] = packed(STRUCTURE, structure)
+    found[VALUES] = packed(VALUES, msgspec.msgpack.encode(walk.values))
+    return found
 
 
 def packed(name: str, data: "bytes | bytearray | memoryview") -> NamedValue:

@@ -156,16 +156,15 @@ def test_a_series_has_names_that_nobody_else_has() -> None:
     assert [[bytes(item) for item in each.items] for each in twice] == [[b"a", b"b"]] * 2 + [[]]
 
 
-def test_what_grows_comes_last_and_the_longest_first() -> None:
+def test_what_is_most_comes_first() -> None:
     short, long = PieceSeries("short", [b"a"] * 2), PieceSeries("long", [b"b"] * 4)
-    names = list(frozen(NUMPY, {"a": short, "b": long, "c": np.ones(1)}))
-    assert [name[:6] for name in names] == [
-        "c",
-        *["b.long"] * 4,
-        *["a.shor"] * 2,
-        "#struc",
-        "#value",
-    ]
+    state = {"a": short, "b": long, "c": np.ones(1)}
+    grown = [*["b.long"] * 4, *["a.shor"] * 2, "c", "#struc", "#value"]
+    assert [name[:6] for name in frozen(NUMPY, state)] == grown
+    # What grows beside many tensors leaves them where they are.
+    weights = {f"w{n}": np.ones(1) for n in range(4)}
+    grown = [*weights, *["b.long"] * 4, *["a.shor"] * 2, "#struc", "#value"]
+    assert [name[:6] for name in frozen(NUMPY, {"a": short, "b": long, **weights})] == grown
 
 
 def test_the_format_stays() -> None:

@@ -7,6 +7,7 @@ by hours from one operation to the next; the steps are in the order in which the
 """
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -249,6 +250,38 @@ def test_an_operation_that_fails_once_can_be_done_again(tmp_path: Path, code: in
         run.close()
         scene.check(folder)
         shutil.rmtree(folder)
+
+
+class _LastSyncFails(FaultyFiles):
+    """A disk that fails to make references durable, as when the process is killed just before."""
+
+    failing = False
+
+    def sync_folder(self, path: Path) -> None:
+        if self.failing and path.name == "refs":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        super().sync_folder(path)
+
+
+@pytest.mark.parametrize("act", ["replace", "delete"])
+def test_gc_deletes_nothing_that_a_power_cut_gives_a_name_again(tmp_path: Path, act: str) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = _LastSyncFails(tmp_path / "limbo")
+    run = handle(tmp_path / "store", files=files)
+    run.save(model_of(0), 0)
+    files.failing = True
+    with pytest.raises(StoreError):
+        run.save(model_of(3), 0) if act == "replace" else run.delete(0)
+    assert run.steps() == ([0] if act == "replace" else [])  # seen, and not durable
+    files.failing = False
+    assert run.gc(0).freed_bytes > 0
+    run.close()
+    files.lose("everything")
+    run = handle(tmp_path / "store")
+    assert run.steps() == ([0] if act == "replace" else [])
+    for step in run.steps():
+        assert_same(run.load(step), model_of(3))
+    assert run.store.verify(full=True).faults == []
 
 
 def test_that_was_often_enough(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,11 @@
 """Which step is the last: what was imported is none, and who goes back to a step goes on there."""
 
+import errno
 import logging
 import multiprocessing
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,13 +15,14 @@ import pytest
 
 import fresh
 from clocks import JUMPS, ClockedFiles, SetClock
+from disk_faults import FaultyFiles
 from stores import Gate, Model, assert_same, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.checkpoints.retention import Retention
 from tensor_dedup.store.checkpoints.runs import StepOrder, in_save_order
-from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of
 
@@ -199,6 +202,58 @@ def test_the_order_outlives_the_number_that_was_given_last(
         handle(tmp_path).save(model, step)
     assert order(handle(tmp_path)) == [5, 4, 3, 2]
     assert handle(tmp_path).store.verify(full=True).fine
+
+
+@pytest.mark.parametrize("ruin", [None, b"", b"tensor-dedup sequence\nlast 4\nchec", bytes(5000)])
+def test_who_finds_no_whole_number_looks_at_the_steps(tmp_path: Path, ruin: bytes | None) -> None:
+    """Whoever was killed while it wrote one leaves a part of it, and others have handles."""
+    one, two = handle(tmp_path), handle(tmp_path)
+    one.save(network(1), 5)
+    for step in (4, 3):
+        two.save(network(1), step)
+    path = tmp_path / "sequence"
+    path.unlink() if ruin is None else path.write_bytes(ruin)
+    one.save(network(1), 2)
+    two.save(network(1), 1)
+    assert order(one) == order(two) == order(handle(tmp_path)) == [5, 4, 3, 2, 1]
+    assert path.read_bytes() == frames.encode_text(["tensor-dedup sequence", "last 5"])
+
+
+class _Others(RealFiles):
+    """A disk on which the file with the number is another user's."""
+
+    refused = 0
+
+    def open(self, path: Path, mode: Mode) -> Handle:
+        if path.name == "sequence" and mode == "modify":
+            self.refused += 1
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return super().open(path, mode)
+
+
+def test_the_number_may_be_in_another_user_s_file(tmp_path: Path) -> None:
+    files = _Others()
+    one, two = handle(tmp_path), handle(tmp_path, files=files)
+    for step, run in enumerate([one, two, two, one, two]):
+        run.save(network(1), 9 - step)
+    assert order(one) == [9, 8, 7, 6, 5]
+    assert files.refused == 3
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_step_in_which_nothing_changed_writes_two_files(tmp_path: Path) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    run = handle(tmp_path / "store", files=files)
+    for step in range(3):
+        run.save(network(1), step)
+    began = len(files.log)
+    assert run.save(network(1), 3).new_tensors == 0
+    log = Counter(files.log[began:])
+    # The manifest and the reference; its number is written where the last one stood.
+    assert (log["create"], log["fsync"], log["rename"], log["pwrite"]) == (2, 2, 2, 3)
+    assert log["sync_folder"] <= 3
+    assert shares(run)
 
 
 def test_an_unreadable_step_keeps_its_place_by_its_date(tmp_path: Path) -> None:

@@ -1,0 +1,5 @@
+"""The protocol of adapters: implement it for models of your own."""
+
+from tensor_dedup.store.checkpoints.adapters import ModelAdapter
+
+__all__ = ["ModelAdapter"]

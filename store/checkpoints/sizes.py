@@ -1,0 +1,273 @@
+"""The sizes of runs: what their steps hold and share, and how much of each tensor changes.
+
+Everything is computed from references, manifests, pages and tables: no tensor is read, and a page
+is decoded once, however many steps have it.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.runs import manifests_of_run, parse_step_name, tensors_of
+from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
+from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.manifests import Manifest, Piece
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.tables import Table
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.upkeep.gc import file_bytes, needed, refuse_unless_certain
+from tensor_dedup.store.upkeep.inventory import take_containers
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """The sizes of a run, or of all runs together (`run_id` is then None).
+
+    `total_chunks` counts references to tensors in the manifests of its steps, `unique_chunks` the
+    distinct digests among them; `dedup_ratio` is unique / total, where lower is more reuse;
+    `total_bytes` is what the distinct tensors take on disk, encoded as they are.
+    """
+
+    run_id: str | None
+    checkpoints: int
+    total_chunks: int
+    unique_chunks: int
+    dedup_ratio: float
+    total_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the sizes as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a step added to its run: the tensors that no earlier step had, and their bytes.
+
+    `stored_bytes` is what these take on disk; `dedup_ratio` is that of the run up to here, as in
+    RunStats.
+    """
+
+    step: int
+    tensors: int
+    new_tensors: int
+    nbytes: int
+    new_bytes: int
+    stored_bytes: int
+    dedup_ratio: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the growth as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """What a run costs beside everything else in the store, or what all runs cost together.
+
+    If only the run were deleted, `gc` would give back `reclaimable_bytes`: whole containers, and
+    the run's own manifests and references. `dead_bytes` nobody would use either, but they lie in
+    containers that others need. `shared_bytes` are what those of its pieces take that another run
+    or checkpoint has as well.
+    """
+
+    reclaimable_bytes: int
+    dead_bytes: int
+    shared_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the cost as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChanges:
+    """How often a tensor of a run was the same in a step as in the step before, and how often not.
+
+    A step counts only if the step before has a tensor of that name, too.
+    """
+
+    name: str
+    identical: int
+    changed: int
+
+    @property
+    def percent(self) -> float | None:
+        """The share of steps in which it was identical, in percent; None if there is no pair."""
+        pairs = self.identical + self.changed
+        return round(100 * self.identical / pairs, 1) if pairs else None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the counts as a JSON object."""
+        return asdict(self) | {"identical_percent": self.percent}
+
+
+def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
+    """Measure the steps of some runs together, in a session. Reads no tensor data."""
+    seen: dict[bytes, list[Piece]] = {}
+    sizes: dict[bytes, int] = {}
+    steps = total = 0
+    for run in runs:
+        for _, content in manifests_of_run(objects, run):
+            tensors = tensors_of(objects, content, seen)
+            steps += 1
+            total += len(tensors)
+            sizes |= {piece.digest: piece.nbytes for piece in tensors}
+    stored = sum(stored_bytes(_tables(objects), sizes).values())
+    ratio = len(sizes) / total if total else 1.0
+    return RunStats(run_id, steps, total, len(sizes), round(ratio, 4), stored)
+
+
+def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, int]:
+    """Return the bytes that each of these pieces takes on disk, where it takes least."""
+    least: dict[bytes, int] = {}
+    for table in tables:
+        for record in table.records:
+            if record.digest in wanted:
+                known = least.get(record.digest, record.stored)
+                least[record.digest] = min(known, record.stored)
+    return least
+
+
+def _tables(objects: Objects) -> Iterator[Table]:
+    """The tables of all containers that are there."""
+    for container in objects.containers():
+        with suppress(MissingObjectError):
+            yield objects.table(container)
+
+
+def growth(objects: Objects, run: str) -> list[Growth]:
+    """Measure what each step of a run added to it, in order, in a session. Reads no tensor data."""
+    seen: dict[bytes, list[Piece]] = {}
+    known: dict[bytes, int] = {}
+    total = 0
+    found: list[tuple[int, int, dict[bytes, int], int, float]] = []
+    for step, content in manifests_of_run(objects, run):
+        tensors = tensors_of(objects, content, seen)
+        new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
+        known |= new
+        total += len(tensors)
+        ratio = len(known) / total if total else 1.0
+        found.append((step, len(tensors), new, content.nbytes, ratio))
+    stored = stored_bytes(_tables(objects), known)
+    return [
+        Growth(
+            step,
+            tensors,
+            len(new),
+            nbytes,
+            sum(new.values()),
+            sum(stored.get(digest, 0) for digest in new),
+            round(ratio, 4),
+        )
+        for step, tensors, new, nbytes, ratio in found
+    ]
+
+
+def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:
+    """Count in how many steps of a run each tensor changed, in a session. Reads no tensor data.
+
+    A step is compared with the one of the next smaller number. Tensors stand in the order in which
+    they first appear.
+    """
+    counts: dict[str, list[int]] = {}
+    pages: dict[bytes, list[Piece]] = {}  # of the step before
+    kept: Counter[bytes] = Counter()  # in how many steps a page was that of the step before
+
+    def count_kept(gone: Iterable[bytes]) -> None:
+        for page in gone:
+            for piece in pages[page]:
+                counts[piece.name or ""][0] += kept[page]
+            del kept[page]
+
+    for _, content in manifests_of_run(objects, run):
+        now = {page: pages.get(page) or _tensors(objects, page) for page in content.pages}
+        gone = pages.keys() - now.keys()
+        before = {piece.name: piece for page in gone for piece in pages[page]}
+        for page, pieces in now.items():
+            if page in pages:  # names are unique: none of these tensors is in another page
+                kept[page] += 1
+                continue
+            for piece in pieces:
+                count = counts.setdefault(piece.name or "", [0, 0])
+                if piece.name in before:
+                    count[before[piece.name] != piece] += 1
+        count_kept(gone)
+        pages = now
+    count_kept(pages)
+    return [TensorChanges(name, *count) for name, count in counts.items()]
+
+
+def _tensors(objects: Objects, page: bytes) -> list[Piece]:
+    return [piece for piece in objects.page(page.hex()).pieces if piece.name is not None]
+
+
+@dataclass(slots=True)
+class _Part:
+    """What some of the references of a store lead to: manifests and pages, and their files."""
+
+    pages: set[bytes] = field(default_factory=set)
+    objects: set[str] = field(default_factory=set)
+
+    def add(self, name: str, manifest: Manifest) -> None:
+        self.pages |= set(manifest.pages)
+        self.objects |= {name, *(page.hex() for page in manifest.pages)}
+
+
+def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
+    """Compute what some runs cost beside what else the store holds, in a session.
+
+    Reads no tensor data.
+
+    Raises:
+        UnfitForCollectionError: something is damaged or lost, so `gc` would free nothing.
+        DamagedFileError, MissingObjectError, NewerFormatError: a reference, manifest or page cannot
+            be read.
+    """
+    own, others = _Part(), _Part()
+    references = 0
+    for name in objects.names():
+        with suppress(UnknownNameError):  # deleted since the names were read
+            manifest_name = objects.ref(name)
+            manifest = objects.manifest(manifest_name)
+            if _is_of(name, manifest, runs):
+                own.add(manifest_name, manifest)
+                status = objects.files.status(objects.layout.refs / file_of(name))
+                references += status.size if status is not None else 0
+            else:
+                others.add(manifest_name, manifest)
+    theirs = _live(objects, others.pages)
+    ours = _live(objects, own.pages)
+    found = take_containers(objects, theirs | ours)
+    refuse_unless_certain(found)
+    held = found.readable()
+    now, then = needed(theirs.keys() | ours.keys(), held), needed(theirs, held)
+    freed = file_bytes(objects, now.containers) - file_bytes(objects, then.containers)
+    manifests = (objects.layout.manifest(name) for name in own.objects - others.objects)
+    sizes = (objects.files.status(path) for path in manifests)
+    freed += references + sum(status.size for status in sizes if status is not None)
+    unused = ours.keys() - theirs.keys() - then.anchors
+    dead = sum(
+        record.stored
+        for container in then.containers
+        if container.kind != EXTERNAL
+        for record in found.good(container)
+        if record.digest in unused
+    )
+    shared = stored_bytes(found.tables.values(), ours.keys() & theirs.keys())
+    return RunCost(max(0, freed), dead, sum(shared.values()))
+
+
+def _is_of(name: str, manifest: Manifest, runs: Collection[str]) -> bool:
+    """Whether a name is that of a step of one of these runs, or pins one; an import's is not."""
+    parsed, notes = parse_step_name(name), Notes.from_texts(manifest.notes)
+    if parsed is None or notes is None or parsed.run not in runs:
+        return False
+    return (notes.run, notes.step) == (parsed.run, parsed.step)
+
+
+def _live(objects: Objects, pages: Iterable[bytes]) -> dict[bytes, int]:
+    """The pieces on these pages, with their sizes."""
+    return {p.digest: p.nbytes for page in pages for p in objects.page(page.hex()).pieces}
