@@ -8,10 +8,11 @@ import os
 import resource
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -85,20 +86,19 @@ def serve(
     descriptors = raise_descriptor_limit()
     servers: list[Server] = []
     # Before the socket is there: whoever can connect can also rely on a clean end.
-    for number in _ENDING:
-        signal.signal(number, lambda *_: _end(servers))
-    backend = make(start)
-    path = device_socket(start.socket, backend.capabilities.device)
-    socket_file = SocketFile(path)
-    settings = _settings(start, backend, path, descriptors)
-    if start.metrics_port is not None:
-        descriptors = max(descriptors // 2, descriptors - MAX_DESCRIPTORS)
-    options = Options(start.stall_timeout_s, start.idle_exit_s, descriptors)
-    try:
+    before = {n: signal.signal(n, lambda *_: _end(servers)) for n in _ENDING}
+    with ExitStack() as undo:
+        undo.callback(_restore, before)
+        backend = make(start)
+        path = device_socket(start.socket, backend.capabilities.device)
+        socket_file = SocketFile(path)
+        undo.callback(socket_file.close)
+        settings = _settings(start, backend, path, descriptors)
+        if start.metrics_port is not None:
+            descriptors = max(descriptors // 2, descriptors - MAX_DESCRIPTORS)
+        options = Options(start.stall_timeout_s, start.idle_exit_s, descriptors)
         server = Server(socket_file, backend, settings, options)
-    except BaseException:
-        socket_file.close()
-        raise
+        undo.pop_all()
     servers.append(server)
     with Metrics(server, start.metrics_port) as metrics:
         log.info(
@@ -112,6 +112,11 @@ def serve(
         ready()
         notify("READY=1")
         server.run()
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _end(servers: list[Server]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from tensor_dedup.memory_manager.errors import (
     UnsafeSocketError,
 )
 from tensor_dedup.memory_manager.server.acceptor import SocketFile
-from tensor_dedup.memory_manager.server.main import default_budget
+from tensor_dedup.memory_manager.server.main import Start, default_budget, serve
 from tensor_dedup.memory_manager.server.server import Options, Server
 
 DATA = managers.pattern(1, 10_000)
@@ -164,6 +165,14 @@ def test_what_is_no_socket_of_a_manager_stays(
         before.st_size,
         before.st_mtime_ns,
     )
+
+
+def test_who_cannot_serve_leaves_the_handlers_of_signals_as_they_were(folder: Path) -> None:
+    a_file(folder / "m.sock")
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(UnsafeSocketError):
+        serve(Start(folder / "m.sock", 1 << 20))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM, socket.SOCK_DGRAM])
