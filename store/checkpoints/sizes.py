@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import manifests_of_run, parse_step_name, tensors_of
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
-from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.upkeep.gc import file_bytes, needed, refuse_unless_certain
+from tensor_dedup.store.upkeep.gc import file_bytes, held_in, needed, refuse_unless_certain
 from tensor_dedup.store.upkeep.inventory import take_containers
 
 
@@ -249,13 +248,7 @@ def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
     sizes = (objects.files.status(path) for path in manifests)
     freed += references + sum(status.size for status in sizes if status is not None)
     unused = ours.keys() - theirs.keys() - then.anchors
-    dead = sum(
-        record.stored
-        for container in then.containers
-        if container.kind != EXTERNAL
-        for record in found.good(container)
-        if record.digest in unused
-    )
+    dead = sum(record.stored for record in held_in(found, then) if record.digest in unused)
     shared = stored_bytes(found.tables.values(), ours.keys() & theirs.keys())
     return RunCost(max(0, freed), dead, sum(shared.values()))
 

@@ -77,7 +77,8 @@ class StoreLayout:
         return self.root / "tmp"
 
     @cached_property
-    def _containers(self) -> Path:
+    def containers(self) -> Path:
+        """The folder of containers, in folders by the first digits of their names."""
         return self.root / "containers"
 
     @cached_property
@@ -86,12 +87,12 @@ class StoreLayout:
 
     def container(self, name: str, kind: str) -> Path:
         """Return the path of a container's data."""
-        return self._containers / f"{name[:2]}/{name}.{kind}"
+        return self.containers / f"{name[:2]}/{name}.{kind}"
 
     def table(self, name: str, kind: str) -> Path:
         """Return the path of the file with a container's table: its own, or one beside it."""
         suffix = TABLE_SUFFIX if kind == "raw" else f".{kind}"
-        return self._containers / f"{name[:2]}/{name}{suffix}"
+        return self.containers / f"{name[:2]}/{name}{suffix}"
 
     def manifest(self, name: str) -> Path:
         """Return the path of a manifest, or of a page of one."""

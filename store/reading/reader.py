@@ -325,9 +325,8 @@ class StoredPieces:
         # What is read in vain counts as damaged from then on: only a right question may be asked.
         with self._lock:
             spots = self._spots.get(digest)
-        if spots is None and digest not in self._wanted:
-            raise self._missing(digest, nbytes)
-        if any(spot.record.nbytes != nbytes for spot in spots or ()):
+        unknown = spots is None and digest not in self._wanted
+        if unknown or any(spot.record.nbytes != nbytes for spot in spots or ()):
             raise self._missing(digest, nbytes)
 
     def _from_any(

@@ -118,13 +118,13 @@ def file_bytes(objects: Objects, containers: Iterable[ContainerId]) -> int:
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
     """Return the number of unreferenced bytes in containers that must stay."""
     used = found.live.keys() | keep.anchors
-    return sum(
-        record.stored
-        for container in keep.containers
-        if container.kind != EXTERNAL
-        for record in found.good(container)
-        if record.digest not in used
-    )
+    return sum(record.stored for record in held_in(found, keep) if record.digest not in used)
+
+
+def held_in(found: Inventory, keep: NeededPieces) -> Iterator[Record]:
+    """Yield the readable records of the store's own containers that must stay."""
+    own = (container for container in keep.containers if container.kind != EXTERNAL)
+    return (record for container in own for record in found.good(container))
 
 
 def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dict[bytes, Record]]:
@@ -235,7 +235,7 @@ def _settle(objects: Objects) -> None:
     files, layout = objects.files, objects.layout
     for folder in sorted({layout.container(c.name, c.kind).parent for c in objects.containers()}):
         files.sync_folder(folder)
-    files.sync_folder(layout.root / "containers")
+    files.sync_folder(layout.containers)
     files.sync_folder(layout.refs)
 
 

@@ -204,7 +204,7 @@ class Repair:
         layout, files = self._objects.layout, self._objects.files
         there = {name.partition(".")[2]: name for name in files.listdir(folder)}
         for file, name in there.items():
-            container = container_in(layout.root / "containers" / file[:2] / file)
+            container = container_in(layout.containers / file[:2] / file)
             if container is None:
                 continue
             parts = [name]

@@ -268,12 +268,16 @@ def test_an_index_that_the_disk_cannot_read_is_replaced(
     holder.close()
 
 
+def change_index(store: Store, statement: str) -> None:
+    with sqlite3.connect(store.path / "index.sqlite") as db:
+        db.execute(statement)
+    db.close()
+
+
 def test_an_index_that_knows_nothing_hides_nothing(
     store: Store, expected: dict[str, Content]
 ) -> None:
-    with sqlite3.connect(store.path / "index.sqlite") as db:
-        db.execute("DELETE FROM place")
-    db.close()
+    change_index(store, "DELETE FROM place")
     assert_holds(store, expected)
     assert [fault.kind for fault in store.verify().faults] == ["index"]
     assert_clean(store, expected)
@@ -282,9 +286,7 @@ def test_an_index_that_knows_nothing_hides_nothing(
 def test_an_index_that_lies_is_found_and_not_believed(
     store: Store, expected: dict[str, Content]
 ) -> None:
-    with sqlite3.connect(store.path / "index.sqlite") as db:
-        db.execute("UPDATE place SET offset = offset + 64")
-    db.close()
+    change_index(store, "UPDATE place SET offset = offset + 64")
     assert_holds(store, expected)
     assert "index" in {fault.kind for fault in store.verify(full=True).faults}
     assert_clean(store, expected)
