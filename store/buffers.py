@@ -40,6 +40,21 @@ def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
     return memoryview(region)
 
 
+def address(view: memoryview) -> int:
+    """Return where the bytes of a view begin."""
+    import numpy as np
+
+    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return found
+
+
+def copy(view: memoryview, into: memoryview) -> None:
+    """Copy with the GIL released, which an assignment to a slice does not do."""
+    import numpy as np
+
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(view, np.uint8))
+
+
 def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
     """Allocate a buffer for each size, aligned to 64 bytes; small buffers share a region.
 

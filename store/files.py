@@ -26,7 +26,7 @@ from tensor_dedup.store import buffers
 
 # What `direct` and `map` count in.
 PAGE = buffers.PAGE
-Mode: TypeAlias = Literal["read", "direct", "create", "modify", "lock"]
+Mode: TypeAlias = Literal["read", "direct", "create", "modify", "modify direct", "lock"]
 
 # linux/fs.h: share the blocks of another file, copied only when one of the two is written.
 _FICLONE = 0x40049409
@@ -41,6 +41,7 @@ _FLAGS: dict[Mode, int] = {
     "direct": os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT,
     "create": os.O_RDWR | os.O_CREAT | os.O_EXCL,
     "modify": os.O_RDWR,
+    "modify direct": os.O_RDWR | os.O_DIRECT,
     "lock": os.O_RDWR | os.O_CREAT,
 }
 
@@ -89,9 +90,10 @@ class Files(ABC):
     def open(self, path: Path, mode: Mode) -> Handle:
         """Open a file: `read` one, `create` a new one, `modify` one, or one to `lock` on.
 
-        `direct` reads past the page cache, whole pages only: memory, offset and size are multiples
-        of PAGE; OSError (EINVAL) where the file system cannot. FileExistsError when `create` finds
-        one. `lock` makes a missing file, and falls back to reading where it may not write.
+        `direct` reads and `modify direct` writes past the page cache, whole pages only: memory,
+        offset and size are multiples of PAGE; OSError (EINVAL) where the file system cannot.
+        FileExistsError when `create` finds one. `lock` makes a missing file, and falls back to
+        reading where it may not write.
         """
 
     @abstractmethod

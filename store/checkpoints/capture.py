@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from tensor_dedup.store.buffers import PAGE, allocate
+from tensor_dedup.store.buffers import PAGE, address, allocate
+from tensor_dedup.store.buffers import copy as copy_bytes
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.run_cache import StoredPiece
@@ -358,7 +359,7 @@ class StepCapture:
             elif not _was_copied(value):
                 view = view.cast("B")
                 new = _Large(piece.name, view, _writes_of(value), [])
-                found.setdefault((_address(view), view.nbytes), new).places.append(place)
+                found.setdefault((address(view), view.nbytes), new).places.append(place)
         return list(found.values())
 
     def lacks_room(self) -> bool:
@@ -415,7 +416,7 @@ class StepCapture:
         if block is None:
             return False
         nbytes = large.view.nbytes
-        _copy(large.view, block[:nbytes])
+        copy_bytes(large.view, block[:nbytes])
         self._copied.append(_Copy(block, nbytes, False, large.places))
         self._check(large)
         for place in large.places:
@@ -467,7 +468,9 @@ class StepCapture:
             raise self._error
         for copy in self._copied:
             self._hash_copy(copy)
-        return StepSnapshot(notes, self._pieces, files, self._hashes, self._same)
+        copied = (place for copy in self._copied for place in copy.places)
+        private = {self._pieces[place].name for place in copied} - self._same.keys()
+        return StepSnapshot(notes, self._pieces, files, self._hashes, self._same, private)
 
     def _hash_copy(self, copy: _Copy) -> None:
         """Hash a copy; one that the store turns out to have is not written."""
@@ -488,20 +491,6 @@ class StepCapture:
         copied, self._copied = self._copied, []
         for copy in copied:
             self._context.pool.give(copy.block, page_locked=copy.page_locked)
-
-
-def _address(view: memoryview) -> int:
-    import numpy as np
-
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
-
-
-def _copy(view: memoryview, into: memoryview) -> None:
-    """Copy with the GIL released, which an assignment to a slice does not do."""
-    import numpy as np
-
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(view, np.uint8))
 
 
 def _was_copied(value: Any) -> bool:

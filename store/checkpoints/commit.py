@@ -9,7 +9,7 @@ the order in which files become durable.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
@@ -52,6 +52,7 @@ from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
     ContainerWriter,
+    Fresh,
     Want,
     Wanted,
     hash_pieces,
@@ -63,6 +64,7 @@ from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolde
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"
+_BATCH = 16 << 20
 _Held: TypeAlias = Mapping[bytes, Sequence[PieceLocation]]
 
 
@@ -91,17 +93,21 @@ class PieceWriter:
 
         The pieces in `again` are written even though the store has them.
         """
-        hashed = {piece.hashed.digest: piece for piece in hash_pieces(self._hasher, wanted)}
-        places = self._look_up(hashed)
-        fresh = [piece for digest, piece in hashed.items() if digest not in places]
-        self.pieces += len(fresh)
-        self.nbytes += sum(piece.view.nbytes for piece in fresh)
-        moved = hash_pieces(self._hasher, again)
-        left = [*fresh, *moved]
-        if self._encoding is not None:
-            left = self._encoding.encode(self._encoder, left)
-        for piece in left:
-            self._writers[kind_for(piece.view.nbytes)].put(piece)
+        hashed: dict[bytes, Fresh] = {}
+        places: dict[bytes, Places] = {}
+        # What was hashed is written while more is hashed.
+        pieces = hash_pieces(self._hasher, wanted)
+        # Encoding looks at all of them.
+        for some in _batches(pieces) if self._encoding is None else [list(pieces)]:
+            found = self._look_up({piece.hashed.digest for piece in some})
+            fresh = [piece for piece in some if piece.hashed.digest not in found]
+            self.pieces += len(fresh)
+            self.nbytes += sum(piece.view.nbytes for piece in fresh)
+            self._write(fresh)
+            hashed |= {piece.hashed.digest: piece for piece in some}
+            places |= found
+        moved = list(hash_pieces(self._hasher, again))
+        self._write(moved)
         self.stored_bytes += self._transaction.seal()
         places |= self._places()
         hashed |= {piece.hashed.digest: piece for piece in moved}
@@ -109,6 +115,12 @@ class PieceWriter:
             piece.change_hash: StoredPiece(digest, piece.view.nbytes, places[digest])
             for digest, piece in hashed.items()
         }
+
+    def _write(self, pieces: list[Fresh]) -> None:
+        if self._encoding is not None:
+            pieces = self._encoding.encode(self._encoder, pieces)
+        for piece in pieces:
+            self._writers[kind_for(piece.view.nbytes)].put(piece)
 
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
         """Return the places of pieces whose bytes are not in memory.
@@ -156,6 +168,20 @@ class PieceWriter:
         return found
 
 
+def _batches(pieces: Iterable[Fresh]) -> Iterator[list[Fresh]]:
+    """The pieces in order, so many together that looking them up takes no time beside the rest."""
+    batch: list[Fresh] = []
+    nbytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        nbytes += piece.view.nbytes
+        if nbytes >= _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
 def _containers(held: _Held) -> set[ContainerId]:
     return {place.container for places in held.values() for place in places}
 
@@ -188,7 +214,8 @@ class StepSnapshot:
     """A step to be committed: its notes, its tensors, and small files by their paths.
 
     `hashes` has the change hashes that are already known, by name. Pieces in `same` have a hash and
-    no bytes: they equal pieces of an earlier step, and are too large for a pack. If `new`, the step
+    no bytes: they equal pieces of an earlier step, and are too large for a pack. Those named in
+    `private` are in memory that nobody else can write to. If `new`, the step
     may replace none. `awaited` is set for a background save, and returns whether the training waits
     for its end.
     """
@@ -198,6 +225,7 @@ class StepSnapshot:
     files: Mapping[str, bytes]
     hashes: Mapping[str, bytes] = field(default_factory=dict)
     same: Mapping[str, StoredPiece] = field(default_factory=dict)
+    private: Collection[str] = ()
     new: bool = False
     awaited: Callable[[], bool] | None = None
 
@@ -461,7 +489,8 @@ class _Commit:
         known: dict[bytes, StoredPiece],
     ) -> None:
         if view.nbytes:
-            wanted[row[0]] = (row[1] or _FILE, row[2], view.cast("B"))
+            private = row[1] in self._snapshot.private
+            wanted[row[0]] = Want(row[1] or _FILE, row[2], view.cast("B"), private)
         else:
             known[row[0]] = _EMPTY
 
@@ -478,7 +507,7 @@ class _Commit:
         held = {key: each for page in pages for key, each in page.held.items()} | dict(known)
         rows = (row for part in parts for row in part)
         return {
-            row[0]: (row[1] or _FILE, row[2], memoryview(data).cast("B"))
+            row[0]: Want(row[1] or _FILE, row[2], memoryview(data).cast("B"))
             for row, data in zip(rows, self._data, strict=True)
             if row[0] in held and held[row[0]].small and not packs.isdisjoint(held[row[0]].places)
             if row[1] not in self._snapshot.same

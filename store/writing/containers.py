@@ -6,12 +6,16 @@ stored. A container never holds bytes that do not match their digest: what is wr
 what was hashed, or a copy that is compared with it, even if a file or a model changes meanwhile.
 """
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.store.buffers import PAGE, address, allocate, copy
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import FileStatus, Handle
 from tensor_dedup.store.format import tables
@@ -23,11 +27,15 @@ from tensor_dedup.store.writing.hashing import (
     Hasher,
     ProgressListener,
     Range,
+    change_hash,
     change_hasher,
-    change_hashes,
     changed,
+    settle,
 )
 from tensor_dedup.store.writing.sources import ImportFile, Segment
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 # Below this a piece shares a pack with others: 4 KiB alignment would cost more than it gives.
 PACK_BELOW = 64 << 10
@@ -38,6 +46,10 @@ _TOGETHER = 1 << 20
 _HANDED_OVER = 256 << 10
 # The disk begins with so much while more is encoded.
 _BEGUN = 4 << 20
+# From here on a piece is written past the page cache, so much at a time, so many at once.
+_DIRECT = 1 << 20
+_DIRECT_STEP = 8 << 20
+_SCRATCHES = 8
 
 
 def kind_for(nbytes: int) -> str:
@@ -54,21 +66,35 @@ class NewPiece:
     digest: bytes
 
 
-Want: TypeAlias = tuple[str, str | None, memoryview]
-"""A piece in memory: a name for messages, the dtype of a tensor, its bytes, flat."""
+class Want(NamedTuple):
+    """A piece in memory: a name for messages, the dtype of a tensor, its bytes, flat.
+
+    If `private`, nobody else can write to that memory until the piece is stored.
+    """
+
+    name: str
+    dtype: str | None
+    view: memoryview
+    private: bool = False
+
+
 Wanted: TypeAlias = Mapping[bytes, Want]
 """Pieces in memory, by change hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """A piece in memory to write: its flat bytes, with change hash, digest and leaf digests."""
+    """A piece in memory to write: its flat bytes, with change hash, digest and leaf digests.
+
+    If `private`, nobody else can write to that memory, so these hold for the bytes as they are.
+    """
 
     name: str
     dtype: str | None
     view: memoryview
     change_hash: bytes
     hashed: Hashed
+    private: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +124,7 @@ class ContainerWriter:
         self._buffer: bytearray | None = None
         self._buffer_at = 0
         self._begun = 0
+        self._direct = _DirectWriter(objects, hasher)
 
     def add(self, source: Handle, pieces: Sequence[NewPiece]) -> None:
         """Copy pieces of one open file, on all threads.
@@ -116,22 +143,53 @@ class ContainerWriter:
             self._records.append(record_of(where.target, piece.nbytes, hashed))
 
     def put(self, piece: Fresh) -> None:
-        """Store a piece from memory that somebody else owns and may be writing to.
+        """Store a piece from memory; unless it is private, somebody may be writing to it.
+
+        A large one in private memory is written from there by the hasher's threads: the memory
+        must stay as it is until the container is sealed.
 
         Raises:
             ChangedModelError: it has changed since it was hashed.
         """
         start = self._reserve(piece.view.nbytes)
-        check = change_hasher()
-        for at in range(0, piece.view.nbytes, LEAF_BYTES):
-            part = bytes(piece.view[at : at + LEAF_BYTES])
-            check.update(part)
-            self._write(part, start + at)
-        if check.digest() != piece.change_hash:
-            raise changed_in_memory(piece.name)
+        if piece.private:
+            self._write_private(piece.view, start)
+        else:
+            self._write_checked(piece, start)
         self._records.append(record_of(start, piece.view.nbytes, piece.hashed))
 
-    def _write(self, part: bytes, at: int) -> None:
+    def _write_checked(self, piece: Fresh, start: int) -> None:
+        """Write a copy of each leaf, and compare what was written with what was hashed."""
+        check, nbytes = change_hasher(), piece.view.nbytes
+        for at in range(0, nbytes, LEAF_BYTES):
+            part = piece.view[at : at + LEAF_BYTES]
+            if nbytes < _DIRECT:
+                copied = memoryview(bytes(part))
+                self._write(copied, start + at)
+            else:
+                copied = self._direct.scratch()[: part.nbytes]
+                copy(part, copied)
+                self._write_pages(copied, start + at)
+            check.update(copied)
+        if check.digest() != piece.change_hash:
+            raise changed_in_memory(piece.name)
+
+    def _write_private(self, view: memoryview, start: int) -> None:
+        direct = view.nbytes >= _DIRECT and address(view) % PAGE == 0
+        write, step = (self._write_pages, _DIRECT_STEP) if direct else (self._write, LEAF_BYTES)
+        for at in range(0, view.nbytes, step):
+            write(view[at : at + step], start + at)
+
+    def _write_pages(self, view: memoryview, at: int) -> None:
+        """Write what begins a page of memory and of the file; its last page may not be whole."""
+        whole = view.nbytes // PAGE * PAGE
+        self._flush()  # which fills gaps with zeros, and this is no gap
+        if whole:
+            self._direct.write(self._opened(), view[:whole], at)
+        if whole < view.nbytes:
+            self._write(view[whole:], at + whole)
+
+    def _write(self, part: bytes | memoryview, at: int) -> None:
         if self._buffer is None:
             self._buffer, self._buffer_at = bytearray(), at
         gap = at - self._buffer_at - len(self._buffer)
@@ -188,6 +246,7 @@ class ContainerWriter:
         Nothing is durable yet: the caller must sync, name and close the file.
         """
         self._flush()
+        self._direct.finish()
         if self._handle is None or not self._records:
             self.abandon()
             return None
@@ -202,39 +261,122 @@ class ContainerWriter:
 
     def abandon(self) -> None:
         """Remove what was written, unless it was sealed."""
+        self._direct.abandon()
         if self._handle is not None:
             discard(self._objects, self._handle)
             self._handle = None
 
 
-def hash_pieces(hasher: Hasher, wanted: Wanted) -> list[Fresh]:
-    """Hash pieces in memory with BLAKE3, large ones on all threads.
+class _DirectWriter:
+    """Writes whole pages past the page cache, on the hasher's threads, while more is hashed.
+
+    The page cache would take a copy of everything, in fresh memory, for nobody: what a training
+    saves is read at its next start. Where the file system cannot, the bytes are written as others.
+    """
+
+    def __init__(self, objects: Objects, hasher: Hasher) -> None:
+        self._files, self._hasher = objects.files, hasher
+        self._handle: Handle | None = None
+        self._refused = False
+        self._writing: deque[Future[None]] = deque()
+        self._free: list[memoryview] = []
+        self._used: deque[memoryview] = deque()  # of what is being written, in that order
+
+    def scratch(self) -> memoryview:
+        """Return memory for one leaf, to be filled and given to the next `write`."""
+        if len(self._used) >= _SCRATCHES:
+            while self._writing:
+                self._writing.popleft().result()
+            self._free += self._used
+            self._used.clear()
+        found = self._free.pop() if self._free else allocate(LEAF_BYTES, huge=True)
+        self._used.append(found)
+        return found
+
+    def write(self, buffered: Handle, data: memoryview, at: int) -> None:
+        """Begin to write pages to a file, which must stay as they are until `finish`."""
+        if self._handle is None and not self._refused:
+            try:
+                self._handle = self._files.open(buffered.path, "modify direct")
+            except OSError:  # what is wrong with more than this way of writing, the others will say
+                self._refused = True
+        if len(self._writing) >= _SCRATCHES:
+            self._writing.popleft().result()
+        handle = self._handle
+
+        def work(data: memoryview) -> None:
+            if handle is not None:
+                try:
+                    self._files.pwrite(handle, data, at)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                else:
+                    return
+            self._files.pwrite(buffered, data, at)
+            self._files.begin_writing(buffered, at, data.nbytes)
+
+        self._writing.append(self._hasher.hand(work, data))
+
+    def finish(self) -> None:
+        """Wait until all is written. Raises the OSError of a write that failed."""
+        try:
+            while self._writing:
+                self._writing.popleft().result()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Wait for the threads, and let go of the file and of all memory."""
+        settle(self._writing)
+        self._writing.clear()
+        self._free, self._used = [], deque()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._files.close(handle)
+
+
+def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
+    """Hash pieces in memory with BLAKE3: first all small ones, then large ones on all threads.
+
+    The threads work some leaves ahead of the caller.
 
     Raises:
         ChangedModelError: a piece no longer has its change hash.
     """
-    parts = [
-        (view[at : at + LEAF_BYTES], key)
-        for key, (_, _, view) in wanted.items()
-        for at in range(0, view.nbytes, LEAF_BYTES)
-    ]
-    leaves: dict[bytes, list[bytes]] = {key: [] for key in wanted}
-    large = [(view, key) for view, key in parts if view.nbytes >= _HANDED_OVER]
-    each = hasher.each if len(large) > 1 else map
-    found = each(leaf_digests, (view for view, _ in large))
-    for (_, key), digests in zip(large, found, strict=True):
-        leaves[key] += digests
-    for view, key in parts:
-        if view.nbytes < _HANDED_OVER:  # the last of its piece
-            leaves[key] += leaf_digests(view)
-    pieces = []
-    now = change_hashes(hasher, [view for _, _, view in wanted.values()])
-    for (was, (name, dtype, view)), is_now in zip(wanted.items(), now, strict=True):
-        if is_now != was:
-            raise changed_in_memory(name)
-        digest = bytes.fromhex(combine(view.nbytes, leaves[was]))
-        pieces.append(Fresh(name, dtype, view, was, Hashed(digest, b"".join(leaves[was]))))
-    return pieces
+    large = {key: want for key, want in wanted.items() if want.view.nbytes >= _HANDED_OVER}
+    for key, want in wanted.items():
+        if key not in large:
+            again = key if want.private else change_hash(want.view)
+            yield _fresh(key, want, leaf_digests(want.view), again)
+    work = [part for key, want in large.items() for part in _hashing(key, want)]
+    found = iter(hasher.each(_called, work) if len(work) > 1 else map(_called, work))
+    for key, want in large.items():
+        parts = [next(found) for _ in _hashing(key, want)]
+        yield _fresh(key, want, parts[:-1], parts[-1])
+
+
+def _hashing(key: bytes, want: Want) -> Iterator[Callable[[], bytes]]:
+    """What hashes a large piece leaf by leaf, and at last with the change hash."""
+    for at in range(0, want.view.nbytes, LEAF_BYTES):
+        yield partial(_leaf_digest, want.view[at : at + LEAF_BYTES])
+    yield (lambda: key) if want.private else partial(change_hash, want.view)
+
+
+def _leaf_digest(view: memoryview) -> bytes:
+    return leaf_digests(view)[0]
+
+
+def _called(work: Callable[[], bytes]) -> bytes:
+    return work()
+
+
+def _fresh(key: bytes, want: Want, leaves: Sequence[bytes], again: bytes) -> Fresh:
+    if again != key:
+        raise changed_in_memory(want.name)
+    digest = bytes.fromhex(combine(want.view.nbytes, leaves))
+    hashed = Hashed(digest, b"".join(leaves))
+    return Fresh(want.name, want.dtype, want.view, key, hashed, want.private)
 
 
 def changed_in_memory(name: str) -> ChangedModelError:

@@ -165,15 +165,19 @@ class Hasher:
         waiting: deque[Future[_Out]] = deque()
         try:
             for piece in pieces:
-                waiting.append(self._handed(work, piece))
+                waiting.append(self.hand(work, piece))
                 if len(waiting) > _AHEAD * self._workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            _settle(waiting)
+            settle(waiting)
 
-    def _handed(self, work: Callable[[_In], _Out], piece: _In) -> "Future[_Out]":
+    def hand(self, work: Callable[[_In], _Out], piece: _In) -> "Future[_Out]":
+        """Have one piece processed by a thread, or here where there is one worker only.
+
+        The caller must wait for the result, whatever happens, before it closes what `work` uses.
+        """
         try:
             if self._pool is not None:
                 return self._pool.submit(work, piece)
@@ -186,8 +190,8 @@ class Hasher:
         return done
 
 
-def _settle(waiting: Iterable["Future[Any]"]) -> None:
-    """After an error: no thread may still use a file that is about to be closed."""
+def settle(waiting: Iterable["Future[Any]"]) -> None:
+    """Wait, after an error, until no thread uses a file that is about to be closed."""
     for future in waiting:
         if not future.cancel():
             future.exception()

@@ -83,6 +83,7 @@ class FaultyFiles(Files):
         self._dead = False
         self._journal: list[_Undo] = []
         self._open: set[Handle] = set()
+        self._direct: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._kept: list[int] = []
         # By inode: the pages that cannot be read, and with which errno.
         self._lost_pages: dict[int, dict[int, int]] = {}
@@ -162,6 +163,8 @@ class FaultyFiles(Files):
         self._step("create" if fresh else "open")
         handle = self._inner.open(path, mode)
         self._open.add(handle)
+        if mode == "modify direct":
+            self._direct.add(handle)
         if fresh:
             self._note(path.parent, lambda: path.unlink(missing_ok=True))
         return handle
@@ -194,6 +197,8 @@ class FaultyFiles(Files):
 
     def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
         half = memoryview(data)[: len(data) // 2]
+        if handle in self._direct:
+            half = half[: len(half) // PAGE * PAGE]
         keep = self._keep(handle, offset, len(data))
         self._step("pwrite", lambda: self._inner.pwrite(handle, half, offset))
         self._check_pages(handle, offset, len(data), whole=True)
@@ -211,11 +216,14 @@ class FaultyFiles(Files):
 
     def _keep(self, handle: Handle, offset: int, nbytes: int) -> Callable[[], None]:
         """What notes the present bytes of a range, so that a write to it can be taken back."""
-        before = os.pread(handle.fd, nbytes, offset)
-        found = os.fstat(handle.fd)
+        # Through the page cache, however the file is written.
+        again = os.open(f"/proc/self/fd/{handle.fd}", os.O_RDWR)
+        before = os.pread(again, nbytes, offset)
+        found = os.fstat(again)
+        os.close(again)
 
         def keep() -> None:
-            fd = os.dup(handle.fd)
+            fd = os.open(f"/proc/self/fd/{handle.fd}", os.O_RDWR)
             self._kept.append(fd)
 
             def undo() -> None:
