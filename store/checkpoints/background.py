@@ -90,7 +90,6 @@ class PendingSave:
         self._commit, self._previous = commit, previous
         self._owner, self._began = os.getpid(), time.perf_counter()
         self._captured, self._done = threading.Event(), threading.Event()
-        self._awaited = threading.Event()
         self._saved: Saved | None = None
         self._error: StoreError | None = None
 
@@ -120,23 +119,6 @@ class PendingSave:
         """Return the error of the save, or None while it runs or if it succeeded."""
         return self._error if self._done.is_set() else None
 
-    def hurry(self) -> None:
-        """Wait until the save has ended, and make it skip slow work, since the training waits.
-
-        Raises:
-            ForkedSaveError: this process was forked after the save had begun.
-        """
-        self._awaited.set()
-        self._hurry_those_before()
-        self.finish()
-
-    def _hurry_those_before(self) -> None:
-        """Hurry the earlier saves, since whoever waits for this one waits for them too."""
-        previous = getattr(self, "_previous", None)  # let go of when this one has ended
-        if previous is not None:
-            previous._awaited.set()
-            previous._hurry_those_before()
-
     def finish(self) -> None:
         """Wait until the save has ended, whether it failed or not.
 
@@ -152,10 +134,9 @@ class PendingSave:
         """Wait until the model may be changed."""
         self.capture_now()
         if self._capture.lacks_room():
-            self._hurry_those_before()
             self._captured.wait()  # there may have been room since
             if self._capture.lacks_room():
-                self.hurry()
+                self.finish()
 
     def capture_now(self) -> None:
         """Wait until the model may be changed, except for tensors that the pool has no room for."""
@@ -171,7 +152,7 @@ class PendingSave:
             if self._previous is not None:
                 self._previous.finish()
             began = time.perf_counter()
-            self._saved = self._commit(replace(snapshot, awaited=self._awaited.is_set))
+            self._saved = self._commit(replace(snapshot, background=True))
             self.times.write = time.perf_counter() - began
         except StoreError as error:
             self._error = error
@@ -277,7 +258,7 @@ class Saves:
         If an earlier save failed, its error is raised and nothing is saved.
         """
         with self._turn, _Standby() as thread:
-            self._wait_until_fewer_than(self._in_flight, PendingSave.hurry)
+            self._wait_until_fewer_than(self._in_flight)
             began = time.perf_counter()
             extracted = extract()
             context = CaptureContext(self._pool, self._devices, self._changing, self._saver.large())
@@ -305,16 +286,14 @@ class Saves:
         with self._lock:
             return self._pending[-1] if self._pending else None
 
-    def _wait_until_fewer_than(
-        self, count: int, wait: Callable[[PendingSave], None] = PendingSave.finish
-    ) -> None:
+    def _wait_until_fewer_than(self, count: int) -> None:
         while True:
             with self._lock:
                 self._raise_one()
                 running = [each for each in self._pending if not each.done()]
             if len(running) < count:
                 return
-            wait(running[0])
+            running[0].finish()
 
     def _raise_one(self) -> None:
         """Raise what saves failed with, unless somebody was told; forget those that have ended.

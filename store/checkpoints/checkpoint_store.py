@@ -133,8 +133,10 @@ class CheckpointStore:
         `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,
         "optimizer": ...}`, `weights="model"` says which.
 
-        With `compress="always"` new tensors are stored encoded where that saves a tenth; with
-        "auto" too, unless the training would have to wait for it; with None never.
+        New tensors are stored encoded where that saves a tenth. With `compress="auto"` a save
+        leaves what takes long to a thread that works while no save runs; `close` and `gc` wait for
+        it, and what is not encoded when a program ends without `close` stays as it was saved. With
+        "always" each save encodes everything, with None nothing is encoded.
 
         `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
         machine's; `in_flight` is how many of its saves may be unfinished at once.
@@ -169,6 +171,9 @@ class CheckpointStore:
 
     def __exit__(self, kind: object, raised: BaseException | None, *_: object) -> None:
         try:
+            if raised is not None:  # whoever sees to an error does not wait for less disk
+                self._saves.close()
+                self._saver.drop_encoding()
             self.close()
         except StoreError as error:
             if raised is None:
@@ -176,7 +181,7 @@ class CheckpointStore:
             raised.add_note(f"and a step was not saved: {with_notes(error)}")  # that comes first
 
     def close(self) -> None:
-        """Wait for saves in the background, and free what is held between saves.
+        """Wait for saves in the background, encode what they left, free what is held between saves.
 
         A later save opens it again. Raises the error of a failed background save.
         """
@@ -437,9 +442,10 @@ class CheckpointStore:
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
         """Free the space of what no step of any run, and no checkpoint, uses, as Store.gc does.
 
-        Saves in the background are waited for.
+        Saves in the background and encoding are waited for.
         """
         self._saves.finish()
+        self._saver.finish_encoding()
         return self.store.gc(grace_hours)
 
     def stats(self) -> dict[str, object]:

@@ -9,21 +9,30 @@ the order in which files become durable.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Self, TypeAlias
 
 from tensor_dedup.digest import digest
+from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.policy import Compress, Deltas, Encoding, checked_compress
+from tensor_dedup.store.checkpoints.policy import (
+    Compress,
+    Deltas,
+    Encoding,
+    LeftTensor,
+    checked_compress,
+)
 from tensor_dedup.store.checkpoints.run_cache import (
     LastStep,
     PageState,
     PieceTable,
     Places,
+    Rewritten,
     Row,
     RunCache,
     StoredPiece,
@@ -53,6 +62,7 @@ from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
     ContainerWriter,
     Fresh,
+    SealedContainer,
     Want,
     Wanted,
     hash_pieces,
@@ -97,8 +107,7 @@ class PieceWriter:
         places: dict[bytes, Places] = {}
         # What was hashed is written while more is hashed.
         pieces = hash_pieces(self._hasher, wanted)
-        # Encoding looks at all of them.
-        for some in _batches(pieces) if self._encoding is None else [list(pieces)]:
+        for some in _batches(pieces):
             found = self._look_up({piece.hashed.digest for piece in some})
             fresh = [piece for piece in some if piece.hashed.digest not in found]
             self.pieces += len(fresh)
@@ -215,9 +224,8 @@ class StepSnapshot:
 
     `hashes` has the change hashes that are already known, by name. Pieces in `same` have a hash and
     no bytes: they equal pieces of an earlier step, and are too large for a pack. Those named in
-    `private` are in memory that nobody else can write to. If `new`, the step
-    may replace none. `awaited` is set for a background save, and returns whether the training waits
-    for its end.
+    `private` are in memory that nobody else can write to. If `new`, the step may replace none. It
+    is of a `background` save, if the training goes on meanwhile.
     """
 
     notes: Notes
@@ -227,7 +235,7 @@ class StepSnapshot:
     same: Mapping[str, StoredPiece] = field(default_factory=dict)
     private: Collection[str] = ()
     new: bool = False
-    awaited: Callable[[], bool] | None = None
+    background: bool = False
 
     def check(self) -> None:
         """Check the names.
@@ -298,7 +306,7 @@ class Saver:
     def __init__(
         self, objects: Objects, workers: int, order: StepOrder, *, compress: Compress
     ) -> None:
-        self._objects, self._order = objects, order
+        self._objects, self._order, self._workers = objects, order, workers
         self._compress = checked_compress(compress)
         self._cache = RunCache(objects, workers)
         self._lock = threading.Lock()
@@ -314,14 +322,33 @@ class Saver:
         """Begin anew in a forked child, where the holder of a lock does not exist."""
         self._lock = threading.Lock()
         self._order.renew_lock()
-        self._deltas = Deltas() if self._compress is not None else None
+        self._deltas = Deltas()
         self._last = self._shown = LastStep()
+        self._encoder = BackgroundEncoder(
+            self._objects, self._workers, self._deltas, lambda: self._shown, self._moved
+        )
+
+    def finish_encoding(self) -> None:
+        """Wait until what saves have left is encoded."""
+        self._encoder.finish()
+
+    def drop_encoding(self) -> None:
+        """Leave as it is what saves have left and is not encoded yet."""
+        self._encoder.drop()
 
     def close(self) -> None:
-        """Free what is kept between saves; the next save looks everything up in the store."""
+        """Wait for the encoding, and free what is kept between saves.
+
+        The next save looks everything up in the store.
+        """
+        self._encoder.finish()
         with self._lock:
             self._last = self._shown = LastStep()
             self._cache.close()
+
+    def _moved(self, change: Rewritten) -> None:
+        with self._lock:
+            self._last, self._shown = self._last.moved(change), self._shown.moved(change)
 
     def large(self) -> dict[bytes, StoredPiece]:
         """Return the pieces outside packs of the step that was committed last, by change hash.
@@ -348,35 +375,50 @@ class Saver:
         """
         began = time.monotonic()
         snapshot.check()
-        with self._lock:
+        with self._encoder.saving(), self._lock:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._cache.session() as (index, hasher):
                 order = self._order_of(snapshot.notes.run)
-                encoding = self._encoding(index, last, snapshot, order)
-                with BatchTransaction(self._objects, index, hasher, self._synced) as transaction:
+                encoding = self._encoding(index, last, order)
+                with (
+                    closing(encoding) if encoding is not None else nullcontext(),
+                    BatchTransaction(self._objects, index, hasher, self._synced) as transaction,
+                ):
                     writer = PieceWriter(self._objects, index, hasher, transaction, encoding)
                     work = _Commit(
                         self._objects, hasher, writer, transaction, last, snapshot, order
                     )
                     manifest = work.run()
             self._last = self._shown = work.next
+            if encoding is not None and encoding.left:
+                self._encode_later(snapshot, manifest, encoding.left, transaction.sealed)
         return work.result(manifest, time.monotonic() - began)
+
+    def _encode_later(
+        self,
+        snapshot: StepSnapshot,
+        manifest: str,
+        left: list[LeftTensor],
+        sealed: Sequence[SealedContainer],
+    ) -> None:
+        slab = next(each.container for each in sealed if each.container.kind == "slab")
+        self._encoder.add(EncodingJob(slab, snapshot.name, manifest, left, snapshot.background))
 
     def _order_of(self, run: str) -> StepOrder:
         """The order of the handle's own run, or of another one whose snapshot it was given."""
         return self._order if run == self._order.run else StepOrder(self._objects, run)
 
-    def _encoding(
-        self, index: StoreIndex, last: LastStep, snapshot: StepSnapshot, order: StepOrder
-    ) -> Encoding | None:
-        if self._deltas is None:
+    def _encoding(self, index: StoreIndex, last: LastStep, order: StepOrder) -> Encoding | None:
+        if self._compress is None:
             return None
-        self._deltas.backpressure.begin(snapshot.awaited if self._compress == "auto" else None)
 
         def before() -> Mapping[str, bytes]:
-            return last.digests() if last.pages else latest_digests(self._objects, order)
+            if last.pages:
+                return last.digests()
+            return latest_digests(self._objects, order, PACK_BELOW)
 
-        return Encoding(self._objects, index, self._deltas, before)
+        defer = self._compress == "auto"
+        return Encoding(self._objects, index, self._deltas, before, defer=defer)
 
 
 class _Commit:

@@ -9,16 +9,14 @@ Small tensors (trees, biases, texts; an ensemble has thousands) are encoded one 
 the measurement: if some of one type and size did not get smaller, the next ones are skipped for a
 while.
 
-A background save competes with the training for processors. While steps come more slowly than they
-are saved, encoding hardly delays anything. When the next step comes before the last one is saved,
-the training waits: what is not encoded by then is stored unencoded, the next saves encode nothing,
-and after some of them encoding is tried again, later each time.
+A save encodes what takes no time: small tensors, a little of large ones, and those of which samples
+have said that few numbers change. The rest it stores as it is and leaves to `BackgroundEncoder`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from functools import cache
+from typing import Literal, Protocol, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.checkpoints.errors import BadOption, BadOptionError
@@ -38,7 +36,7 @@ from tensor_dedup.store.writing.encoder import (
 )
 
 Compress: TypeAlias = Literal["auto", "always"] | None
-"""When new tensors are encoded: unless a training would wait for it, always, or never (None)."""
+"""When new tensors are encoded: while nobody waits for it, in each save, or never (None)."""
 
 # Large tensors.
 _SAMPLE_BYTES = 32 << 10
@@ -56,8 +54,8 @@ _LEFT_ALONE = 256
 # than a gigabyte for each second of a processor, as fast as disks write; others save a tenth to a
 # third of that.
 _QUICK = "sparse"
-_FIRST = 2
-_LONGEST = 64
+# So much of large tensors is encoded by the save itself: that takes no longer than its syncs.
+_AT_ONCE = 4 << 20
 
 
 @dataclass(slots=True)
@@ -73,19 +71,23 @@ class SmallTensorPolicy:
 
     def __init__(self) -> None:
         self._rates: dict[tuple[str | None, int], HitRate] = {}
+        self._tried = 0
+
+    def begin(self) -> None:
+        """Begin a save."""
+        self._tried = 0
 
     def plans(self, fresh: Iterable[Fresh]) -> Iterator[tuple[Fresh, Plan]]:
         """Yield the pieces that are worth trying to encode, with their plans."""
-        tried = 0
         for piece in fresh:
             rate = self._rate_of(piece)
             fit = piece.dtype is not None and SMALLEST <= piece.view.nbytes < PACK_BELOW
-            if not fit or tried >= _MOST:
+            if not fit or self._tried >= _MOST:
                 continue
             if rate.skip > 0:
                 rate.skip -= 1
                 continue
-            tried += 1
+            self._tried += 1
             codec = CODECS[f"planes{element_width(piece.dtype)}"]
             yield piece, Plan(CodecChoice(codec, "matches", 1.0), None)
 
@@ -111,44 +113,36 @@ def checked_compress(compress: Compress) -> Compress:
     return compress
 
 
-def worth_waiting_for(codec: str) -> bool:
-    """Return whether tensors with this codec are encoded even while a training waits."""
-    return codec.startswith(_QUICK)
+class Candidate(Protocol):
+    """A new tensor, in memory or in a file, of which a sample can be read."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the step."""
+
+    @property
+    def dtype(self) -> str | None:
+        """Its dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return some of its bytes, which need not be verified."""
 
 
-class Backpressure:
-    """Tracks whether a training waits for the saves of one handle. One save at a time.
+@dataclass(frozen=True, slots=True)
+class LeftTensor:
+    """A tensor that a save stored as it is, to be encoded while nobody waits.
 
-    Calling it returns whether the rest of the save is to be stored unencoded.
+    `before` is the digest of the tensor of this name in the step before, if there was one.
     """
 
-    def __init__(self) -> None:
-        self._awaited: Callable[[], bool] | None = None
-        self._tried: Callable[[], bool] | None = None
-        self._holds = _FIRST
-        self._left = 0
-        self.from_the_start = False
-
-    def begin(self, awaited: Callable[[], bool] | None) -> None:
-        """Begin a save. `awaited` returns whether a training is waiting for its end.
-
-        None means that the save encodes everything that gets smaller, whoever waits.
-        """
-        self._awaited, self.from_the_start = awaited, False
-        if awaited is None:
-            return
-        if self._tried is not None:
-            waited = self._tried()
-            self._left = self._holds if waited else 0
-            longer = min(2 * self._holds, _LONGEST)
-            self._holds = longer if waited else max(self._holds // 2, _FIRST)
-        self.from_the_start = self._left > 0
-        self._left -= self.from_the_start
-        self._tried = None if self.from_the_start else awaited
-
-    def __call__(self) -> bool:
-        """Return whether what is not encoded yet is to be stored unencoded."""
-        return self.from_the_start or (self._awaited is not None and self._awaited())
+    name: str
+    dtype: str
+    digest: bytes
+    before: bytes | None
 
 
 @dataclass(slots=True)
@@ -168,15 +162,18 @@ class _Decision:
 
 
 class Deltas:
-    """The decisions of one handle about large tensors. One save at a time."""
+    """The decisions of one handle about large tensors.
+
+    A save and the encoding of an earlier one may use it at once, without a lock: what one of them
+    overwrites is a guess that the next samples mend.
+    """
 
     def __init__(self) -> None:
         self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
-        self.backpressure = Backpressure()
         self._decisions: dict[str, _Decision] = {}
 
-    def plan(self, piece: Fresh, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
+    def plan(self, piece: Candidate, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
         """Return how to encode a tensor, or None; `anchor_bytes` is the stored anchor's size."""
         made = self._decisions.get(piece.name)
         against = anchor.digest if anchor is not None else None
@@ -189,12 +186,26 @@ class Deltas:
             made.anchor, made.spent, made.steps = against, anchor_bytes, 1
         return Plan(made.choice, anchor if made.choice.codec.against_base else None)
 
-    def pays(self, piece: Fresh) -> bool:
+    def anchor(
+        self, digest: bytes, nbytes: int, before: bytes | None, pieces: StoredPieces
+    ) -> tuple[Anchor | None, int]:
+        """Return what a tensor may be stored against, and the bytes that takes on disk."""
+        found = None if before is None else pieces.anchor(before)
+        # Somebody else may have saved the same since it was looked up: nothing is against itself.
+        if found is None or found == digest:
+            return None, 0
+        records = [record for record in pieces.records(found) if record.base is None]
+        if not records or records[0].nbytes != nbytes:
+            return None, 0
+        stored = min(record.stored for record in records)
+        return KeptAnchor(found, nbytes, pieces, self.anchors), stored
+
+    def pays(self, name: str) -> bool:
         """Return whether encoding a tensor of this name is known to be worth a wait."""
-        made = self._decisions.get(piece.name)
+        made = self._decisions.get(name)
         return made is not None and made.choice is not None and _quick(made.choice)
 
-    def _decide(self, piece: Fresh, anchor: Anchor | None, old: _Decision | None) -> _Decision:
+    def _decide(self, piece: Candidate, anchor: Anchor | None, old: _Decision | None) -> _Decision:
         # A delta that costs more than the average of its star is the sign to begin another.
         begin = old is not None and old.left < 0
         base = None if begin else anchor
@@ -208,7 +219,7 @@ class Deltas:
         self._decisions[piece.name] = made
         return made
 
-    def stored(self, piece: Fresh, plan: Plan, nbytes: int | None) -> None:
+    def stored(self, piece: Candidate, plan: Plan, nbytes: int | None) -> None:
         """Record the outcome of a plan: the bytes taken, or None if encoding saved nothing."""
         made = self._decisions[piece.name]
         if nbytes is None:
@@ -221,12 +232,12 @@ class Deltas:
 
 
 def _quick(choice: CodecChoice) -> bool:
-    return worth_waiting_for(choice.codec.name)
+    return choice.codec.name.startswith(_QUICK)
 
 
-def _samples(piece: Fresh, anchor: Anchor | None) -> Iterator[Sample]:
+def _samples(piece: Candidate, anchor: Anchor | None) -> Iterator[Sample]:
     """Two samples of the leaf in the middle: only one leaf of the anchor has to be read."""
-    nbytes, width = piece.view.nbytes, element_width(piece.dtype)
+    nbytes, width = piece.nbytes, element_width(piece.dtype)
     first = nbytes // LEAF_BYTES // 2 * LEAF_BYTES
     last = min(first + LEAF_BYTES, nbytes)
     under = None
@@ -238,11 +249,15 @@ def _samples(piece: Fresh, anchor: Anchor | None) -> Iterator[Sample]:
     size = min(_SAMPLE_BYTES, last - first)
     for start in sorted({first, (first + (last - first - size)) // width * width}):
         base = None if under is None else under[start - first : start - first + size]
-        yield Sample(memoryview(bytes(piece.view[start : start + size])), base)
+        yield Sample(memoryview(bytes(piece.read(start, start + size))), base)
 
 
 class Encoding:
-    """The encoder of one save. `before` returns the digests of the previous step, by name."""
+    """The encoding of one save; close it.
+
+    `before` returns the digests of the previous step, by name. `left` is what was left for later;
+    with `defer` off there is nothing.
+    """
 
     def __init__(
         self,
@@ -250,23 +265,42 @@ class Encoding:
         index: StoreIndex,
         deltas: Deltas,
         before: Callable[[], Mapping[str, bytes]],
+        *,
+        defer: bool,
     ) -> None:
         self._objects, self._index = objects, index
-        self._deltas, self._before = deltas, before
+        self._deltas, self._defer = deltas, defer
+        self._before = cache(before)
+        self._budget = _AT_ONCE
+        self._pieces: StoredPieces | None = None
+        self.left: list[LeftTensor] = []
+        deltas.small.begin()
+        deltas.anchors.begin()
 
     def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
         """Encode and store the pieces that get smaller; return the others."""
         done = self._encode_small(writer, fresh)
-        fit = [p for p in fresh if p.dtype is not None and p.view.nbytes >= ENCODE_FROM]
-        self._deltas.anchors.begin()
-        if self._deltas.backpressure():
-            fit = [piece for piece in fit if self._deltas.pays(piece)]
-        if fit:
-            before = self._before()
-            bases = {piece.change_hash: before[piece.name] for piece in fit if piece.name in before}
-            with closing(StoredPieces(self._objects, self._index, set(bases.values()))) as pieces:
-                done |= self._encode_large(writer, fit, bases, pieces)
+        fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
+        now = self._chosen(fit) if self._defer else fit
+        if now:
+            done |= self._encode_large(writer, now)
+        later = {piece.change_hash for piece in fit} - {piece.change_hash for piece in now}
+        self.left += [self._left(piece) for piece in fit if piece.change_hash in later]
         return [piece for piece in fresh if piece.change_hash not in done]
+
+    def _chosen(self, fit: Sequence[Fresh]) -> list[Fresh]:
+        """What is encoded by the save itself."""
+        now = [piece for piece in fit if self._deltas.pays(piece.name)]
+        others = sum(piece.nbytes for piece in fit) - sum(piece.nbytes for piece in now)
+        if others > self._budget:
+            self._budget = 0
+            return now
+        self._budget -= others
+        return list(fit)
+
+    def _left(self, piece: Fresh) -> LeftTensor:
+        before = self._before().get(piece.name)
+        return LeftTensor(piece.name, piece.dtype or "", piece.hashed.digest, before)
 
     def _encode_small(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> set[bytes]:
         done = set()
@@ -277,40 +311,27 @@ class Encoding:
                 done.add(piece.change_hash)
         return done
 
-    def _encode_large(
-        self,
-        writer: EncodedWriter,
-        fit: Sequence[Fresh],
-        bases: Mapping[bytes, bytes],
-        pieces: StoredPieces,
-    ) -> set[bytes]:
-        backpressure = self._deltas.backpressure
-        planned = []
+    def _encode_large(self, writer: EncodedWriter, fit: Sequence[Fresh]) -> set[bytes]:
+        pieces, planned, done = self._opened(), [], set()
         for piece in fit:
-            anchor, nbytes = self._anchor(piece, bases.get(piece.change_hash, b""), pieces)
+            before = self._before().get(piece.name)
+            anchor, nbytes = self._deltas.anchor(piece.hashed.digest, piece.nbytes, before, pieces)
             plan = self._deltas.plan(piece, anchor, nbytes)
             if plan is not None:
                 planned.append((piece, plan))
-
-        def give_up(plan: Plan) -> bool:
-            return backpressure() and not _quick(plan.choice)
-
-        done = set()
-        for (piece, plan), stored in zip(planned, writer.encode_all(planned, give_up), strict=True):
-            if stored is not None or not backpressure():  # or nothing was learnt
-                self._deltas.stored(piece, plan, stored)
+        for (piece, plan), stored in zip(planned, writer.encode_all(planned), strict=True):
+            self._deltas.stored(piece, plan, stored)
             if stored is not None:
                 done.add(piece.change_hash)
         return done
 
-    def _anchor(self, piece: Fresh, base: bytes, pieces: StoredPieces) -> tuple[Anchor | None, int]:
-        """What a tensor may be stored against, and what that takes on disk."""
-        digest = pieces.anchor(base)
-        # Somebody else may have saved the same since it was looked up: nothing is against itself.
-        if digest is None or digest == piece.hashed.digest:
-            return None, 0
-        records = [record for record in pieces.records(digest) if record.base is None]
-        if not records or records[0].nbytes != piece.view.nbytes:
-            return None, 0
-        anchor = KeptAnchor(digest, piece.view.nbytes, pieces, self._deltas.anchors)
-        return anchor, min(record.stored for record in records)
+    def _opened(self) -> StoredPieces:
+        """What there may be to store something against; opened once for all of a save."""
+        if self._pieces is None:
+            self._pieces = StoredPieces(self._objects, self._index, {*self._before().values()})
+        return self._pieces
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        if self._pieces is not None:
+            self._pieces.close()

@@ -135,10 +135,40 @@ class LastStep:
         return {key: known for key, known in found.items() if alive.issuperset(known.places)}
 
     def digests(self) -> dict[str, bytes]:
-        """Return the digest of each tensor, by name."""
-        return {
-            row[1]: page.held[row[0]].digest for page in self.pages for row in page.rows if row[1]
-        }
+        """Return the digests of the tensors that are no small ones, by name."""
+        named = ((row[1], page.held[row[0]]) for page in self.pages for row in page.rows)
+        return {name: known.digest for name, known in named if name and not known.small}
+
+    def moved(self, change: "Rewritten") -> "LastStep":
+        """Return the same step after a container was replaced."""
+        if change.gone not in self.containers:
+            return self
+        pages = []
+        for page in self.pages:
+            if change.gone in page.containers:
+                held = {
+                    key: known._replace(places=change.places.get(known.digest, known.places))
+                    for key, known in page.held.items()
+                }
+                page = PageState(page.rows, held, page.name, page.file_bytes)
+            pages.append(page)
+        used = {container for page in pages for container in page.containers}
+        files = {**self.containers, **change.files}
+        return LastStep(pages, {each: files[each] for each in used})
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A container that was replaced: where its pieces are now, by digest, and in which files.
+
+    `deltas` are the pieces that are now stored against others; `files` has the path and the size of
+    every container that is needed to read what was in it.
+    """
+
+    gone: ContainerId
+    places: dict[bytes, Places]
+    files: dict[ContainerId, tuple[Path, int]]
+    deltas: frozenset[bytes]
 
 
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:

@@ -344,12 +344,16 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
     return [piece for piece in pieces if piece.name is not None]
 
 
-def latest_digests(objects: Objects, order: "StepOrder") -> dict[str, bytes]:
-    """Return the digests of a run's latest readable step by tensor name; none if there is none."""
+def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str, bytes]:
+    """Return the digests of the tensors of a run's latest readable step, by name.
+
+    Those of fewer than `least` bytes are left out; without a step there are none.
+    """
     for step in reversed(in_save_order(order.places(readable=True))):
         with suppress(StoreError):
             pieces = tensors_of(objects, manifest_of(objects, order.run, step)[1], {})
-            return {piece.name: piece.digest for piece in pieces if piece.name is not None}
+            large = (piece for piece in pieces if piece.nbytes >= least)
+            return {piece.name: piece.digest for piece in large if piece.name is not None}
     return {}
 
 

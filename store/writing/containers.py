@@ -96,6 +96,15 @@ class Fresh:
     hashed: Hashed
     private: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self.view.nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return some of its bytes."""
+        return self.view[start:stop]
+
 
 @dataclass(frozen=True, slots=True)
 class SealedContainer:

@@ -40,6 +40,10 @@ _LARGEST, _CHECKPOINTS, _ALIKE = 4, 64, 8
 _WIDTHS = {8: 1, 16: 2, 32: 4, 64: 8}
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Anchor:
     """A stored piece that is not a delta, and the reader of its bytes."""
@@ -77,33 +81,45 @@ class EncodedWriter(ContainerWriter):
         self.saved_bytes = 0
         self.tensors = 0
 
-    def encode(self, source: Handle, piece: NewPiece, leaves: bytes, plan: Plan) -> bool:
-        """Encode and store a piece of an open file; return False if that saves nothing.
+    def encode(
+        self,
+        source: Handle,
+        piece: NewPiece,
+        leaves: bytes,
+        plan: Plan,
+        *,
+        before_leaf: Callable[[], None] = _nothing,
+    ) -> int | None:
+        """Encode and store a piece of an open file; return its size, or None if that saves nothing.
 
         Nothing is stored then. `leaves` are its concatenated leaf digests. One leaf per thread is
-        in memory at a time.
+        in memory at a time. `before_leaf` is called by each thread before it begins one, and may
+        raise to end it all.
 
         Raises:
             ChangedFileError: the piece no longer has its leaf digests.
         """
         if plan.anchor is not None and plan.anchor.digest == piece.digest:
-            return False  # somebody else has stored it meanwhile: nothing is against itself
+            return None  # somebody else has stored it meanwhile: nothing is against itself
         codec, start = plan.choice.codec, self._reserve(0)
         limit, at = start + int(piece.nbytes * WORTH), start + head_bytes(piece.nbytes)
         handle, head = self._opened(), bytearray()
 
         def work(first: int) -> bytes | None:
+            before_leaf()
             return encoded_leaf(self._read(source, piece, leaves, first), first, plan)
 
         try:
             for chunk in self._hasher.each(work, range(0, piece.nbytes, LEAF_BYTES)):
                 if chunk is None or at + len(chunk) > limit:
-                    return self._take_back(handle, start)
+                    self._take_back(handle, start)
+                    return None
                 self._objects.files.pwrite(handle, chunk, at)
                 head += entry(chunk)
                 at += len(chunk)
         except (CorruptTensorError, MissingObjectError):
-            return self._take_back(handle, start)  # the anchor is not what it should be
+            self._take_back(handle, start)  # the anchor is not what it should be
+            return None
         self._objects.files.pwrite(handle, bytes(head), start)
         base = plan.anchor.digest if plan.anchor is not None and codec.against_base else None
         self._records.append(
@@ -112,28 +128,22 @@ class EncodedWriter(ContainerWriter):
         self._end = at
         self.tensors += 1
         self.saved_bytes += piece.nbytes - (at - start)
-        return True
+        return at - start
 
-    def encode_all(
-        self, planned: Sequence[tuple[Fresh, Plan]], give_up: Callable[[Plan], bool]
-    ) -> Iterator[int | None]:
+    def encode_all(self, planned: Sequence[tuple[Fresh, Plan]]) -> Iterator[int | None]:
         """Encode and store pieces in memory on all threads; yield the size of each, or None.
 
-        None means that encoding saved nothing, or that `give_up`, which is called before each leaf,
-        returned True. All encoded leaves of a piece are in memory at once.
+        None means that encoding saved nothing. All encoded leaves of a piece are in memory at once.
 
         Raises:
             ChangedModelError: a piece was written to.
         """
 
-        def chunk(piece: Fresh, plan: Plan, at: int) -> bytes | None:
-            return None if give_up(plan) else _encoded_in_memory(piece, plan, at)
-
         work = [(piece, plan, at) for piece, plan in planned for at in _leaves(piece)]
         # Waking threads for little takes longer than it saves.
         large = sum(piece.view.nbytes for piece, _ in planned) > LEAF_BYTES
         each = self._hasher.each if large else map
-        chunks = iter(each(lambda one: chunk(*one), work))
+        chunks = iter(each(lambda one: _encoded_in_memory(*one), work))
         for piece, plan in planned:
             yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
 
@@ -157,10 +167,9 @@ class EncodedWriter(ContainerWriter):
         )
         return stored
 
-    def _take_back(self, handle: Handle, start: int) -> bool:
+    def _take_back(self, handle: Handle, start: int) -> None:
         self._objects.files.truncate(handle, start)
         self._end = start
-        return False
 
     def _read(self, source: Handle, piece: NewPiece, leaves: bytes, first: int) -> memoryview:
         data = memoryview(bytearray(min(LEAF_BYTES, piece.nbytes - first)))
@@ -284,7 +293,7 @@ class Encoder:
 
     def write(self, handle: Handle, new: NewPiece, hashed: Hashed, plan: Plan) -> bool:
         """Encode and store a piece by this plan; return False if that saves nothing."""
-        return self.writer.encode(handle, new, hashed.leaves, plan)
+        return self.writer.encode(handle, new, hashed.leaves, plan) is not None
 
     def _sampled(
         self, base: "_Base", handle: Handle, part: Segment, prefix: str

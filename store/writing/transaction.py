@@ -201,6 +201,14 @@ class BatchTransaction(Transaction):
         """Make names of files durable that others created, perhaps a moment ago."""
         self._batch.settle(paths)
 
+    def publish(self) -> None:
+        """Make everything durable and known to the index; no name refers to it yet."""
+        self._batch.publish()
+        for each in self.sealed:
+            # One that had bad places may just have come back whole, under its old name.
+            self._objects.set_bad_offsets(each.container.name, ())
+            self._index.add(each.container, each.table, each.file_bytes)
+
     def commit(
         self,
         name: str,
@@ -214,11 +222,7 @@ class BatchTransaction(Transaction):
         objects, text = self._objects, ref_text(name, manifest)
         reference = self._batch.write(text, None)
         self.object_bytes += len(text)
-        self._batch.publish()
-        for each in self.sealed:
-            # One that had bad places may just have come back whole, under its old name.
-            objects.set_bad_offsets(each.container.name, ())
-            self._index.add(each.container, each.table, each.file_bytes)
+        self.publish()
         check_hits()
         with objects.naming():
             check_name()

@@ -1,0 +1,384 @@
+"""Encoding after the save: what a step has stored as it is takes less space a moment later.
+
+A save with much to store writes it unencoded, and is done. A thread then reads that container
+again, stores the tensors that get smaller in a second one and all others in a third, and removes
+the first. No name has to change: manifests name digests, not containers, and whoever reads the
+container has it open.
+
+The new containers are durable under their names before the old one is unlinked. That is done alone
+in the store, as by gc, and only when the tables on disk show every piece in another container that
+is there, whole and readable; the index is never asked. Whatever dies in between leaves the pieces
+twice, and gc lets one of the two go.
+
+The thread stands still while a save runs, and ends with its work. When the program ends before the
+handle was closed, what is not encoded stays as it was saved.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints.policy import Deltas, LeftTensor
+from tensor_dedup.store.checkpoints.run_cache import LastStep, Places, Rewritten, RunCache
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NewerFormatError,
+    StoreBusyError,
+    UnknownNameError,
+    os_errors,
+)
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.format.tables import ENCODED, Record
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.locks import sweep
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
+from tensor_dedup.store.writing.encoder import EncodedWriter, Plan
+from tensor_dedup.store.writing.hashing import Hasher
+from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LOG = logging.getLogger("tensor_dedup")
+# Steps of background saves that may wait; a training that is never idle would pile them up.
+_MOST_WAITING = 8
+# A session that stands still for saves keeps the gc of others waiting.
+_PATIENCE_S = 5.0
+# How long the last attempt to remove a container waits for those that read or write the store.
+_LAST_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingJob:
+    """The tensors of a step that are stored as they are in one container.
+
+    A job of a background save may be dropped when too many wait.
+    """
+
+    container: ContainerId
+    name: str
+    manifest: str
+    left: list[LeftTensor]
+    background: bool
+
+
+class _GivenUpError(Exception):
+    """A job was interrupted."""
+
+
+class BackgroundEncoder:
+    """Encodes what the saves of one handle have left. Safe from any thread.
+
+    `last` returns the step that was saved last, `moved` is told of containers that were replaced.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        workers: int,
+        deltas: Deltas,
+        last: Callable[[], LastStep],
+        moved: Callable[[Rewritten], None],
+    ) -> None:
+        self._objects, self._workers, self._deltas = objects, workers, deltas
+        self._last, self._moved = last, moved
+        self._bases: dict[ContainerId, frozenset[bytes]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew in a forked child: the thread and its work belong to the parent."""
+        self._state = threading.Condition()
+        self._waiting: deque[EncodingJob] = deque()
+        self._superseded: list[Rewritten] = []
+        self._thread: threading.Thread | None = None
+        self._saving = 0
+        self._dropping = False
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let no encoding take processors from a save."""
+        with self._state:
+            self._saving += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._saving -= 1
+                self._state.notify_all()
+
+    def add(self, job: EncodingJob) -> None:
+        """Encode the tensors of a step that was committed, soon."""
+        with self._state:
+            self._waiting.append(job)
+            old = [each for each in self._waiting if each.background]
+            if len(old) > _MOST_WAITING:
+                self._waiting.remove(old[0])
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tensor-dedup-encode")
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no more threads, or the program is ending
+                    self._thread = None
+                    self._waiting.clear()
+
+    def finish(self) -> None:
+        """Wait until everything is encoded."""
+        with self._state:
+            self._state.wait_for(lambda: self._thread is None)
+
+    def drop(self) -> None:
+        """Leave everything that is not encoded as it is."""
+        with self._state:
+            self._dropping = True
+            self._waiting.clear()
+            self._state.notify_all()
+            self._state.wait_for(lambda: self._thread is None)
+            self._dropping = False
+
+    def _run(self) -> None:
+        cache = RunCache(self._objects, self._workers)
+        try:
+            while (job := self._next()) is not None:
+                self._do(cache, job)
+        finally:
+            with suppress(StoreError, OSError):
+                cache.close()
+            with self._state:
+                self._thread = None
+                if self._waiting and not self._given_up():  # added since
+                    self._thread = threading.Thread(target=self._run, name="tensor-dedup-encode")
+                    self._thread.start()
+                self._state.notify_all()
+
+    def _next(self) -> EncodingJob | None:
+        with self._state:
+            self._state.wait_for(lambda: not self._saving or self._given_up())
+            if self._given_up() or not self._waiting:
+                return None
+            return self._waiting.popleft()
+
+    def _given_up(self) -> bool:
+        return self._dropping or not threading.main_thread().is_alive()
+
+    def _stand_still(self) -> None:
+        """Wait while a save runs; not for ever, since the caller holds a session."""
+        with self._state:
+            free = self._state.wait_for(lambda: not self._saving or self._given_up(), _PATIENCE_S)
+        if not free or self._given_up():
+            raise _GivenUpError
+
+    def _do(self, cache: RunCache, job: EncodingJob) -> None:
+        try:
+            done = self._rewrite(cache, job)
+            self._superseded += [] if done is None else [done]
+            with self._state:
+                last = not self._waiting
+            self._remove_superseded(_LAST_WAIT_S if last else 0)
+        except _GivenUpError:
+            with self._state:
+                if not self._given_up():
+                    self._waiting.appendleft(job)
+        except (MissingObjectError, UnknownNameError):
+            pass  # deleted meanwhile
+        except StoreError as error:
+            _LOG.warning("%s is not encoded, and stays as it was saved: %s", job.name, error)
+
+    def _rewrite(self, cache: RunCache, job: EncodingJob) -> "Rewritten | None":
+        """Store what gets smaller encoded, and the rest of its container in another one."""
+        objects = self._objects
+        with cache.session() as (index, hasher):
+            if not self._in_use(job) or job.container.name in objects.bad_containers():
+                return None
+            path = objects.layout.container(job.container.name, job.container.kind)
+            records = {record.digest: record for record in objects.table(job.container).records}
+            source = objects.files.open(path, "read")
+            try:
+                work = _Rewriting(objects, index, hasher, source, records)
+                return work.run(job, self._deltas, self._stand_still)
+            finally:
+                objects.files.close(source)
+
+    def _in_use(self, job: EncodingJob) -> bool:
+        """Whether the step is there, or the last one still refers to what it has stored."""
+        if job.container in self._last().containers:
+            return True
+        with suppress(UnknownNameError, DamagedFileError):
+            return self._objects.ref(job.name) == job.manifest
+        return False
+
+    def _remove_superseded(self, wait_s: float) -> None:
+        """Remove the containers that others have replaced; those that cannot go now go later."""
+        waiting, self._superseded = self._superseded, []
+        for each in waiting:
+            try:
+                with os_errors(self._objects.layout.root):
+                    self._scan()  # most of it before anybody has to wait
+                    removed = self._remove(each, wait_s)
+            except StoreBusyError:
+                self._superseded.append(each)
+                continue
+            if removed:
+                self._moved(each)
+
+    def _remove(self, each: Rewritten, wait_s: float) -> bool:
+        objects, container = self._objects, each.gone
+        path = objects.layout.container(container.name, container.kind)
+        with sweep(objects.files, objects.layout, wait_s=wait_s):
+            if not self._scan() or any(objects.aliens()):
+                return False  # nobody knows what is in use
+            # A delta is readable only beside its base as a whole.
+            if not each.deltas.isdisjoint(base for held in self._bases.values() for base in held):
+                return False
+            bad = set(objects.bad_containers())
+            for other, (file, size) in each.files.items():
+                status = objects.files.status(file)
+                if status is None or status.size != size or other.name in bad:
+                    return False
+            with suppress(FileNotFoundError):
+                objects.files.unlink(path)
+            objects.files.sync_folder(path.parent)
+        return True
+
+    def _scan(self) -> bool:
+        """Read what the deltas of the store are against; return whether all could be read.
+
+        A container never changes, so each is read once.
+        """
+        there = {each for each in self._objects.containers() if each.kind == ENCODED}
+        self._bases = {each: held for each, held in self._bases.items() if each in there}
+        try:
+            for each in there - self._bases.keys():
+                found = {record.base for record in self._objects.table(each).records}
+                self._bases[each] = frozenset(base for base in found if base is not None)
+        except (MissingObjectError, DamagedFileError, NewerFormatError):
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """A tensor in a container, as a candidate for encoding."""
+
+    files: Files
+    source: Handle
+    left: LeftTensor
+    record: Record
+
+    @property
+    def name(self) -> str:
+        return self.left.name
+
+    @property
+    def dtype(self) -> str:
+        return self.left.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.record.nbytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        view = memoryview(bytearray(stop - start))
+        self.files.pread(self.source, view, self.record.offset + start)
+        return view
+
+
+@dataclass(slots=True)
+class _Rewriting:
+    """The rewriting of one open container, in a session."""
+
+    objects: Objects
+    index: StoreIndex
+    hasher: Hasher
+    source: Handle
+    records: dict[bytes, Record]
+    anchors: dict[bytes, ContainerId] = field(default_factory=dict)
+
+    def run(
+        self, job: EncodingJob, deltas: Deltas, stand_still: Callable[[], None]
+    ) -> "Rewritten | None":
+        """Write the new containers; None if nothing gets smaller."""
+        bases = {each.before for each in job.left if each.before is not None}
+        with (
+            closing(StoredPieces(self.objects, self.index, bases)) as pieces,
+            BatchTransaction(self.objects, self.index, self.hasher, SyncedFolders()) as changes,
+        ):
+            encoded = changes.own(EncodedWriter(self.objects, self.hasher))
+            rest = changes.own(ContainerWriter(self.objects, self.hasher, job.container.kind))
+            done = set()
+            for left in job.left:
+                if left.digest in self.records and left.digest not in done:
+                    stand_still()
+                    if self._encode(left, encoded, deltas, pieces, stand_still):
+                        done.add(left.digest)
+            if not done:
+                return None
+            for record in self.records.values():
+                if record.digest not in done:
+                    stand_still()
+                    rest.add(self.source, [_piece(record)])
+            changes.seal()
+            changes.publish()
+            return self._result(job.container, changes)
+
+    def _encode(
+        self,
+        left: LeftTensor,
+        encoded: EncodedWriter,
+        deltas: Deltas,
+        pieces: StoredPieces,
+        stand_still: Callable[[], None],
+    ) -> bool:
+        record = self.records[left.digest]
+        tensor = _InFile(self.objects.files, self.source, left, record)
+        anchor, stored = deltas.anchor(left.digest, record.nbytes, left.before, pieces)
+        if anchor is not None and not self._stays(anchor.digest):
+            anchor, stored = None, 0
+        plan: Plan | None = deltas.plan(tensor, anchor, stored)
+        if plan is None:
+            return False
+        nbytes = encoded.encode(
+            self.source, _piece(record), record.leaves, plan, before_leaf=stand_still
+        )
+        deltas.stored(tensor, plan, nbytes)
+        return nbytes is not None
+
+    def _stays(self, digest: bytes) -> bool:
+        """Whether a table shows this piece, no delta, in a container that is not being replaced."""
+        if digest in self.records:
+            return False
+        if digest not in self.anchors:
+            for place in self.index.find([digest]).get(digest, ()):
+                with suppress(MissingObjectError, DamagedFileError, NewerFormatError):
+                    records = self.objects.table(place.container).records
+                    if any(each.digest == digest and each.base is None for each in records):
+                        self.anchors[digest] = place.container
+                        break
+        return digest in self.anchors
+
+    def _result(self, gone: ContainerId, changes: BatchTransaction) -> "Rewritten":
+        places: dict[bytes, Places] = {}
+        files: dict[ContainerId, tuple[Path, int]] = {}
+        for sealed in changes.sealed:
+            path = self.objects.layout.container(sealed.container.name, sealed.container.kind)
+            files[sealed.container] = path, sealed.file_bytes
+            for record in sealed.table.records:
+                under = () if record.base is None else (self.anchors[record.base],)
+                places[record.digest] = (sealed.container, *under)
+        for container in {each for held in places.values() for each in held} - files.keys():
+            path = self.objects.layout.container(container.name, container.kind)
+            status = self.objects.files.status(path)
+            files[container] = path, -1 if status is None else status.size
+        deltas = {digest for digest, held in places.items() if len(held) > 1}
+        return Rewritten(gone, places, files, frozenset(deltas))
+
+
+def _piece(record: Record) -> NewPiece:
+    return NewPiece(record.offset, record.nbytes, record.digest)
