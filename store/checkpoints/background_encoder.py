@@ -17,7 +17,7 @@ handle was closed, what is not encoded stays as it was saved.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -199,9 +199,12 @@ class BackgroundEncoder:
                 return None
             path = objects.layout.container(job.container.name, job.container.kind)
             records = {record.digest: record for record in objects.table(job.container).records}
+            self._scan()
             source = objects.files.open(path, "read")
             try:
-                work = _Rewriting(objects, index, hasher, source, records)
+                work = _Rewriting(
+                    objects, index, hasher, source, records, self._in_need(), self._superseded
+                )
                 return work.run(job, self._deltas, self._stand_still)
             finally:
                 objects.files.close(source)
@@ -235,7 +238,7 @@ class BackgroundEncoder:
             if not self._scan() or any(objects.aliens()):
                 return False  # nobody knows what is in use
             # A delta is readable only beside its base as a whole.
-            if not each.deltas.isdisjoint(base for held in self._bases.values() for base in held):
+            if not self._in_need().isdisjoint(each.deltas):
                 return False
             bad = set(objects.bad_containers())
             for other, (file, size) in each.files.items():
@@ -246,6 +249,10 @@ class BackgroundEncoder:
                 objects.files.unlink(path)
             objects.files.sync_folder(path.parent)
         return True
+
+    def _in_need(self) -> frozenset[bytes]:
+        """What some delta of the store is against, as far as `_scan` has seen."""
+        return frozenset().union(*self._bases.values())
 
     def _scan(self) -> bool:
         """Read what the deltas of the store are against; return whether all could be read.
@@ -292,20 +299,26 @@ class _InFile:
 
 @dataclass(slots=True)
 class _Rewriting:
-    """The rewriting of one open container, in a session."""
+    """The rewriting of one open container, in a session.
+
+    What is in `needed` others are stored against: it becomes no delta. Against what lies in
+    `superseded` containers, which wait to be removed, nothing is stored.
+    """
 
     objects: Objects
     index: StoreIndex
     hasher: Hasher
     source: Handle
     records: dict[bytes, Record]
+    needed: frozenset[bytes]
+    superseded: Sequence[Rewritten]
     anchors: dict[bytes, ContainerId] = field(default_factory=dict)
 
     def run(
         self, job: EncodingJob, deltas: Deltas, stand_still: Callable[[], None]
     ) -> "Rewritten | None":
         """Write the new containers; None if nothing gets smaller."""
-        bases = {each.before for each in job.left if each.before is not None}
+        bases = {base for base in map(self._before, job.left) if base is not None}
         with (
             closing(StoredPieces(self.objects, self.index, bases)) as pieces,
             BatchTransaction(self.objects, self.index, self.hasher, SyncedFolders()) as changes,
@@ -338,7 +351,8 @@ class _Rewriting:
     ) -> bool:
         record = self.records[left.digest]
         tensor = _InFile(self.objects.files, self.source, left, record)
-        anchor, stored = deltas.anchor(left.digest, record.nbytes, left.before, pieces)
+        before = self._before(left)
+        anchor, stored = deltas.anchor(left.digest, record.nbytes, before, pieces)
         if anchor is not None and not self._stays(anchor.digest):
             anchor, stored = None, 0
         plan: Plan | None = deltas.plan(tensor, anchor, stored)
@@ -350,12 +364,22 @@ class _Rewriting:
         deltas.stored(tensor, plan, nbytes)
         return nbytes is not None
 
+    def _before(self, left: LeftTensor) -> bytes | None:
+        """What the anchor of a tensor is looked for by."""
+        if left.before is None or left.digest in self.needed:
+            return None
+        instead = (each.deltas.get(left.before) for each in self.superseded)
+        return next((base for base in instead if base is not None), left.before)
+
     def _stays(self, digest: bytes) -> bool:
         """Whether a table shows this piece, no delta, in a container that is not being replaced."""
         if digest in self.records:
             return False
         if digest not in self.anchors:
+            gone = {each.gone for each in self.superseded}
             for place in self.index.find([digest]).get(digest, ()):
+                if place.container in gone:
+                    continue
                 with suppress(MissingObjectError, DamagedFileError, NewerFormatError):
                     records = self.objects.table(place.container).records
                     if any(each.digest == digest and each.base is None for each in records):
@@ -376,8 +400,9 @@ class _Rewriting:
             path = self.objects.layout.container(container.name, container.kind)
             status = self.objects.files.status(path)
             files[container] = path, -1 if status is None else status.size
-        deltas = {digest for digest, held in places.items() if len(held) > 1}
-        return Rewritten(gone, places, files, frozenset(deltas))
+        written = (record for sealed in changes.sealed for record in sealed.table.records)
+        deltas = {each.digest: each.base for each in written if each.base is not None}
+        return Rewritten(gone, places, files, deltas)
 
 
 def _piece(record: Record) -> NewPiece:

@@ -161,14 +161,14 @@ class LastStep:
 class Rewritten:
     """A container that was replaced: where its pieces are now, by digest, and in which files.
 
-    `deltas` are the pieces that are now stored against others; `files` has the path and the size of
+    `deltas` has what pieces are now stored against, by digest; `files` the path and the size of
     every container that is needed to read what was in it.
     """
 
     gone: ContainerId
     places: dict[bytes, Places]
     files: dict[ContainerId, tuple[Path, int]]
-    deltas: frozenset[bytes]
+    deltas: dict[bytes, bytes]
 
 
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:

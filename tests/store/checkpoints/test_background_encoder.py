@@ -165,10 +165,40 @@ def test_what_others_have_stored_against_it_stays(tmp_path: Path) -> None:
     run = run_on(tmp_path)
     run.save(model_of(0), 0)
     run._saver.finish_encoding()
+    there = slabs(run)
     with encoder_of(run).saving():
         run.save(model_of(1), 1)
         import_against(run, tmp_path / "other", "other")
+        kept = slabs(run) - there
+        assert len(kept) == 1
+    run.close()
+    assert not slabs(run) & kept
+    with run.store.checkpoint("run@1") as opened:  # encoded, but against nothing
+        assert [opened.stored(opened[name])[2] is None for name in MOVING] == [True, False]
+    check(run, 0, 1)
+    assert run.gc(0).done
+    check(run, 0, 1)
+    with run.store.checkpoint("other") as opened:
+        assert len(opened.read("one")) == 4 * ELEMENTS
+
+
+def test_what_others_have_stored_against_it_meanwhile_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_on(tmp_path)
+    run.save(model_of(0), 0)
+    run._saver.finish_encoding()
+    remove = encoder_of(run)._remove
+
+    def late(*args: Any) -> bool:
+        if not (tmp_path / "other").exists():
+            import_against(run, tmp_path / "other", "other")
+        return remove(*args)
+
+    with encoder_of(run).saving():
+        run.save(model_of(1), 1)
         kept = slabs(run)
+    monkeypatch.setattr(encoder_of(run), "_remove", late)
     run.close()
     assert slabs(run) >= kept
     check(run, 0, 1)
@@ -176,6 +206,22 @@ def test_what_others_have_stored_against_it_stays(tmp_path: Path) -> None:
     check(run, 0, 1)
     with run.store.checkpoint("other") as opened:
         assert len(opened.read("one")) == 4 * ELEMENTS
+
+
+def test_nothing_is_stored_against_what_waits_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
+    run = run_on(tmp_path)
+    with run.store._locked():
+        for step in range(3):
+            run.save(model_of(step), step)
+            run._saver.finish_encoding()
+    run.save(model_of(3), 3)
+    run.close()
+    assert encoded(run, 2) >= set(MOVING)
+    assert len(slabs(run)) == 4  # the noise of each step
+    check(run, 0, 1, 2, 3)
 
 
 def test_nothing_is_removed_beside_files_nobody_knows(tmp_path: Path) -> None:
