@@ -1,5 +1,6 @@
 """Lightning saves into the store and resumes from it."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,10 +171,7 @@ class Unfinished(lightning.Callback):  # type: ignore[misc,name-defined]
         self.count += any(not each.done() for each in pending)
 
 
-EPOCHS = 12
-
-
-def train_behind(root: str) -> None:
+def train_behind(root: str, epochs: int) -> None:
     """Save every step in the background, and resume from the latest one."""
     torch.set_num_threads(1)
     callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
@@ -182,19 +180,20 @@ def train_behind(root: str) -> None:
     fit(
         *(Path(root), callback, unfinished),
         start=start,
-        epochs=EPOCHS,
+        epochs=epochs,
         root=root,
         every_batch_the_same=True,  # Lightning resumes in the middle of an epoch with its first one
     )
-    assert callback.run.latest() == 6 * EPOCHS  # the end has waited
+    assert callback.run.latest() == 6 * epochs  # the end has waited
     assert start is not None or unfinished.count > 0
 
 
 def kill_fit(root: str, alone: str, kills: int) -> list[int]:
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
-    latest = killed_training.killed(train_behind, root, kills)
-    killed_training.ended(train_behind, alone)
+    train = partial(train_behind, epochs=killed_training.enough_steps(kills) // 6)
+    latest = killed_training.killed(train, root, kills)
+    killed_training.ended(train, alone)
     return latest
 
 
@@ -204,12 +203,13 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
     latest = fresh.call(kill_fit, root, alone, kills)
+    steps = killed_training.enough_steps(kills) // 6 * 6
     assert len(latest) == kills
-    assert max(latest) < 6 * EPOCHS
+    assert max(latest) < steps
     losses = killed_training.recorded(alone)
-    assert losses.keys() == set(range(6 * EPOCHS))
+    assert losses.keys() == set(range(steps))
     assert killed_training.recorded(root) == losses
-    first, second = (CheckpointStore(each, "run").load(6 * EPOCHS) for each in (root, alone))
+    first, second = (CheckpointStore(each, "run").load(steps) for each in (root, alone))
     for name, tensor in first["state_dict"].items():
         assert torch.equal(tensor, second["state_dict"][name])
 

@@ -1,6 +1,7 @@
 """Transformers' Trainer saves into the store, resumes from it, and its steps are models."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,17 +197,14 @@ class RecordingTrainer(Trainer):
         return loss
 
 
-STEPS = 40
-
-
-def train_behind(root: str) -> None:
+def train_behind(root: str, steps: int) -> None:
     """Save every step in the background, and resume from the latest one."""
     torch.set_num_threads(1)
     callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
     recording = Recording(callback)
     training = RecordingTrainer(
         model(),
-        arguments(Path(root), STEPS),
+        arguments(Path(root), steps),
         train_dataset=Sentences(),
         callbacks=[callback, recording],
     )
@@ -215,7 +213,7 @@ def train_behind(root: str) -> None:
     if callback.run.latest() is not None:
         folder = callback.check_out(f"{root}-{os.getpid()}")
     training.train(resume_from_checkpoint=folder)
-    assert callback.run.latest() == STEPS  # the end has waited
+    assert callback.run.latest() == steps  # the end has waited
     assert folder is not None or recording.unfinished > 0
 
 
@@ -223,8 +221,9 @@ def kill_trainer(root: str, alone: str, kills: int) -> list[int]:
     # Before children are forked nothing is computed, or torch's threads would be missing in them.
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
-    latest = killed_training.killed(train_behind, root, kills)
-    killed_training.ended(train_behind, alone)
+    train = partial(train_behind, steps=killed_training.enough_steps(kills))
+    latest = killed_training.killed(train, root, kills)
+    killed_training.ended(train, alone)
     return latest
 
 
@@ -234,12 +233,13 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
     latest = fresh.call(kill_trainer, root, alone, kills)
+    steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
-    assert max(latest) < STEPS
+    assert max(latest) < steps
     losses = killed_training.recorded(alone)
-    assert losses.keys() == set(range(STEPS))
+    assert losses.keys() == set(range(steps))
     assert killed_training.recorded(root) == losses
-    first, second = (CheckpointStore(each, "run").load(STEPS)["model"] for each in (root, alone))
+    first, second = (CheckpointStore(each, "run").load(steps)["model"] for each in (root, alone))
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
