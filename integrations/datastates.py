@@ -37,9 +37,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tensor_dedup.errors import ConfigError, StoreError, UnsupportedError
 from tensor_dedup.integrations.deepspeed import TITLE, VERSIONS, Pointer, register_types
 from tensor_dedup.seams import Seam, usable
-from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave, Saved
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave, Saved
 from tensor_dedup.store.checkpoints.background import with_notes
-from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
+from tensor_dedup.store.checkpoints.capture import default_bytes
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.checkpoints.errors import (
     BrokenSaveError,

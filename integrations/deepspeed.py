@@ -6,7 +6,8 @@
     {"tensor_dedup": {"store": "checkpoints", "run": "run-001"}, ...}
 
 `save_checkpoint` then writes small pointer files that say where in the store the state is, and
-`load_checkpoint` follows them. Without that entry DeepSpeed behaves as before.
+`load_checkpoint` follows them. Without that entry DeepSpeed behaves as before. To save while
+training goes on, and without `enable`, see `tensor_dedup.integrations.datastates`.
 
 DeepSpeed names files and looks for them on disk. All checkpoints saved under one file name, in
 whatever folder, belong to one run, and its steps are numbered in the order in which they are saved,

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
 from tensor_dedup.store.checkpoints.background import Hook
-from tensor_dedup.store.checkpoints.capture import HostPool
 from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Rules

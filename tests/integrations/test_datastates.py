@@ -80,8 +80,10 @@ def latest(root: str) -> int:
 
 def training(root: str, alone: str, ranks: int, stage: int, kills: int) -> list[int]:
     """Kill a training so many times, then let it end; `latest` after each kill."""
-    import deepspeed  # noqa: F401 (before children are forked, for each of them)
+    import deepspeed  # noqa: F401
     import torch._dynamo  # noqa: F401
+
+    import datastates  # noqa: F401 (before children are forked, for each of them)
 
     steps = killed_training.enough_steps(kills)
 

@@ -22,8 +22,7 @@ import killed_training
 from disk_faults import Faults, FaultyFiles
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.trainer import StoreCallback
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.capture import HostPool
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.store import Store
