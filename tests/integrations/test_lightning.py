@@ -57,7 +57,7 @@ def fit(
     folder: Path,
     *callbacks: Any,
     start: str | None = None,
-    epochs: int = 3,
+    steps: int = -1,
     root: str | None = None,
     every_batch_the_same: bool = False,
 ) -> Any:
@@ -66,7 +66,8 @@ def fit(
         rows = rows[:1].expand(24, 32)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=4)
     trainer = lightning.Trainer(
-        max_epochs=epochs,
+        max_epochs=3 if steps < 0 else -1,
+        max_steps=steps,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -171,7 +172,7 @@ class Unfinished(lightning.Callback):  # type: ignore[misc,name-defined]
         self.count += any(not each.done() for each in pending)
 
 
-def train_behind(root: str, epochs: int) -> None:
+def train_behind(root: str, steps: int) -> None:
     """Save every step in the background, and resume from the latest one."""
     torch.set_num_threads(1)
     callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
@@ -180,18 +181,18 @@ def train_behind(root: str, epochs: int) -> None:
     fit(
         *(Path(root), callback, unfinished),
         start=start,
-        epochs=epochs,
+        steps=steps,
         root=root,
         every_batch_the_same=True,  # Lightning resumes in the middle of an epoch with its first one
     )
-    assert callback.run.latest() == 6 * epochs  # the end has waited
+    assert callback.run.latest() == steps  # the end has waited
     assert start is not None or unfinished.count > 0
 
 
 def kill_fit(root: str, alone: str, kills: int) -> list[int]:
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
-    train = partial(train_behind, epochs=killed_training.enough_steps(kills) // 6)
+    train = partial(train_behind, steps=killed_training.enough_steps(kills))
     latest = killed_training.killed(train, root, kills)
     killed_training.ended(train, alone)
     return latest
@@ -203,7 +204,7 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
     latest = fresh.call(kill_fit, root, alone, kills)
-    steps = killed_training.enough_steps(kills) // 6 * 6
+    steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
     assert max(latest) < steps
     losses = killed_training.recorded(alone)
