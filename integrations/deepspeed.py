@@ -6,7 +6,8 @@
     {"tensor_dedup": {"store": "checkpoints", "run": "run-001"}, ...}
 
 `save_checkpoint` then writes small pointer files that say where in the store the state is, and
-`load_checkpoint` follows them. Without that entry DeepSpeed behaves as before.
+`load_checkpoint` follows them. Without that entry DeepSpeed behaves as before. To save while
+training goes on, and without `enable`, see `tensor_dedup.integrations.datastates`.
 
 DeepSpeed names files and looks for them on disk. All checkpoints saved under one file name, in
 whatever folder, belong to one run, and its steps are numbered in the order in which they are saved,
@@ -17,6 +18,8 @@ on disk says which step is meant.
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -39,16 +42,16 @@ __all__ = ["StoreEngine", "enable"]
 
 KEY: Final = "tensor_dedup"
 _FIELDS: Final = frozenset({"store", "run"})
-_VERSIONS: Final = "DeepSpeed 0.19.8"
+VERSIONS: Final = "DeepSpeed 0.19.8"
 _SEAM: Final = Seam(
     "deepspeed.runtime.engine:create_checkpoint_engine",
     "DeepSpeed saves to its own files",
     "it makes the engine that saves and loads",
     "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
-    versions=(_VERSIONS,),
+    versions=(VERSIONS,),
 )
 # A pointer file is a JSON list that begins with this title, and is no longer than this.
-_TITLE: Final = "tensor-dedup step"
+TITLE: Final = "tensor-dedup step"
 _LONGEST: Final = 4096
 
 
@@ -62,7 +65,14 @@ def enable() -> None:
         UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
     """
     if not usable(_SEAM):
-        raise UnsupportedError(f"{_SEAM.target} is not what it was in {_VERSIONS}")
+        raise UnsupportedError(f"{_SEAM.target} is not what it was in {VERSIONS}")
+    register_types()
+    Replacements([(_SEAM, _choose_engine)]).__enter__()
+
+
+@cache
+def register_types() -> None:
+    """Teach the store the types of DeepSpeed that its checkpoints hold."""
     for name in ("LossScaler", "DynamicLossScaler"):
         _register(f"deepspeed.runtime.fp16.loss_scaler.{name}", lambda held: dict(vars(held)))
     _register("deepspeed.utils.tensor_fragment.fragment_address", lambda held: dict(vars(held)))
@@ -70,7 +80,6 @@ def enable() -> None:
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         StateProvider("deepspeed.ZeroStageEnum", int, lambda state, _: _zero_stage(state)),
     )
-    Replacements([(_SEAM, _choose_engine)]).__enter__()
 
 
 def _choose_engine(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +154,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         saved = self._run_of(Path(path).stem).append(dict(state_dict))
         target = Path(path)
         part = target.with_name(f".{target.name}.part")
-        part.write_text(json.dumps([_TITLE, saved.name, saved.manifest]))
+        part.write_text(json.dumps([TITLE, saved.name, saved.manifest]))
         part.replace(target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -157,14 +166,10 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
             UnknownStepError: The step was deleted or replaced since.
             CorruptTensorError: The step is damaged.
         """
-        found = _pointer(Path(path))
-        if found is None:
+        pointer = Pointer.read(Path(path))
+        if pointer is None:
             return self._others.load(path, map_location)
-        name, manifest = found
-        step = parse_step_name(name)
-        if step is None or self._store.manifest(name) != manifest:
-            raise UnknownStepError.at(path, f"{name} is not what it was when this was saved")
-        return CheckpointStore(self._store, step.run).load(step.step)
+        return pointer.load(self._store, path)
 
     def commit(self, info: Any) -> bool:
         """Return True, because all files of a rank are durable already."""
@@ -188,11 +193,37 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         return self._runs[file]
 
 
-def _pointer(path: Path) -> tuple[str, str] | None:
-    """Return the name and the manifest of the step in a file, or None for DeepSpeed's own file."""
-    with path.open("rb") as file:
-        blob = file.read(_LONGEST)
-    if not blob.startswith(f'["{_TITLE}", '.encode()):
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """What a pointer file says: the name and the manifest of a step.
+
+    One of `tensor_dedup.integrations.datastates` also has the `key` of all files of its checkpoint
+    and, beside a model's states, the `counts` of files that make it whole.
+    """
+
+    name: str
+    manifest: str
+    key: str = ""
+    counts: tuple[int, int] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "Pointer | None":
+        """Return the pointer in a file, or None for DeepSpeed's own file, or none."""
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            blob = file.read(_LONGEST)
+            if blob.startswith(f'["{TITLE}", '.encode()):
+                return cls(*json.loads(blob)[1:])
         return None
-    _, name, manifest = json.loads(blob)
-    return name, manifest
+
+    def load(self, store: Store, path: str) -> Any:
+        """Return the state; `path` is the file that is to be loaded.
+
+        Raises:
+            UnknownStepError: The step was deleted or replaced since.
+            CorruptTensorError: The step is damaged.
+        """
+        step = parse_step_name(self.name)
+        if step is None or store.manifest(self.name) != self.manifest:
+            what = f"{self.name} is not what it was when this was saved"
+            raise UnknownStepError.at(path, what)
+        return CheckpointStore(store, step.run).load(step.step)

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
+from tensor_dedup.store.checkpoints.background import Hook
 from tensor_dedup.store.checkpoints.errors import BadStepError
+from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Rules
 from tensor_dedup.store.checkpoints.runs import StepName, parse_step_name, step_name
+from tensor_dedup.store.store import Store
 
 # Lightning is published under two names, and one does not accept the classes of the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:
@@ -50,11 +53,14 @@ class StoreIO(CheckpointIO):
         """Serve one run, and others after `add`; `other` saves and loads plain files."""
         self._other = other or TorchCheckpointIO()
         self._runs = {run.run_id: run}
+        self._asynchronous: set[str] = set()
         self._metrics: dict[str, Mapping[str, Any]] = {}
 
-    def add(self, run: CheckpointStore) -> None:
-        """Save and load the steps of another run too."""
+    def add(self, run: CheckpointStore, *, asynchronous: bool = False) -> None:
+        """Save and load the steps of another run too, by `save_async` when `asynchronous`."""
         self._runs[run.run_id] = run
+        if asynchronous:
+            self._asynchronous.add(run.run_id)
 
     def note(self, run_id: str, metrics: Mapping[str, Any]) -> None:
         """Set the metrics to save with the next steps of a run."""
@@ -71,24 +77,29 @@ class StoreIO(CheckpointIO):
         if (step := _step(path)) is None:
             self._other.save_checkpoint(checkpoint, path, storage_options)
             return
-        self._of(step).save(checkpoint, step.step, self._metrics.get(step.run))
+        run = self._of(step)
+        save = run.save_async if step.run in self._asynchronous else run.save
+        save(checkpoint, step.step, self._metrics.get(step.run))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint of a step, on the CPU, or of a file.
+        """Return the checkpoint of a step, on the CPU, or of a file. Waits for the run's saves.
 
         Raises:
+            StoreError: A background save of the run has failed.
             UnknownStepError: There is no such step in any of the stores.
         """
         if (step := _step(path)) is None:
             found: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
             return found
-        loaded: dict[str, Any] = self._of(step).load(step.step)
+        run = self._of(step)
+        run.close()
+        loaded: dict[str, Any] = run.load(step.step)
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a step or a file.
+        """Delete a step or a file. Waits for the run's saves.
 
         Raises:
             UnknownStepError: There is no such step.
@@ -97,7 +108,9 @@ class StoreIO(CheckpointIO):
         if (step := _step(path)) is None:
             self._other.remove_checkpoint(path)
         else:
-            self._of(step).delete(step.step)
+            run = self._of(step)
+            run.close()
+            run.delete(step.step)
 
     def teardown(self) -> None:
         """Close the plugin that saves plain files."""
@@ -122,20 +135,36 @@ class StoreCallback(Callback):
 
     def __init__(
         self,
-        root: StrPath,
+        root: StrPath | Store,
         run_id: str,
         *,
         every: "int | Literal['epoch']" = "epoch",
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
+        asynchronous: bool = False,
+        pool_bytes: int | HostPool | None = None,
+        in_flight: int = 1,
+        compress: Compress = "auto",
         **keep: Unpack[Rules],
     ) -> None:
         """Save every `every` optimizer steps, or after every epoch.
 
+        When `asynchronous`, the training goes on while a step is saved, and the optimizers wait
+        until what they change has been copied. The error of such a save ends the training at its
+        next step, and the end of the training waits for the last one.
+
         All other arguments are those of `CheckpointStore`.
         """
-        self._every, self._saved = every, -1
-        self.run = CheckpointStore(root, run_id, config=config, weights="state_dict", **keep)
-        self._io = StoreIO(self.run)
+        self._every, self._saved, self._asynchronous = every, -1, asynchronous
+        self.run = CheckpointStore(
+            *(root, run_id),
+            config=config,
+            weights="state_dict",
+            pool_bytes=pool_bytes,
+            in_flight=in_flight,
+            compress=compress,
+            **keep,
+        )
+        self._io, self._hooks = StoreIO(self.run), list[Hook]()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let the trainer save and load steps by URL; other paths remain files.
@@ -153,7 +182,12 @@ class StoreCallback(Callback):
         if not isinstance(strategy.checkpoint_io, StoreIO):
             strategy.checkpoint_io = StoreIO(self.run, strategy.checkpoint_io)
         self._io = strategy.checkpoint_io
-        self._io.add(self.run)
+        self._io.add(self.run, asynchronous=self._asynchronous)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Hook the optimizers."""
+        if self._asynchronous and trainer.is_global_zero:
+            self._hooks = [self.run.hook(each) for each in trainer.optimizers]
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -164,13 +198,34 @@ class StoreCallback(Callback):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if the callback saves every epoch."""
+        """Save if the callback saves every epoch.
+
+        What averages weights may swap them then, so nothing is left to be copied.
+        """
         if self._every == "epoch":
             self._save(trainer)
+        self.run.before_update()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait until the weights may be swapped."""
+        self.run.before_update()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Close what the run keeps open between saves."""
+        """Wait for the last save, and close what the run keeps open between saves.
+
+        Raises the error of a failed background save.
+        """
+        self._unhook()
         self.run.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Wait for the last save; if that failed too, the exception gets a note."""
+        self._unhook()
+        self.run.__exit__(type(exception), exception, None)
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _check_alone(self, callbacks: Iterable[object]) -> None:
         mine = self.run.run_id

@@ -14,10 +14,11 @@ import tempfile
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 import numpy as np
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -25,10 +26,15 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Rules
 from tensor_dedup.store.checkpoints.runs import step_name
+from tensor_dedup.store.store import Store
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.checkpoints.background import Hook
 
 __all__ = ["StoreCallback"]
 
@@ -59,18 +65,34 @@ class StoreCallback(TrainerCallback):
 
     def __init__(
         self,
-        root: StrPath,
+        root: StrPath | Store,
         run_id: str,
         *,
         every: "int | Literal['epoch']" = "epoch",
+        asynchronous: bool = False,
+        pool_bytes: int | HostPool | None = None,
+        in_flight: int = 1,
+        compress: Compress = "auto",
         **keep: Unpack[Rules],
     ) -> None:
         """Save every `every` steps, or after every epoch.
 
+        When `asynchronous`, the training goes on while a step is saved, and the optimizer waits
+        until what it changes has been copied. The error of such a save ends the training at its
+        next step, and the end of the training waits for the last one.
+
         All other arguments are those of `CheckpointStore`.
         """
-        self._every = every
-        self.run = CheckpointStore(root, run_id, weights=_MODEL, **keep)
+        self._every, self._asynchronous = every, asynchronous
+        self.run = CheckpointStore(
+            *(root, run_id),
+            weights=_MODEL,
+            pool_bytes=pool_bytes,
+            in_flight=in_flight,
+            compress=compress,
+            **keep,
+        )
+        self._hook: Hook | None = None
         self._files: dict[str, str | bytes] = {}
 
     def on_init_end(
@@ -86,12 +108,15 @@ class StoreCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Collect the config and tokenizer files that go into every step.
+        """Collect the config and tokenizer files that go into every step, and hook the optimizer.
 
         Raises:
             UnsupportedError: The model is sharded.
         """
         _check_whole(args, given["model"])
+        self._unhook()  # of a training that ended with an error
+        if self._asynchronous and state.is_world_process_zero:
+            self._hook = self.run.hook(_inner(given["optimizer"]))
         self._files = _small_files(given["model"], given.get("processing_class"))
 
     def on_step_end(
@@ -107,27 +132,37 @@ class StoreCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if the callback saves every epoch."""
+        """Save if the callback saves every epoch.
+
+        After an epoch Trainer may load its best model, so nothing is left to be copied then.
+        """
         if self._every == "epoch":
             self._save(state, given)
+        self.run.before_update()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Close what the run keeps open between saves."""
+        """Wait for the last save, and close what the run keeps open between saves.
+
+        Raises the error of a failed background save.
+        """
+        self._unhook()
         self.run.close()
 
     def check_out(self, folder: StrPath, step: int | None = None) -> str:
         """Write a folder for `Trainer.train(resume_from_checkpoint=...)` and return its path.
 
-        `step` defaults to the latest one.
+        `step` defaults to the latest one. Waits for saves in the background.
 
         Raises:
+            StoreError: A background save has failed.
             UnknownStepError: The run has no such step.
             TargetExistsError: The folder is not empty.
             CorruptTensorError: The store is damaged.
             MissingObjectError: The store has lost an object.
         """
+        self.run.close()
         wanted = self.run.latest() if step is None else step
         if wanted is None:
             what = f"the run {self.run.run_id!r} has no step"
@@ -153,7 +188,13 @@ class StoreCallback(TrainerCallback):
         }
         if (scaler := getattr(given["optimizer"], "scaler", None)) is not None:
             parts["scaler"] = scaler.state_dict()
-        self.run.save(parts, state.global_step, _metrics(state), files=self._files)
+        save = self.run.save_async if self._asynchronous else self.run.save
+        save(parts, state.global_step, _metrics(state), files=self._files)
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def _check_whole(args: TrainingArguments, model: Any) -> None:
@@ -171,6 +212,14 @@ def _check_whole(args: TrainingArguments, model: Any) -> None:
             "StoreCallback saves whole models; with FSDP, DeepSpeed or tensor parallelism use "
             "StoreWriter of tensor_dedup.integrations.dcp"
         )
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer in Accelerate's wrapper, which has no hooks."""
+    inner: torch.optim.Optimizer = optimizer
+    if isinstance(optimizer, AcceleratedOptimizer):
+        inner = optimizer.optimizer
+    return inner
 
 
 def _random_states() -> dict[str, Any]:

@@ -10,6 +10,7 @@ A step is an ordinary checkpoint of the store, named RUN@STEP.
 """
 
 from tensor_dedup.store.checkpoints.background import PendingSave
+from tensor_dedup.store.checkpoints.capture import HostPool
 from tensor_dedup.store.checkpoints.checkpoint_store import (
     CheckpointStore,
     TensorCasStore,
@@ -21,6 +22,7 @@ from tensor_dedup.store.checkpoints.sizes import RunStats
 
 __all__ = [
     "CheckpointStore",
+    "HostPool",
     "PendingSave",
     "RunStats",
     "Saved",

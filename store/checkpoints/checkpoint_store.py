@@ -116,7 +116,7 @@ class CheckpointStore:
         compress: Compress = "auto",
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         weights: str = "",
-        pool_bytes: int | None = None,
+        pool_bytes: "int | HostPool | None" = None,
         in_flight: int = 1,
     ) -> None:
         """Open the store in the folder `root`, or make one, for the run `run_id`.
@@ -139,7 +139,8 @@ class CheckpointStore:
         "always" each save encodes everything, with None nothing is encoded.
 
         `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
-        machine's; `in_flight` is how many of its saves may be unfinished at once.
+        machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
+        how many of its saves may be unfinished at once.
 
         Raises:
             BadNameError: the run's name is invalid.
@@ -156,7 +157,9 @@ class CheckpointStore:
         self._saver = Saver(
             self.store._objects, self.store.worker_count, self._steps, compress=compress
         )
-        pool = HostPool(default_bytes() if pool_bytes is None else pool_bytes)
+        pool = pool_bytes
+        if not isinstance(pool, HostPool):
+            pool = HostPool(default_bytes() if pool is None else pool)
         threads = self.store.worker_count
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
 
@@ -492,8 +495,9 @@ class CheckpointStore:
             return small_files(self.store._objects.files, Path(config))
 
 
-def _check_limits(run: str, in_flight: int, pool_bytes: int | None) -> None:
-    if in_flight < 1 or (pool_bytes or 0) < 0:
+def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -> None:
+    given = pool_bytes.capacity if isinstance(pool_bytes, HostPool) else pool_bytes
+    if in_flight < 1 or (given or 0) < 0:
         what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
         raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
 

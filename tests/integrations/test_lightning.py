@@ -1,5 +1,6 @@
 """Lightning saves into the store and resumes from it."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,14 @@ lightning = pytest.importorskip("pytorch_lightning")
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+import fresh  # noqa: E402
+import killed_training  # noqa: E402
+from disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback  # noqa: E402
+from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
+from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
+from tensor_dedup.store.store import Store  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
@@ -22,7 +29,7 @@ pytestmark = [
 ]
 
 
-def module() -> Any:
+def module(root: str | None = None) -> Any:
     class Network(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
@@ -34,6 +41,8 @@ def module() -> Any:
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             loss: torch.Tensor = self.head(self.back(batch[0])).square().mean()
             self.losses.append(loss.item())
+            if root is not None:
+                killed_training.record(root, self.global_step, loss.item())
             self.log("loss", loss)
             return loss
 
@@ -44,11 +53,21 @@ def module() -> Any:
     return Network()
 
 
-def fit(folder: Path, *callbacks: StoreCallback, start: str | None = None) -> Any:
+def fit(
+    folder: Path,
+    *callbacks: Any,
+    start: str | None = None,
+    steps: int = -1,
+    root: str | None = None,
+    every_batch_the_same: bool = False,
+) -> Any:
     rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(3))
+    if every_batch_the_same:
+        rows = rows[:1].expand(24, 32)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=4)
     trainer = lightning.Trainer(
-        max_epochs=3,
+        max_epochs=3 if steps < 0 else -1,
+        max_steps=steps,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -57,7 +76,7 @@ def fit(folder: Path, *callbacks: StoreCallback, start: str | None = None) -> An
         default_root_dir=folder,
         callbacks=[*callbacks],
     )
-    network = module()
+    network = module(root)
     trainer.fit(network, data, ckpt_path=start)
     return network
 
@@ -140,3 +159,91 @@ def test_files_still_go_where_they_did(tmp_path: Path) -> None:
     strategy.checkpoint_io.teardown()  # waits for the thread
     assert torch.load(tmp_path / "file.ckpt") == {"a": 1}
     assert behind._executor is None
+
+
+class Unfinished(lightning.Callback):  # type: ignore[misc,name-defined]
+    """Counts the batches that begin while a save is not finished."""
+
+    def __init__(self, callback: StoreCallback) -> None:
+        self.callback, self.count = callback, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        pending = self.callback.run._saves._pending
+        self.count += any(not each.done() for each in pending)
+
+
+def train_behind(root: str, steps: int) -> None:
+    """Save every step in the background, and resume from the latest one."""
+    torch.set_num_threads(1)
+    callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
+    latest, unfinished = callback.run.latest(), Unfinished(callback)
+    start = None if latest is None else f"store://run@{latest}"
+    fit(
+        *(Path(root), callback, unfinished),
+        start=start,
+        steps=steps,
+        root=root,
+        every_batch_the_same=True,  # Lightning resumes in the middle of an epoch with its first one
+    )
+    assert callback.run.latest() == steps  # the end has waited
+    assert start is not None or unfinished.count > 0
+
+
+def kill_fit(root: str, alone: str, kills: int) -> list[int]:
+    import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
+
+    train = partial(train_behind, steps=killed_training.enough_steps(kills))
+    latest = killed_training.killed(train, root, kills)
+    killed_training.ended(train, alone)
+    return latest
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
+def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
+    tmp_path: Path, kills: int
+) -> None:
+    root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
+    latest = fresh.call(kill_fit, root, alone, kills)
+    steps = killed_training.enough_steps(kills)
+    assert len(latest) == kills
+    assert max(latest) < steps
+    losses = killed_training.recorded(alone)
+    assert losses.keys() == set(range(steps))
+    assert killed_training.recorded(root) == losses
+    first, second = (CheckpointStore(each, "run").load(steps) for each in (root, alone))
+    for name, tensor in first["state_dict"].items():
+        assert torch.equal(tensor, second["state_dict"][name])
+
+
+def test_the_error_of_a_save_behind_ends_the_training(tmp_path: Path) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    store = Store.open(tmp_path / "store", files=files)
+    callback = StoreCallback(store, "run", every=5, asynchronous=True)
+
+    class Filling(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 8:
+                callback.run._saves.finish()
+                files._faults = Faults(full_from=0)
+
+    with pytest.raises(NoSpaceError):
+        fit(tmp_path, callback, Filling())
+    files._faults = Faults()
+    assert callback.run.steps() == [5]
+    callback.run.close()
+
+
+def test_an_error_of_the_training_waits_for_its_last_step(tmp_path: Path) -> None:
+    callback = StoreCallback(tmp_path / "store", "run", every=1, asynchronous=True)
+
+    class Failing(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, callback, Failing())
+    assert not callback.run._saves._pending
+    assert callback.run.latest() == 4
+    assert callback._hooks == []

@@ -1,5 +1,7 @@
 """Transformers' Trainer saves into the store, resumes from it, and its steps are models."""
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +9,23 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import fresh
+import killed_training
+from disk_faults import Faults, FaultyFiles
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.trainer import StoreCallback
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 
@@ -46,11 +59,11 @@ def model() -> Any:
     return made
 
 
-def trainer(folder: Path, callback: StoreCallback) -> Trainer:
-    arguments = TrainingArguments(
+def arguments(folder: Path, steps: int) -> TrainingArguments:
+    return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
-        max_steps=9,
+        max_steps=steps,
         learning_rate=1e-2,
         logging_steps=1,
         save_strategy="no",
@@ -58,7 +71,10 @@ def trainer(folder: Path, callback: StoreCallback) -> Trainer:
         disable_tqdm=True,
         use_cpu=True,
     )
-    return Trainer(model(), arguments, train_dataset=Sentences(), callbacks=[callback])
+
+
+def trainer(folder: Path, callback: StoreCallback) -> Trainer:
+    return Trainer(model(), arguments(folder, 9), train_dataset=Sentences(), callbacks=[callback])
 
 
 def weights(of: Trainer) -> dict[str, torch.Tensor]:
@@ -155,3 +171,116 @@ def test_a_step_is_a_model_with_its_config(tmp_path: Path) -> None:
         assert torch.equal(tensor, loaded.state_dict()[name])
     with pytest.raises(UnknownStepError):
         StoreCallback(tmp_path / "none", "run").check_out(tmp_path / "nothing")
+
+
+class Recording(TrainerCallback):
+    """Notes how often a step begins while a save is not finished."""
+
+    def __init__(self, callback: StoreCallback) -> None:
+        self.callback, self.unfinished = callback, 0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        pending = self.callback.run._saves._pending
+        self.unfinished += any(not each.done() for each in pending)
+
+
+class RecordingTrainer(Trainer):
+    """Notes each loss to the last bit."""
+
+    root = ""
+
+    def compute_loss(self, *given: Any, **named: Any) -> Any:
+        loss = super().compute_loss(*given, **named)
+        whole: Any = loss[0] if isinstance(loss, tuple) else loss
+        killed_training.record(self.root, self.state.global_step, whole.item())
+        return loss
+
+
+def train_behind(root: str, steps: int) -> None:
+    """Save every step in the background, and resume from the latest one."""
+    torch.set_num_threads(1)
+    callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
+    recording = Recording(callback)
+    training = RecordingTrainer(
+        model(),
+        arguments(Path(root), steps),
+        train_dataset=Sentences(),
+        callbacks=[callback, recording],
+    )
+    training.root = root
+    folder = None
+    if callback.run.latest() is not None:
+        folder = callback.check_out(f"{root}-{os.getpid()}")
+    training.train(resume_from_checkpoint=folder)
+    assert callback.run.latest() == steps  # the end has waited
+    assert folder is not None or recording.unfinished > 0
+
+
+def kill_trainer(root: str, alone: str, kills: int) -> list[int]:
+    # Before children are forked nothing is computed, or torch's threads would be missing in them.
+    import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
+
+    train = partial(train_behind, steps=killed_training.enough_steps(kills))
+    latest = killed_training.killed(train, root, kills)
+    killed_training.ended(train, alone)
+    return latest
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
+def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
+    tmp_path: Path, kills: int
+) -> None:
+    root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
+    latest = fresh.call(kill_trainer, root, alone, kills)
+    steps = killed_training.enough_steps(kills)
+    assert len(latest) == kills
+    assert max(latest) < steps
+    losses = killed_training.recorded(alone)
+    assert losses.keys() == set(range(steps))
+    assert killed_training.recorded(root) == losses
+    first, second = (CheckpointStore(each, "run").load(steps)["model"] for each in (root, alone))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def test_the_error_of_a_save_behind_ends_the_training(tmp_path: Path) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    store = Store.open(tmp_path / "store", files=files)
+    callback = StoreCallback(store, "run", every=2, asynchronous=True)
+    training = trainer(tmp_path / "out", callback)
+    training.add_callback(Filling(callback, files))
+    with pytest.raises(NoSpaceError, match="run@4"):
+        training.train()
+    assert 4 <= training.state.global_step < 9
+    files._faults = Faults()
+    assert callback.run.steps() == [2]
+    training.train(resume_from_checkpoint=callback.check_out(tmp_path / "resume"))
+    assert callback.run.steps() == [2, 4, 6, 8]
+
+
+class Filling(TrainerCallback):
+    """The disk is full once the first step is there."""
+
+    def __init__(self, callback: StoreCallback, files: FaultyFiles) -> None:
+        self.callback, self.files, self.filled = callback, files, False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3 and not self.filled:
+            self.callback.run._saves.finish()
+            self.files._faults, self.filled = Faults(full_from=0), True
+
+
+def test_callbacks_that_share_a_pool_share_its_bound(tmp_path: Path) -> None:
+    pool = HostPool(1 << 20)
+    callbacks = [
+        StoreCallback(tmp_path / "store", name, every=2, asynchronous=True, pool_bytes=pool)
+        for name in ("one", "two")
+    ]
+    training = trainer(tmp_path / "out", callbacks[0])
+    training.add_callback(callbacks[1])
+    training.train()
+    assert all(each.run._saves._pool is pool for each in callbacks)
+    for each in callbacks:
+        assert each.run.steps() == [2, 4, 6, 8]
+    first, second = (each.run.load(8)["model"] for each in callbacks)
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -40,6 +40,7 @@ BAD = [
     ("tensor_dedup.loader.plan", "from .registry import Registry"),
     ("tensor_dedup.cli.tensorcas", "from tensorcas.store import TensorCasStore"),
     ("tensorcas.adapters.pytorch", "import torch"),
+    ("tensor_dedup.integrations.deepspeed", "import datastates"),
 ]
 
 

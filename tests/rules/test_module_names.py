@@ -87,7 +87,14 @@ def roots() -> set[str]:
     public |= {n for n in package_source.modules() if n.startswith(package_source.SECOND_NAME)}
     commands = {name.partition(":")[0] for name in entry_points()}
     adapters = "tensor_dedup.store.checkpoints.adapters"
-    return {"tensor_dedup", "tensor_dedup.__main__", adapters, *public, *commands}
+    return {
+        "tensor_dedup",
+        "tensor_dedup.__main__",
+        adapters,
+        *public,
+        *commands,
+        package_source.STAND_IN,
+    }
 
 
 def test_nothing_that_only_tests_use_is_in_the_package() -> None:

@@ -61,7 +61,7 @@ def test_it_can_be_imported_without_the_repository(wheel: zipfile.ZipFile, tmp_p
     code = (
         "import tensor_dedup, tensor_dedup.cli, tensor_dedup.loader, tensor_dedup.store\n"
         "import tensor_dedup.memory_manager, tensor_dedup.patches.vllm\n"
-        "import tensorcas.store, tensorcas.adapters.pytorch\n"
+        "import tensorcas.store, tensorcas.adapters.pytorch, datastates\n"
         "print(tensor_dedup.TensorDedupConfig().hash_algorithm, tensor_dedup.__file__)\n"
     )
     done = subprocess.run(

@@ -35,6 +35,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 TOP = frozenset({"", "__main__", "analyze", "cli"})
 # A second name for parts of the package, which nothing in the package itself uses.
 SECOND_NAME = "tensorcas"
+# The module that DeepSpeed imports in place of DataStates' own; nothing in the package uses it.
+STAND_IN = "datastates"
 # Which part of the package may import a framework, be it inside a function.
 FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "torch": (
@@ -101,6 +103,8 @@ def _fault(module: str, name: str) -> str | None:
         return "relative"
     if package in FRAMEWORKS and not _inside(module, FRAMEWORKS[package]):
         return f"{package} belongs to {' and '.join(FRAMEWORKS[package])}"
+    if package == STAND_IN:
+        return "that name is for DeepSpeed"
     if package == SECOND_NAME and not _inside(module, (SECOND_NAME,)):
         return "that name is for users"
     if package != "tensor_dedup" or _inside(module, (SECOND_NAME,)):

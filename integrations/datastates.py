@@ -1,0 +1,345 @@
+"""Save DeepSpeed's checkpoints into a store while training goes on, chosen by its JSON alone.
+
+    {"datastates_ckpt": {"store": "checkpoints", "run": "run-001"}, ...}
+
+`pool_bytes`, `compress`, `keep_last` and `drain` may stand there too; they are those of
+`CheckpointStore`, but `pool_bytes` bounds all copies of a rank, and `keep_last` counts checkpoints
+in one folder.
+
+`save_checkpoint` returns before anything is written. The optimizer's next step waits until what it
+changes is copied. When a file's state is durable, a pointer file that says where it is gets the
+file's name, and when all files of a checkpoint are, `latest` names it. So `load_checkpoint` without
+a tag finds the last checkpoint that is whole on all ranks, whenever a rank was killed.
+
+    mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
+    zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
+    latest                                       is written by the rank that is last
+
+DeepSpeed passes no more than its configuration, state and paths to such an engine; `save_latest` is
+not among them, so `latest` is always written. Ranks need one file system with locks for the store,
+and one for the checkpoint's folder.
+"""
+
+import json
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tensor_dedup.errors import ConfigError, StoreError, UnsupportedError
+from tensor_dedup.integrations.deepspeed import TITLE, VERSIONS, Pointer, register_types
+from tensor_dedup.seams import Seam, usable
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave, Saved
+from tensor_dedup.store.checkpoints.background import with_notes
+from tensor_dedup.store.checkpoints.capture import default_bytes
+from tensor_dedup.store.checkpoints.commit import StepSnapshot
+from tensor_dedup.store.checkpoints.errors import (
+    BrokenSaveError,
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.checkpoints.retention import Retention
+from tensor_dedup.store.errors import os_errors
+from tensor_dedup.store.store import Store
+
+try:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+except ImportError:  # the engine refuses, and says which version it was made for
+    TorchCheckpointEngine = object
+
+__all__ = ["DecoupledStoreEngine"]
+
+KEY: Final = "datastates_ckpt"
+_NEEDED: Final = frozenset({"store", "run"})
+_FIELDS: Final = _NEEDED | {"pool_bytes", "compress", "keep_last", "drain"}
+_SEAM: Final = Seam(
+    "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine:DataStatesCheckpointEngine",
+    "DeepSpeed cannot save into a store by its JSON alone",
+    "it imports the module datastates, for which ours stands in, and passes save, load and wait on",
+    "(deepspeed_config, rank)",
+    versions=(VERSIONS,),
+)
+_LATEST: Final = "latest"
+# What DeepSpeed reads again itself; other files (`save_16bit_model`) are for other programs.
+_STATES: Final = "_states.pt"
+_OPTIMIZER: Final = "_optim_states.pt"
+# A rank whose own files are durable waits this long for those of the others, when it loads them.
+_OTHERS_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A file to be saved. `key` is one for all files of one checkpoint.
+
+    `counts` has the numbers of files with model and with optimizer states that make a checkpoint
+    whole; only files with model states know them. `previous` is this rank's save before.
+    """
+
+    path: Path
+    key: str
+    counts: tuple[int, int] | None
+    previous: PendingSave | None
+
+
+class _FileRun(CheckpointStore):
+    """The run of one of DeepSpeed's files, whose commits write its pointer and perhaps `latest`."""
+
+    def __init__(self, store: Store, run: str, **options: Any) -> None:
+        super().__init__(store, run, **options)
+        self._jobs: dict[int, _Job] = {}
+        self._next: int | None = None
+        self._replaced: set[int] = set()
+        self.keep_last: int | None = None
+
+    def begin(self, state: Any, job: _Job, *, lazy: bool) -> PendingSave:
+        """Start saving a state as the step after all others."""
+        if self._next is None:
+            self._next = max(self.steps(), default=-1) + 1
+        step, self._next = self._next, self._next + 1
+        self._jobs[step] = job
+        return self.save_async(state, step, lazy=lazy)
+
+    def commit(self, snapshot: StepSnapshot) -> Saved:
+        # docstring inherited; runs in the background, one after the other
+        saved = super().commit(snapshot)
+        job = self._jobs.pop(saved.step)
+        if job.previous is not None:  # files of a rank get their names in the order of saving
+            job.previous.finish()
+            if (error := job.previous.failed) is not None:
+                what = f"{job.previous.name} was not saved, so {saved.name} completes nothing"
+                raise BrokenSaveError.at(self.store.path, what) from error
+        with os_errors(job.path):
+            self._name(saved, job)
+        return saved
+
+    def _name(self, saved: Saved, job: _Job) -> None:
+        if (before := Pointer.read(job.path)) is not None:
+            self._replaced |= self._steps_of([before])
+        pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
+        _publish(job.path, json.dumps(pointer))
+        folder = job.path.parent
+        if _is_whole(folder, job.key):
+            _publish(folder.parent / _LATEST, folder.name)
+        if self.keep_last is not None:
+            self._prune(job.path, self.keep_last)
+
+    def _prune(self, path: Path, keep_last: int) -> None:
+        """Delete steps of checkpoints in this folder that are older than the last whole ones.
+
+        Never one after `latest`: another rank may not have saved its part of a later one.
+        """
+        with suppress(FileNotFoundError):
+            latest = Pointer.read(path.parents[1] / _tag(path.parents[1]) / path.name)
+            pointers = [Pointer.read(each) for each in path.parents[1].glob(f"*/{path.name}")]
+            steps = sorted(self._steps_of([each for each in pointers if each is not None]))
+            whole = max(self._steps_of([latest] if latest is not None else []), default=-1)
+            old = [step for step in steps if step <= whole][:-keep_last]
+            gone = [step for step in self._replaced if step < whole]
+            self._replaced.difference_update(gone)
+            for step in (*old, *gone):
+                with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+                    self.delete(step)
+
+    def _steps_of(self, pointers: list[Pointer]) -> set[int]:
+        places = (each.name.rpartition("@") for each in pointers)
+        return {int(step) for run, _, step in places if run == self.run_id}
+
+
+class DecoupledStoreEngine:
+    """What DeepSpeed takes for the engine of DataStates: it saves to a store in the background.
+
+    The error of a save is raised once, by the optimizer's next step, the next `save`, or `wait`.
+    One training a run at a time: two at once replace each other's steps, and loading says so.
+    """
+
+    def __init__(self, deepspeed_config: Any, rank: int) -> None:
+        """Open the store; DeepSpeed makes the engines of all ranks at the same time.
+
+        Raises:
+            ConfigError: DeepSpeed's JSON has something else under this key.
+            UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
+            BadOptionError, BadNameError, NotAStoreError: A value there is invalid.
+        """
+        if not usable(_SEAM):
+            raise UnsupportedError(f"{_SEAM.target} is not what it was in {VERSIONS}")
+        register_types()
+        given = _settings(deepspeed_config)
+        self._store, self._run = Store.open(given.pop("store")), given.pop("run")
+        self._keep_last = Retention(last=given.pop("keep_last", None)).last
+        pool = given.pop("pool_bytes", None)
+        self._options = {**given, "pool_bytes": HostPool(_share() if pool is None else pool)}
+        # What is wrong is said now, and not at the first save.
+        CheckpointStore(self._store, self._run, **self._options).close()
+        self._rank, self._session = rank, _session()
+        self._lazy = _stays_in_place(deepspeed_config)
+        self._runs: dict[str, _FileRun] = {}
+        self._saves: dict[Path, int] = {}
+        self._last: PendingSave | None = None
+        self._others = TorchCheckpointEngine(deepspeed_config)
+        itself = weakref.ref(self)
+        hook = register_optimizer_step_pre_hook(lambda *_: _before_update(itself))
+        weakref.finalize(self, hook.remove)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Start saving a state; files that are not states of a checkpoint are written as they are.
+
+        Raises:
+            StoreError: An earlier save failed, or this state cannot be saved.
+        """
+        file = Path(path)
+        if not file.name.endswith(_STATES):
+            self._others.save(state_dict, path)
+            return
+        number = self._saves[file] = self._saves.get(file, -1) + 1
+        counts = None if file.name.endswith(_OPTIMIZER) else _counts(file, state_dict)
+        last = self._last if self._last is not None and not self._last.done() else None
+        job = _Job(file, f"{self._session}.{number}", counts, last)
+        self._last = self._run_of(file.stem).begin(dict(state_dict), job, lazy=self._lazy)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the state that the file at `path` points to, on the CPU.
+
+        Waits for saves of this training. A file that is no pointer is loaded as DeepSpeed's own.
+
+        Raises:
+            UnknownStepError: The step was deleted since, or its checkpoint is not whole.
+            CorruptTensorError: The step is damaged.
+        """
+        self.wait(persist=True)
+        file = Path(path)
+        pointer = Pointer.read(file)
+        if pointer is None:
+            return self._others.load(path, map_location)
+        self._check_whole(file, pointer)
+        return pointer.load(self._store, path)
+
+    def wait(self, persist: bool = False) -> None:
+        """Wait until the state may change, or, with `persist`, until all saves are durable.
+
+        Raises:
+            StoreError: A save failed.
+        """
+        errors = list[StoreError]()
+        for run in self._runs.values():
+            try:
+                run.close() if persist else run.before_update()
+            except StoreError as error:
+                errors.append(error)
+        for other in errors[1:]:
+            errors[0].add_note(f"and another file was not saved: {with_notes(other)}")
+        if errors:
+            raise errors[0]
+
+    def _run_of(self, file: str) -> _FileRun:
+        if file not in self._runs:
+            run = _FileRun(self._store, f"{self._run}/{file}", **self._options)
+            run.keep_last = self._keep_last
+            self._runs[file] = run
+        return self._runs[file]
+
+    def _check_whole(self, file: Path, pointer: Pointer) -> None:
+        """Raise `UnknownStepError` if files of this file's checkpoint are missing."""
+        if not pointer.key:  # saved by `tensor_dedup.integrations.deepspeed`, file by file
+            return
+        end = time.monotonic()
+        if pointer.key.startswith(f"{self._session}."):  # other ranks may be about to end it
+            end += _OTHERS_S
+        while not _is_whole(file.parent, pointer.key):
+            if time.monotonic() >= end:
+                what = f"{file.parent.name!r} was not saved by all ranks; load {_LATEST!r}"
+                raise UnknownStepError.at(file, what)
+            time.sleep(0.02)
+
+
+def _before_update(engine: "Callable[[], DecoupledStoreEngine | None]") -> None:
+    if (found := engine()) is not None:
+        found.wait()
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return what DeepSpeed's JSON has under the key."""
+    entry = config.datastates_config.config
+    if isinstance(entry, Mapping) and _NEEDED <= entry.keys() <= _FIELDS:
+        return dict(entry)
+    raise ConfigError(
+        f"DeepSpeed's {KEY!r} is {entry!r}; write {{'store': FOLDER, 'run': NAME}} there, and as "
+        f"you need them {', '.join(sorted(_FIELDS - _NEEDED))}"
+    )
+
+
+def _share() -> int:
+    """Return a rank's share of a quarter of the machine's memory, in bytes."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return default_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
+def _session() -> str:
+    """Return what no other start of a training has, the same on all ranks."""
+    session = [uuid.uuid4().hex]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(session)
+    return session[0]
+
+
+def _stays_in_place(config: Any) -> bool:
+    """Return whether nothing but a torch optimizer's step changes what is saved."""
+    zero = config.zero_config
+    parts = (zero.offload_optimizer, zero.offload_param)
+    offloaded = any(part is not None and str(part.device) != "none" for part in parts)
+    return not offloaded and zero.zenflow is None
+
+
+def _counts(file: Path, state: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return how many files with model states and with optimizer states a checkpoint has."""
+    if "dp_world_size" not in state:  # an expert's
+        return None
+    parallel, data = state["mp_world_size"], state["dp_world_size"]
+    partitioned = file.name.startswith("zero_pp_rank_")
+    models = parallel * data if partitioned else parallel
+    return models, parallel * data if state["param_shapes"] is not None else 0
+
+
+def _is_whole(folder: Path, key: str) -> bool:
+    """Return whether all files of a checkpoint are there."""
+    found = list(_with_key(folder, key))
+    counts = next((pointer.counts for _, pointer in found if pointer.counts is not None), None)
+    if counts is None:
+        return False
+    models = sum(pointer.counts is not None for _, pointer in found)
+    optimizers = sum(path.name.endswith(_OPTIMIZER) for path, _ in found)
+    return models >= counts[0] and optimizers >= counts[1]
+
+
+def _with_key(folder: Path, key: str) -> Iterator[tuple[Path, Pointer]]:
+    for path in folder.glob(f"*{_STATES}"):
+        pointer = Pointer.read(path)
+        if pointer is not None and pointer.key == key:
+            yield path, pointer
+
+
+def _tag(folder: Path) -> str:
+    return (folder / _LATEST).read_text().strip()
+
+
+def _publish(path: Path, text: str) -> None:
+    """Write a small file durably and at once; ranks may write the same one."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    with part.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

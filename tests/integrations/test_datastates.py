@@ -1,0 +1,244 @@
+"""DeepSpeed saves in the background, chosen by its JSON alone, and goes on after kills."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import torch
+
+import fresh
+import killed_training
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.errors import StoreIOError
+from tensor_dedup.store.store import Store
+
+WIDTH = 160  # so that weights are too large to be copied at once
+
+
+def rank(
+    root: str, number: int, group: str, ranks: int, stage: int, steps: int, **options: Any
+) -> None:
+    """Train from `latest` to the end, with a checkpoint after each step."""
+    here = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in here.items()})
+    torch.set_num_threads(1)
+    import deepspeed
+
+    # It would be compiled here and now, for several processes on one machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        init_method=f"file://{group}",
+        rank=number,
+        world_size=ranks,
+    )
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(64, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 4)
+    )
+    model[0].requires_grad_(False)
+    config = {
+        "train_batch_size": 4 * ranks,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "datastates_ckpt": {"store": root, "run": "run", **options},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[each for each in model.parameters() if each.requires_grad],
+        config=config,
+    )
+    saves = engine.checkpoint_engine.ckpt_engine
+    assert saves._lazy
+    engine.load_checkpoint(f"{root}-files")
+    unfinished = 0
+    while engine.global_steps < steps:
+        dice = torch.Generator().manual_seed(engine.global_steps * ranks + number)
+        loss = engine(torch.randn(4, 64, generator=dice)).square().mean()
+        engine.backward(loss)
+        killed_training.record(root, engine.global_steps * ranks + number, loss.item())
+        unfinished += saves._last is not None and not saves._last.done()
+        engine.step()
+        engine.save_checkpoint(f"{root}-files")
+    with Path(f"{root}.unfinished").open("a") as file:
+        file.write(f"{unfinished}\n")
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def latest(root: str) -> int:
+    """The last whole checkpoint's number of steps, 0 if there is none."""
+    path = Path(f"{root}-files", "latest")
+    return int(path.read_text().removeprefix("global_step")) if path.exists() else 0
+
+
+def training(root: str, alone: str, ranks: int, stage: int, kills: int) -> list[int]:
+    """Kill a training so many times, then let it end; `latest` after each kill."""
+    import deepspeed  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    import datastates  # noqa: F401 (before children are forked, for each of them)
+
+    steps = killed_training.enough_steps(kills)
+
+    def once(root: str, /, *, number: int, group: str) -> None:
+        rank(root, number, group, ranks, stage, steps, keep_last=1, compress=None)
+
+    for folder in (root, alone):
+        Store.open(folder)  # one rank makes it
+    found = killed_training.killed_ranks(once, root, ranks, kills, latest)
+    killed_training.end_ranks(once, alone, ranks)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "kills"),
+    [
+        (2, 2, 1),
+        *(pytest.param(2, stage, 6, marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
+        *(pytest.param(4, stage, 4, marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
+        pytest.param(3, 3, 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_training_ends_as_one_that_is_not(
+    tmp_path: Path, ranks: int, stage: int, kills: int
+) -> None:
+    root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
+    found = fresh.call(training, root, alone, ranks, stage, kills)
+    steps = killed_training.enough_steps(kills)
+    assert len(found) == kills
+    assert all(0 < each < steps for each in found)
+    losses = killed_training.recorded(alone)
+    assert losses.keys() == set(range(steps * ranks))
+    assert killed_training.recorded(root) == losses
+    unfinished = Path(f"{alone}.unfinished").read_text().split()
+    assert any(int(each) > 0 for each in unfinished)
+    assert latest(root) == latest(alone) == steps
+
+
+def engines(root: str, count: int, **options: Any) -> list[Any]:
+    """DeepSpeed's own engines of so many ranks of one training, in this process."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    entry = {"store": root, "run": "run", **options}
+    config = DeepSpeedConfig({"train_batch_size": 1, "datastates_ckpt": entry})
+    made = [DataStatesCheckpointEngine(deepspeed_config=config, rank=n) for n in range(count)]
+    for each in made:
+        each.ckpt_engine._session = made[0].ckpt_engine._session
+    return made
+
+
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def optimizer(number: int) -> str:
+    return f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt"
+
+
+def save(engine: Any, root: str, tag: str, name: str) -> None:
+    """Save what DeepSpeed would on two ranks, and wait until it is durable."""
+    folder = Path(f"{root}-files", tag)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {"weight": torch.full((200, 200), float(len(tag))), "tag": tag}
+    if name == MODEL:
+        state |= {"dp_world_size": 2, "mp_world_size": 1, "param_shapes": []}
+    engine.save(state, str(folder / name))
+    engine.ckpt_engine.wait(persist=True)
+
+
+def half_saved(root: str) -> None:
+    first, second = engines(root, 2)
+    whole, half = Path(f"{root}-files", "1"), Path(f"{root}-files", "22")
+    latest = whole.parent / "latest"
+    save(first, root, "1", MODEL)
+    save(second, root, "1", optimizer(1))
+    assert not latest.exists()
+    save(first, root, "1", optimizer(0))
+    assert latest.read_text() == "1"
+    save(first, root, "22", MODEL)
+    save(first, root, "22", optimizer(0))
+    assert latest.read_text() == "1"
+    (later,) = engines(root, 1)
+    for name in (MODEL, optimizer(0), optimizer(1)):
+        assert later.load(str(whole / name))["tag"] == "1"
+    for name in (MODEL, optimizer(0)):
+        with pytest.raises(UnknownStepError, match="not saved by all ranks; load 'latest'"):
+            later.load(str(half / name))
+    # The tag is saved again by a training that does get to the end of it.
+    first, second = engines(root, 2)
+    save(first, root, "22", MODEL)
+    save(first, root, "22", optimizer(0))
+    assert latest.read_text() == "1"
+    save(second, root, "22", optimizer(1))
+    assert latest.read_text() == "22"
+    assert first.load(str(half / MODEL))["tag"] == "22"
+
+
+def test_a_checkpoint_is_there_when_all_ranks_have_saved_it(tmp_path: Path) -> None:
+    fresh.call(half_saved, str(tmp_path / "store"))
+
+
+def ahead(root: str) -> None:
+    first, second = engines(root, 2, keep_last=1)
+    run = CheckpointStore(root, f"run/{optimizer(0).removesuffix('.pt')}")
+    for tag in ("1", "22"):
+        save(first, root, tag, MODEL)
+        save(second, root, tag, optimizer(1))
+        save(first, root, tag, optimizer(0))
+    assert run.steps() == [1]
+    for number in range(4):  # one rank is killed again and again, and this one is ahead each time
+        (again,) = engines(root, 1, keep_last=1)
+        save(again, root, "333", MODEL)
+        save(again, root, "333", optimizer(0))
+        assert run.steps() == list(range(1, number + 3))
+    file = Path(f"{root}-files", "22", optimizer(0))
+    assert again.load(str(file))["tag"] == "22"
+    # Whoever is last lets go of all that nobody needs any more.
+    first, second = engines(root, 2, keep_last=1)
+    save(first, root, "4444", MODEL)
+    save(second, root, "4444", optimizer(1))
+    save(first, root, "4444", optimizer(0))
+    assert run.load(max(run.steps()))["tag"] == "4444"
+    assert 1 not in run.steps()
+    with pytest.raises(UnknownStepError):
+        first.load(str(file))
+    pools = {each._saves._pool for each in first.ckpt_engine._runs.values()}
+    assert len(first.ckpt_engine._runs) == 2
+    assert len(pools) == 1  # one bound for all files of a rank
+
+
+def test_a_rank_that_is_ahead_deletes_nothing_that_others_need(tmp_path: Path) -> None:
+    fresh.call(ahead, str(tmp_path / "store"))
+
+
+def failing(root: str) -> None:
+    (engine,) = engines(root, 1, compress=None)
+    weight = torch.nn.Parameter(torch.ones(200, 200))
+    update = torch.optim.SGD([weight], 0.1)
+    engine.save({"weight": weight}, f"{root}-nowhere/tag/{MODEL}")
+    engine.ckpt_engine._last.finish()
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(StoreIOError, match="nowhere"):
+        update.step()
+    assert torch.equal(weight, torch.ones(200, 200))
+    update.step()  # it was told of once
+    folder = Path(f"{root}-files")
+    folder.mkdir()
+    engine.save({"weight": weight}, str(folder / "pytorch_model.bin"))
+    assert torch.equal(torch.load(folder / "pytorch_model.bin")["weight"], weight)
+    wrong: list[dict[str, Any]] = [{"host_cache_size": 16}, {"keep_last": 0}, {"pool_bytes": -1}]
+    for options in wrong:
+        with pytest.raises(RuntimeError, match=f"{next(iter(options))}|keep_last=5|pool_bytes"):
+            engines(root, 1, **options)
+
+
+def test_errors_reach_the_training(tmp_path: Path) -> None:
+    fresh.call(failing, str(tmp_path / "store"))

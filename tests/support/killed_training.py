@@ -1,0 +1,139 @@
+"""Trainings that are killed with SIGKILL at random and resumed, until one reaches its end.
+
+A training here is a function of its store's folder that resumes from the run's latest step, if
+there is one, and calls `record` with each loss. It runs in forked children, so that frameworks are
+imported once; call `killed` in a process of `fresh.call` that has computed nothing.
+"""
+
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from tensor_dedup.store.checkpoints import CheckpointStore
+
+# A kill comes so many seconds, at most, after a training has got further.
+_WITHIN_S = 0.1
+
+
+def enough_steps(kills: int) -> int:
+    """The number of steps of a small training that leaves something to do after so many kills."""
+    return 10 + 20 * kills
+
+
+def record(root: str, step: int, loss: float) -> None:
+    """Note a loss, to the last bit, in a way that a kill cannot tear."""
+    with Path(f"{root}.losses").open("ab", buffering=0) as file:
+        file.write(f"{step} {loss.hex()}\n".encode())
+
+
+def recorded(root: str) -> dict[int, set[str]]:
+    """All losses of each step, one or several when it was trained again."""
+    found: dict[int, set[str]] = {}
+    for line in Path(f"{root}.losses").read_text().splitlines():
+        step, loss = line.split()
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+def run(train: Callable[[str], None], root: str) -> int:
+    """Start a training in a forked child; its process id."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            train(root)
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+    return child
+
+
+def killed(train: Callable[[str], None], root: str, kills: int) -> list[int]:
+    """Kill a training so many times, each time after it has got further, then let it end.
+
+    Returns the latest step that was there after each kill.
+    """
+    dice, steps = random.Random(4), list[int]()
+    CheckpointStore(root, "run").close()
+    for _ in range(kills):
+        child = run(train, root)
+        while os.waitpid(child, os.WNOHANG) == (0, 0) and _latest(root) <= max(steps, default=-1):
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0.0, _WITHIN_S))
+        os.kill(child, signal.SIGKILL)  # fails if it has ended: then too little was left to train
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        latest = _latest(root)
+        assert latest >= max(steps, default=-1)  # nothing that was there is gone
+        steps.append(latest)
+    ended(train, root)
+    return steps
+
+
+def ended(train: Callable[[str], None], root: str) -> None:
+    """Let a training run to its end."""
+    _, status = os.waitpid(run(train, root), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+class Rank(Protocol):
+    """A rank's training: the store's folder, the rank, and a file for the group of all ranks."""
+
+    def __call__(self, root: str, /, *, number: int, group: str) -> None: ...
+
+
+def killed_ranks(
+    train: Rank, root: str, ranks: int, kills: int, progress: Callable[[str], int]
+) -> list[int]:
+    """Kill all ranks so many times, one after the other, then let them end.
+
+    Returns the `progress` after each kill, which is greater each time.
+    """
+    dice, found = random.Random(ranks), list[int]()
+    for _ in range(kills):
+        before = progress(root)
+        children = start_ranks(train, root, ranks)
+        while progress(root) <= before and not any(map(_has_ended, children)):
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0.0, _WITHIN_S))
+        assert not any(map(_has_ended, children))  # else too little was left to train
+        for child in dice.sample(children, ranks):
+            os.kill(child, signal.SIGKILL)
+            time.sleep(dice.choice([0.0, 0.0, 0.05]))  # the others go on for a moment
+        for child in children:
+            os.waitpid(child, 0)
+        found.append(progress(root))
+        assert found[-1] > before
+    end_ranks(train, root, ranks)
+    return found
+
+
+def start_ranks(train: Rank, root: str, ranks: int) -> list[int]:
+    """Start all ranks of a training in forked children; their process ids."""
+    group = f"{root}-group-{time.monotonic_ns()}"
+    return [run(partial(train, number=n, group=group), root) for n in range(ranks)]
+
+
+def end_ranks(train: Rank, root: str, ranks: int) -> None:
+    """Let all ranks of a training run to their end."""
+    for child in start_ranks(train, root, ranks):
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _has_ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _latest(root: str) -> int:
+    with CheckpointStore(root, "run") as run:
+        latest = run.latest()
+    return -1 if latest is None else latest
