@@ -115,11 +115,18 @@ class Drain:
         self._there = StepOrder(second._objects, order.run)
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
         self._seen = self._read_second()
-        with fast._locked():  # a fast tier that was emptied would begin to count anew
-            order.at_least(max((p.sequence for p in self._seen.places.values()), default=0))
+        with fast._locked():
+            self._count_on()
         self._begin()
         _ALL.add(self)
         self.start()
+
+    def _count_on(self) -> None:
+        """See that no step gets a place that was given before the fast tier was emptied."""
+        last = max((place.sequence for place in self._seen.places.values()), default=0)
+        if last > max((place.sequence for place in self._order.places().values()), default=0):
+            self._order.at_least(last)
+            self._order.next()  # so that the fast tier knows it, and with it its other users
 
     def _begin(self) -> None:
         self._changed = threading.Condition()
