@@ -59,7 +59,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.hashing import Hasher
@@ -109,11 +109,13 @@ class Drain:
         `order` is that of the run on the fast tier. Raises the errors of a store that cannot be
         read.
         """
-        _check_options(fast, second, keep_fast, backlog)
+        with fast._translated(), second._translated():
+            _check_options(fast, second, keep_fast, backlog)
         self.second = second
         self._fast, self._run, self._order = fast, order.run, order
         self._there = StepOrder(second._objects, order.run)
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
+        self._settled = set[ContainerId]()
         self._seen = self._read_second()
         with fast._locked():
             self._count_on()
@@ -500,7 +502,7 @@ class Drain:
 
     def _copy(self, step: int, index: StoreIndex, hasher: Hasher) -> None:
         objects, name = self._objects, step_name(self._run, step)
-        with Transfer(self._there_objects, index, hasher) as transfer:
+        with Transfer(self._there_objects, index, hasher, self._settled) as transfer:
             with self._fast._session(update=False) as (near, _):
                 try:
                     manifest, content, _ = manifest_of(objects, self._run, step)
@@ -608,7 +610,8 @@ class Drain:
 
 def _check_options(fast: Store, second: Store, keep_fast: int | None, backlog: int) -> None:
     where = f"drain {second.path}"
-    if fast.path.resolve() == second.path.resolve():
+    one, two = (store._objects.files.status(store.path) for store in (fast, second))
+    if one is not None and two is not None and (one.device, one.inode) == (two.device, two.inode):
         raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")
     if backlog < 1 or (keep_fast is not None and keep_fast < 1):
         what = f"keep_fast={keep_fast}, drain_backlog={backlog}"

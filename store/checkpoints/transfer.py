@@ -53,8 +53,12 @@ class Transfer:
     garbage.
     """
 
-    def __init__(self, objects: Objects, index: StoreIndex, hasher: Hasher) -> None:
+    def __init__(
+        self, objects: Objects, index: StoreIndex, hasher: Hasher, settled: set[ContainerId]
+    ) -> None:
+        """Begin to copy; `settled` has the containers whose names are durable, and gets more."""
         self._objects, self._index, self._hasher = objects, index, hasher
+        self._settled = settled
         self._undo = ExitStack()
         self._transaction = self._undo.enter_context(OrderedTransaction(objects, index))
         self._writers: dict[str, _CopyWriter] = {}
@@ -107,10 +111,23 @@ class Transfer:
         self._transaction.commit(name, manifest, check_hits=self._check_hits, check_name=check_name)
 
     def _check_hits(self) -> None:
-        lost = self._wanted.keys() - self._index.find(self._wanted).keys()
+        held = self._index.find(self._wanted)
+        lost = self._wanted.keys() - held.keys()
         if lost:
             what = f"{len(lost)} of {len(self._wanted)} pieces were removed meanwhile"
             raise LostHitError.at(self._objects.layout.root, what, lost=len(lost))
+        bases = {place.base for found in held.values() for place in found if place.base}
+        places = [*held.values(), *self._index.find(bases).values()]
+        self._settle({place.container for found in places for place in found})
+
+    def _settle(self, containers: set[ContainerId]) -> None:
+        """Make the names of containers durable: whoever gave one may have died before that."""
+        layout, files = self._objects.layout, self._objects.files
+        new = containers - {*self._transaction.containers} - self._settled
+        folders = {layout.container(each.name, each.kind).parent for each in new}
+        for folder in [*sorted(folders), *([layout.containers] if folders else [])]:
+            files.sync_folder(folder)
+        self._settled |= containers
 
     def _send(
         self, source: StoredPieces, digest: bytes, nbytes: int, *, as_anchor: bool = False
