@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +309,32 @@ def test_a_full_second_tier_loses_nothing(folder: Path, every: bool) -> None:
         assert run._drain.error is not None
         scene.check(stage)
         shutil.rmtree(stage)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_step_that_is_saved_again_at_any_lock_is_not_lost(
+    folder: Path, step: int, every: bool
+) -> None:
+    """Another handle saves it whenever the drain is about to take a lock."""
+    scene = Scene(folder, ACTS["next steps"])
+    locks = [number for number, operation in scene.operations() if operation == "flock"]
+    assert len(locks) > 10
+    for number in locks[:: 1 if every else 3]:
+        stage, files = scene.stage(Faults())
+        files._faults = Faults(at={number: partial(save_again, stage, step)})
+        run = scene.open(stage, files)
+        drain(run)
+        assert held(run)[step] == 6
+        run = scene.open(stage, None)
+        drain(run)
+        assert held(handle(stage / "second")) == {**_OLD, 2: 2, 3: 3, step: 6}
+        shutil.rmtree(stage)
+
+
+def save_again(stage: Path, step: int) -> None:
+    run = handle(stage / "fast")
+    run._steps.at_least(1000)  # it may have no step that would tell it where to go on
+    run.save(model_of(6), step)
 
 
 _TRAINING = """

@@ -257,6 +257,19 @@ def test_an_earlier_state_never_replaces_a_later_one(tmp_path: Path) -> None:
     assert_same(alone(tmp_path).load(0), model_of(5))
 
 
+def test_a_later_state_that_appears_during_the_copy_stays(tmp_path: Path) -> None:
+    mount = Mount()
+    with tiers(tmp_path, mount) as run:
+        mount.open_.clear()
+        save(run, 0)
+        assert mount.reached.wait(30)
+        other = alone(tmp_path)
+        other._steps.at_least(100)
+        other.save(model_of(5), 0)
+        mount.open_.set()
+    assert_same(alone(tmp_path).load(0), model_of(5))
+
+
 def test_an_empty_fast_tier_goes_on_behind_what_is_drained(tmp_path: Path) -> None:
     with tiers(tmp_path) as run:
         save(run, 5, 6, 7)
