@@ -38,7 +38,7 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.runs import in_save_order
+from tensor_dedup.store.checkpoints.runs import StepOrder, in_save_order
 from tensor_dedup.store.files import Handle, RealFiles
 
 
@@ -281,6 +281,22 @@ def test_an_empty_fast_tier_goes_on_behind_what_is_drained(tmp_path: Path) -> No
         assert run.latest() == 6
         assert run.append(model_of(8)).step == 8
     assert in_save_order(alone(tmp_path)._steps.places()) == [5, 7, 6, 8]
+
+
+def test_steps_of_earlier_versions_stay_before_those_that_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no place but the time of their reference, which is later in the second tier."""
+    with monkeypatch.context() as patch:
+        patch.setattr(StepOrder, "next", lambda self: None)
+        save(alone(tmp_path, "fast"), 5)
+    times = alone(tmp_path, "fast")._places()[5].sequence
+    with tiers(tmp_path) as run:
+        run.drain()
+        assert alone(tmp_path)._places()[5].sequence > times
+        save(run, 3)
+        assert run.latest() == 3
+    assert alone(tmp_path).latest() == 3
 
 
 def test_what_was_saved_before_there_was_a_second_tier_is_drained_first(tmp_path: Path) -> None:
