@@ -12,6 +12,7 @@ from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
 import logging
+import weakref
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -28,9 +29,11 @@ from tensor_dedup.store.checkpoints.background import (
 )
 from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
+from tensor_dedup.store.checkpoints.drain import Drain
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
+    DrainError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
@@ -40,6 +43,7 @@ from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
 from tensor_dedup.store.checkpoints.runs import (
     StepOrder,
+    StepPlace,
     check_not_kept,
     check_pin,
     check_replaceable,
@@ -48,6 +52,7 @@ from tensor_dedup.store.checkpoints.runs import (
     in_save_order,
     kept_steps,
     manifest_of,
+    pin_step,
     step_name,
     step_numbers,
 )
@@ -118,6 +123,9 @@ class CheckpointStore:
         weights: str = "",
         pool_bytes: "int | HostPool | None" = None,
         in_flight: int = 1,
+        drain: "StrPath | Store | None" = None,
+        keep_fast: int | None = 1,
+        drain_backlog: int = 8,
     ) -> None:
         """Open the store in the folder `root`, or make one, for the run `run_id`.
 
@@ -142,10 +150,22 @@ class CheckpointStore:
         machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
         how many of its saves may be unfinished at once.
 
+        `drain` is the folder of a second store, slower and lasting, behind a fast `root`. A step is
+        saved when it is committed in `root`; a thread then copies to the second store what that
+        lacks, in the order of saving, and the step appears there when it is durable, the same to
+        the last byte. Steps, metrics and pins are those of both, and a step is loaded from where it
+        is. The rules above go by the second store and delete from both; of what is drained, `root`
+        keeps the `keep_fast` steps that were saved last (None: all), and what is not drained stays.
+        A copy that fails is tried again, after half a second to a minute; while `drain_backlog`
+        steps are not drained, a save waits. The second store must be there when this is called,
+        since it alone knows which step is the latest; later on it may be away. Only one `root` at a
+        time may drain a run.
+
         Raises:
             BadNameError: the run's name is invalid.
             BadOptionError: an option is invalid; `kind` says which.
-            NotAStoreError: `root` holds something else.
+            NotAStoreError: `root` or `drain` holds something else.
+            StoreIOError, StoreAccessError: the second store cannot be read.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         self.run_id = check_run(run_id)
@@ -162,12 +182,27 @@ class CheckpointStore:
             pool = HostPool(default_bytes() if pool is None else pool)
         threads = self.store.worker_count
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
+        self._drain: Drain | None = None
+        if drain is not None:
+            second = drain if isinstance(drain, Store) else Store.open(_folder(drain))
+            self._drain = Drain(
+                self.store,
+                second,
+                self._steps,
+                self._retention,
+                keep_fast=keep_fast,
+                backlog=drain_backlog,
+            )
+            weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
 
     def __repr__(self) -> str:
         count = "?"
         with suppress(StoreError), self.store._translated():
             count = str(len(step_numbers(self.store._objects, self.run_id)))
-        return f"CheckpointStore({str(self.store.path)!r}, {self.run_id!r}, steps={count})"
+        shown = f"{str(self.store.path)!r}, {self.run_id!r}, steps={count}"
+        if self._drain is not None:
+            shown += f", undrained={len(self._drain.undrained())}"
+        return f"CheckpointStore({shown})"
 
     def __enter__(self) -> Self:
         return self
@@ -181,16 +216,32 @@ class CheckpointStore:
         except StoreError as error:
             if raised is None:
                 raise
-            raised.add_note(f"and a step was not saved: {with_notes(error)}")  # that comes first
+            what = "drained" if isinstance(error, DrainError) else "saved"
+            raised.add_note(f"and a step was not {what}: {with_notes(error)}")  # that comes first
 
     def close(self) -> None:
         """Wait for saves in the background, encode what they left, free what is held between saves.
 
-        A later save opens it again. Raises the error of a failed background save.
+        With a second tier, wait until all is drained, too. A later save opens it again. Raises the
+        error of a failed background save, and DrainError.
         """
+        if self._drain is not None:
+            self._drain.release()
         self._saves.close()
         self._saver.close()
-        self._saves.wait()
+        try:
+            self._saves.wait()
+        except StoreError as error:
+            try:
+                self._close_drain()
+            except StoreError as other:
+                error.add_note(f"and {with_notes(other)}")
+            raise
+        self._close_drain()
+
+    def _close_drain(self) -> None:
+        if self._drain is not None:
+            self._drain.close()
 
     def save(
         self,
@@ -230,7 +281,9 @@ class CheckpointStore:
         self._saves.wait()
         while True:
             with self.store._locked():
-                there = step_numbers(self.store._objects, self.run_id)
+                there = {*step_numbers(self.store._objects, self.run_id)}
+            if self._drain is not None:
+                there |= self._drain.numbers()
             extracted = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
             with suppress(NameTakenError):  # somebody was quicker: what was written is used again
                 return self.commit(extracted.as_new())
@@ -310,12 +363,19 @@ class CheckpointStore:
     def commit(self, snapshot: StepSnapshot) -> Saved:
         """Store a snapshot, then delete the steps that no rule keeps.
 
-        Any thread may call it. Raises the errors of `save`.
+        With a second tier, that is done when the step is drained, and this waits first while
+        `drain_backlog` steps are not. Any thread may call it. Raises the errors of `save`.
         """
         step = snapshot.notes.step
         if not snapshot.new:  # before the work; it is looked at again after it
             self._check_replaceable(step)
+        if self._drain is not None:
+            self._drain.wait_for_room()
         saved = self._saver.commit(snapshot)
+        if self._drain is not None:  # which applies the rules to what is drained
+            if snapshot.notes.run == self.run_id:
+                self._drain.add(step)
+            return saved
         try:
             self._delete_unretained(step)
         except StoreError as error:  # the step is there: a save that did its work does not fail
@@ -333,26 +393,38 @@ class CheckpointStore:
             CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
             StateError: the state cannot be restored, or not into `original`.
         """
+
+        def read(store: Store) -> "tuple[ModelAdapter, dict[str, Value]]":
+            return self._read(store, step)
+
+        adapter, values = read(self.store) if self._drain is None else self._drain.read(step, read)
+        return adapter.reconstruct(values, original)
+
+    def _read(self, store: Store, step: int) -> "tuple[ModelAdapter, dict[str, Value]]":
         try:
-            opened = self.store.checkpoint(step_name(self.run_id, step))
+            opened = store.checkpoint(step_name(self.run_id, step))
         except UnknownNameError:
-            with self.store._locked():
-                manifest_of(self.store._objects, self.run_id, step)  # says which steps there are
+            with store._locked():
+                manifest_of(store._objects, self.run_id, step)  # says which steps there are
             raise
         with opened as checkpoint:
             notes = Notes.from_texts(checkpoint.notes)
             if notes is None:
                 what = f"{checkpoint.name!r} was imported"
-                raise NotATrainingError.at(self.store.path, what, name=checkpoint.name)
+                raise NotATrainingError.at(store.path, what, name=checkpoint.name)
             adapter = self._adapter or by_name(notes.adapter)
-            with self.store._translated():
-                values = load_values(checkpoint, max(_READERS, self.store.worker_count))
-        return adapter.reconstruct(values, original)
+            with store._translated():
+                return adapter, load_values(checkpoint, max(_READERS, store.worker_count))
 
     def steps(self) -> list[int]:
         """Return the steps of the run in order. Each is complete; imports are not included."""
+        return list(self._places())
+
+    def _places(self) -> "Mapping[int, StepPlace]":
+        if self._drain is not None:
+            return self._drain.places()
         with self.store._locked():
-            return list(self._steps.places())
+            return self._steps.places()
 
     def latest(self) -> int | None:
         """Return the step that was saved last, or None if nothing was saved yet.
@@ -360,12 +432,13 @@ class CheckpointStore:
         That is the greatest one, unless a training went back: saving step 6 when 10 is there makes
         6 the latest. Of two that were saved at one moment it is either.
         """
-        with self.store._locked():
-            order = in_save_order(self._steps.places())
+        order = in_save_order(self._places())
         return order[-1] if order else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each step, in order."""
+        if self._drain is not None:
+            return self._drain.metrics()
         with self.store._locked():
             found = describe_all(self.store._objects, self.run_id)
         return {each.step: each.metrics for each in found}
@@ -388,7 +461,10 @@ class CheckpointStore:
             PinnedStepError: the step is pinned.
             NotATrainingError: the checkpoint of this name is no step of this run.
         """
-        self._delete(step)
+        if self._drain is not None:
+            self._drain.delete(step)
+        else:
+            self._delete(step)
 
     def _delete(self, step: int, seen: FileStatus | None = None) -> None:
         """Delete a step; one that is not as it was `seen` has been saved again, and stays."""
@@ -415,17 +491,11 @@ class CheckpointStore:
             NotATrainingError: the checkpoint of this name is no step of this run, or one was
                 imported under the name that would pin it.
         """
-        objects, name = self.store._objects, step_name(self.run_id, step, kept=True)
+        if self._drain is not None:
+            self._drain.pin(step)
+            return
         with self.store._locked():
-            manifest, _, _ = manifest_of(objects, self.run_id, step)
-            objects.set_ref(name, manifest, replace=True, check_name=lambda: self._check_pin(step))
-            try:
-                found, _, _ = manifest_of(objects, self.run_id, step)
-            except UnknownStepError:  # deleted just before
-                objects.drop_ref(name)
-                raise
-            if found != manifest:  # replaced just before; from now on it is not
-                objects.set_ref(name, found, replace=True)
+            pin_step(self.store._objects, self.run_id, step)
 
     def unpin(self, step: int) -> None:
         """Stop keeping a step whatever the rules say. Without effect when it is not pinned.
@@ -433,12 +503,21 @@ class CheckpointStore:
         Raises:
             NotATrainingError: a checkpoint was imported under the name that would pin it.
         """
-        name = step_name(self.run_id, step, kept=True)
+        if self._drain is not None:
+            self._drain.unpin(step)
+            return
+        objects, name = self.store._objects, step_name(self.run_id, step, kept=True)
+
+        def check() -> None:
+            check_pin(objects, self.run_id, step)
+
         with self.store._locked(), suppress(UnknownNameError):
-            self.store._objects.drop_ref(name, check_name=lambda: self._check_pin(step))
+            objects.drop_ref(name, check_name=check)
 
     def pinned(self) -> set[int]:
         """Return the steps that are pinned."""
+        if self._drain is not None:
+            return self._drain.kept()
         with self.store._locked():
             return kept_steps(self.store._objects, self.run_id)
 
@@ -451,15 +530,43 @@ class CheckpointStore:
         self._saver.finish_encoding()
         return self.store.gc(grace_hours)
 
+    def drain(self, *, wait: bool = True, timeout: float | None = None) -> None:
+        """Drain everything that is on the fast tier only, whoever has saved it.
+
+        Every save starts that for its step; this is for steps that others have committed there, as
+        ranks do, and to wait. Without a second tier it does nothing.
+
+        Raises:
+            DrainError: a step could not be copied, or not in `timeout` seconds. It stays where it
+                is, and is tried again.
+        """
+        if self._drain is None:
+            return
+        self._drain.start()
+        if wait:
+            self._drain.wait(timeout)
+
+    def undrained(self) -> list[int]:
+        """Return the steps that are still to be copied to the second tier, in that order."""
+        return [] if self._drain is None else self._drain.undrained()
+
     def stats(self) -> dict[str, object]:
         """Measure this run, without reading tensors.
 
         Keys: run_id, checkpoints, total_chunks (tensors in its steps), unique_chunks (distinct
         ones), dedup_ratio (unique / total: lower is more reuse), total_bytes (what the distinct
-        ones take on disk).
+        ones take on disk). With a second tier, they are of the fast one alone, and there are
+        undrained (how many steps) and drain_error (the error of the last copy, or None).
         """
         with self.store._locked():
-            return run_stats(self.store._objects, [self.run_id], self.run_id).to_dict()
+            found = run_stats(self.store._objects, [self.run_id], self.run_id).to_dict()
+        if self._drain is not None:
+            error = self._drain.error
+            found |= {
+                "undrained": len(self._drain.undrained()),
+                "drain_error": None if error is None else str(error),
+            }
+        return found
 
     def _delete_unretained(self, saved: int) -> None:
         """Delete the steps that no rule keeps, but none whose manifest cannot be read."""
@@ -477,9 +584,8 @@ class CheckpointStore:
     def _check_replaceable(self, step: int) -> None:
         with self.store._translated():
             check_replaceable(self.store._objects, self.run_id, step)
-
-    def _check_pin(self, step: int) -> None:
-        check_pin(self.store._objects, self.run_id, step)
+        if self._drain is not None:
+            self._drain.check_replaceable(step)
 
     def _small_files(
         self, config: "StrPath | Mapping[str, str | bytes] | None"
@@ -500,6 +606,12 @@ def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -
     if in_flight < 1 or (given or 0) < 0:
         what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
         raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
+
+
+def _folder(path: StrPath) -> StrPath:
+    if "://" in str(path):
+        raise BadOptionError.of(BadOption.DRAIN, f"drain {path}", "it is no folder")
+    return path
 
 
 class TensorCasStore(CheckpointStore):

@@ -11,6 +11,7 @@ StoreError
                    NotATrainingError     the checkpoint was imported, not saved by a run
                    ForkedSaveError       a save of another process is waited for
   - of the world:  BrokenSaveError       a background save ended with an unexpected error
+                   DrainError            steps are on the fast tier only
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value has no form in a checkpoint
                    UnsupportedArrayError    an array or a tensor has none
@@ -83,6 +84,7 @@ class BadOption(Enum):
     RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
     COMPRESS = 'give "auto", "always" or None'
+    DRAIN = "drain to another folder, and let one step or more stay and one or more wait"
 
 
 class BadOptionError(AdvisedError):
@@ -116,6 +118,15 @@ class BrokenSaveError(AdvisedError):
     """A background save ended with an unexpected error. Nothing was committed."""
 
     advice = "save again, and report what its thread has printed"
+
+
+class DrainError(AdvisedError):
+    """Steps are on the fast tier only, since they could not be copied to the second one.
+
+    They stay there. The error of the copy is its cause.
+    """
+
+    advice = "see to its cause; the next handle with this `drain` copies them first"
 
 
 class StateError(StoreError):

@@ -215,6 +215,25 @@ def check_pin(objects: Objects, run: str, step: int) -> None:
         raise NotATrainingError.at(objects.layout.root, what, name=name, run=run, step=step)
 
 
+def pin_step(objects: Objects, run: str, step: int) -> None:
+    """Keep a step whatever the retention rules say, in a session.
+
+    Raises:
+        UnknownStepError: the run has no such step.
+        NotATrainingError: the checkpoint of its name, or of the pin's, was imported.
+    """
+    name = step_name(run, step, kept=True)
+    manifest, _, _ = manifest_of(objects, run, step)
+    objects.set_ref(name, manifest, replace=True, check_name=lambda: check_pin(objects, run, step))
+    try:
+        found, _, _ = manifest_of(objects, run, step)
+    except UnknownStepError:  # deleted just before
+        objects.drop_ref(name)
+        raise
+    if found != manifest:  # replaced just before; from now on it is not
+        objects.set_ref(name, found, replace=True)
+
+
 def check_not_kept(objects: Objects, run: str, step: int) -> None:
     """Raise PinnedStepError if this step may be neither replaced nor deleted.
 
@@ -424,6 +443,17 @@ class StepOrder:
             found[step] = StepPlace(max(before, default=0), status, readable=False)
         return {step: found[step] for step in sorted(found)}
 
+    def place(self, step: int) -> StepPlace | None:
+        """Return the place of one step, or None if there is none; an unreadable one is the first"""
+        status = self.status(step)
+        if status is None:
+            return None
+        try:
+            sequence = self._sequence(step, status)
+        except (DamagedFileError, MissingObjectError, NewerFormatError):
+            return StepPlace(0, status, readable=False)
+        return None if sequence is None else StepPlace(sequence, status)
+
     def status(self, step: int) -> FileStatus | None:
         """Return the present state of a step's reference; None when there is none."""
         return self._objects.files.status(
@@ -437,6 +467,11 @@ class StepOrder:
                 self._last = self._greatest()
             self._last = self._objects.next_sequence(self._last, self._greatest)
             return self._last
+
+    def at_least(self, sequence: int) -> None:
+        """Give all further steps places behind this one, which a step elsewhere has."""
+        with self._lock:
+            self._last = max(self._greatest() if self._last is None else self._last, sequence)
 
     def _greatest(self) -> int:
         there = self.places(readable=True).values()

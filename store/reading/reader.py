@@ -257,11 +257,15 @@ class StoredPieces:
         Only copies in the store itself are returned: files that others may change are read by this
         class alone.
         """
+        return [place for place in self.own_places(digest) if place[1].codec == PLAIN]
+
+    def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
+        """Return the copies of a piece in the store itself, encoded ones too, unread."""
         with self._lock:
             return [
                 (spot.container, spot.record)
                 for spot in self._spots.get(digest, ())
-                if spot.record.codec == PLAIN and spot.container.kind != EXTERNAL
+                if spot.container.kind != EXTERNAL
             ]
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:

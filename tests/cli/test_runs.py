@@ -67,6 +67,18 @@ def test_runs_and_steps_are_listed(kept: Runs) -> None:
     assert "loss 0.25" in kept.text("show", "a/one")
 
 
+def test_a_run_is_drained_to_another_store(runs: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "second"
+    assert runs.document("drain", "a/one", str(folder))["steps"] == [0, 10, 20, 30]
+    assert "4 steps of a/one" in runs.text("drain", "a/one", str(folder))
+    second, first = Store.open(folder, create=False), Store.open(runs.store)
+    assert second.runs() == ["a/one"]
+    assert second.steps("a/one")[0].manifest == first.steps("a/one")[0].manifest
+    assert len(first.steps("a/one")) == 4
+    assert runs.run("drain", "none", str(folder)).exit_code == 2
+    assert runs.run("drain", "a/one", str(runs.store)).exit_code != 0
+
+
 def test_a_damaged_step_hides_no_other(runs: Runs) -> None:
     for name in ("two@0", "a%2Fone@10"):
         reference = runs.store / "refs" / name

@@ -255,6 +255,22 @@ def shown_metric(step: Step, metric: str) -> dict[str, object]:
 
 
 @command.command()
+@click.argument("run")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@store_option
+@json_option
+def drain(run: str, folder: Path, store: str | None, as_json: bool) -> None:
+    """Copy the steps of RUN that the store in FOLDER lacks, as they are; nothing is deleted."""
+    opened = existing(store)
+    steps_of(opened, run)
+    with CheckpointStore(opened, run, drain=folder, keep_fast=None) as handle:
+        handle.drain()
+    there = [step.step for step in Store.open(folder, create=False).steps(run)]
+    document = {"run": run, "folder": str(folder), "steps": there}
+    say(document, as_json, f"{folder}: {counted(len(there), 'step')} of {run}")
+
+
+@command.command()
 @click.argument("one", metavar="RUN@STEP")
 @click.argument("two", metavar="RUN@STEP")
 @store_option

@@ -1,0 +1,268 @@
+"""Copying a step from one store to another: only what is missing there travels.
+
+The order is that of an import: containers, index, a second look at what was there, pages and
+manifest, the reference. So nobody sees the step before its pieces, and whatever interrupts the copy
+leaves garbage and no hole. Its manifest is the same file in both stores.
+
+A piece travels as it is stored: what is encoded stays encoded, and what it is stored against goes
+first, unless it is there. Every leaf is compared with its digest on the way: plain ones as they are
+read, encoded ones as they can be read from the copy.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Self
+
+import msgspec
+
+from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.store.checkpoints.run_cache import packs_to_merge
+from tensor_dedup.store.errors import (
+    CorruptFrameError,
+    CorruptTensorError,
+    LostHitError,
+    MissingObjectError,
+    is_unreadable,
+)
+from tensor_dedup.store.files import Handle
+from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
+from tensor_dedup.store.index import PieceLocation, StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.reading.decoding import read_chunk, read_head
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.writing.containers import (
+    PACK_BELOW,
+    ContainerWriter,
+    kind_for,
+    record_of,
+)
+from tensor_dedup.store.writing.hashing import Hashed, Hasher
+from tensor_dedup.store.writing.transaction import OrderedTransaction
+
+_BLOCK_BYTES = 4 * LEAF_BYTES
+# A container is complete when it is this long: an attempt that is interrupted leaves those that
+# are, and the next one finds their pieces.
+_CONTAINER_BYTES = 256 << 20
+
+
+class Transfer:
+    """One checkpoint on its way into a store, in a session of it. One thread.
+
+    Ask what is `missing`, `send` that, and `publish` the name. On exit, what is not published is
+    garbage.
+    """
+
+    def __init__(
+        self, objects: Objects, index: StoreIndex, hasher: Hasher, settled: set[ContainerId]
+    ) -> None:
+        """Begin to copy; `settled` has the containers whose names are durable, and gets more."""
+        self._objects, self._index, self._hasher = objects, index, hasher
+        self._settled = settled
+        self._undo = ExitStack()
+        self._transaction = self._undo.enter_context(OrderedTransaction(objects, index))
+        self._writers: dict[str, _CopyWriter] = {}
+        self._wanted: Mapping[bytes, int] = {}
+        self._sent: dict[bytes, bool] = {}  # and whether as what a delta may be against
+        self.sent_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def missing(self, wanted: Mapping[bytes, int]) -> list[bytes]:
+        """Return which of these pieces (their sizes by digest) have to be sent, in their order.
+
+        Small ones that lie in too many containers are sent again, together, as a save does it.
+        """
+        self._wanted = {digest: nbytes for digest, nbytes in wanted.items() if nbytes}
+        held = self._index.find(self._wanted)
+        scattered = _scattered({d: held[d] for d, n in self._wanted.items() if d in held}, wanted)
+        return [digest for digest in self._wanted if digest not in held or digest in scattered]
+
+    def send(self, source: StoredPieces, digests: Collection[bytes]) -> None:
+        """Copy pieces of another store, which `source` has open.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: no intact copy of a piece is there.
+        """
+        for digest in digests:
+            if digest not in self._sent:
+                self._send(source, digest, self._wanted[digest])
+
+    def publish(
+        self,
+        name: str,
+        manifest: str,
+        blobs: Mapping[str, bytes],
+        check_name: Callable[[], None],
+    ) -> None:
+        """Make it all durable and commit it as `name`; `blobs` are pages and manifest, by name.
+
+        `check_name` runs under the lock of names, just before the name changes, and may raise.
+
+        Raises:
+            LostHitError: a piece that was there is gone.
+        """
+        for part, blob in blobs.items():
+            self._transaction.add_object(part, blob)
+        self._transaction.commit(name, manifest, check_hits=self._check_hits, check_name=check_name)
+
+    def _check_hits(self) -> None:
+        held = self._index.find(self._wanted)
+        lost = self._wanted.keys() - held.keys()
+        if lost:
+            what = f"{len(lost)} of {len(self._wanted)} pieces were removed meanwhile"
+            raise LostHitError.at(self._objects.layout.root, what, lost=len(lost))
+        bases = {place.base for found in held.values() for place in found if place.base}
+        places = [*held.values(), *self._index.find(bases).values()]
+        self._settle({place.container for found in places for place in found})
+
+    def _settle(self, containers: set[ContainerId]) -> None:
+        """Make the names of containers durable: whoever gave one may have died before that."""
+        layout, files = self._objects.layout, self._objects.files
+        new = containers - {*self._transaction.containers} - self._settled
+        folders = {layout.container(each.name, each.kind).parent for each in new}
+        for folder in [*sorted(folders), *([layout.containers] if folders else [])]:
+            files.sync_folder(folder)
+        self._settled |= containers
+
+    def _send(
+        self, source: StoredPieces, digest: bytes, nbytes: int, *, as_anchor: bool = False
+    ) -> None:
+        encoded = [
+            place
+            for place in source.own_places(digest)
+            if place[1].codec != PLAIN and not (as_anchor and place[1].base)
+        ]
+        for container, record in sorted(encoded, key=lambda place: place[1].stored)[:1]:
+            with suppress(CorruptTensorError, MissingObjectError):  # then any other copy will do
+                if record.base is not None:
+                    self._bring_anchor(source, record.base, nbytes)
+                if self._writer(ENCODED).copy_encoded(source, container, record):
+                    self._sent[digest] = record.base is None
+                    self.sent_bytes += record.stored
+                    return
+        self._writer(kind_for(nbytes)).copy(source, digest, nbytes)
+        self._sent[digest] = True
+        self.sent_bytes += nbytes
+
+    def _bring_anchor(self, source: StoredPieces, digest: bytes, nbytes: int) -> None:
+        there = any(place.base is None for place in self._index.find({digest}).get(digest, ()))
+        if not there and not self._sent.get(digest):
+            self._send(source, digest, nbytes, as_anchor=True)
+
+    def _writer(self, kind: str) -> "_CopyWriter":
+        writer = self._writers.get(kind)
+        if writer is not None and writer.data_bytes >= _CONTAINER_BYTES:
+            container = writer.finish()
+            if container is not None:
+                self._transaction.add_container(container)
+            writer = None
+        if writer is None:
+            new = _CopyWriter(self._objects, self._hasher, kind)
+            writer = self._writers[kind] = self._transaction.own(new)
+        return writer
+
+
+class _CopyWriter(ContainerWriter):
+    """A container that is filled with pieces of another store."""
+
+    @property
+    def data_bytes(self) -> int:
+        """The bytes that were written."""
+        return self._end
+
+    def copy(self, source: StoredPieces, digest: bytes, nbytes: int) -> None:
+        """Copy a piece as it is, verified block by block as it is read."""
+        start, handle = self._reserve(nbytes), self._opened()
+
+        def work(at: int) -> bytes:
+            with memoryview(bytearray(min(_BLOCK_BYTES, nbytes - at))) as view:
+                leaves = source.read_piece_into(digest, at, view, nbytes)
+                if nbytes >= PACK_BELOW:
+                    self._objects.files.pwrite(handle, view, start + at)
+                else:
+                    self._write(bytes(view), start)
+            return leaves
+
+        leaves = b"".join(self._hasher.each(work, range(0, nbytes, _BLOCK_BYTES)))
+        self._records.append(record_of(start, nbytes, Hashed(digest, leaves)))
+
+    def copy_encoded(self, source: StoredPieces, container: ContainerId, record: Record) -> bool:
+        """Copy a piece as it is encoded; return False, and copy nothing, where it is damaged.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: what it is stored against cannot be read.
+        """
+        files, start = self._objects.files, self._reserve(0)
+        handle, copied = self._opened(), msgspec.structs.replace(record, offset=start)
+        intact = False
+        try:
+            with source.container(container) as original:
+                for at in range(0, record.stored, _BLOCK_BYTES):
+                    view = memoryview(bytearray(min(_BLOCK_BYTES, record.stored - at)))
+                    if not _filled(source, original, view, record.offset + at):
+                        return False
+                    files.pwrite(handle, view, start + at)
+            intact = self._is_right(source, copied)
+        finally:
+            if not intact:
+                files.truncate(handle, start)
+        if intact:
+            self._records.append(copied)
+            self._end = start + record.stored
+        return intact
+
+    def _is_right(self, source: StoredPieces, record: Record) -> bool:
+        """Whether a copy is what its digest says, leaf by leaf."""
+        from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
+
+        files, handle, codec = self._objects.files, self._opened(), CODECS[record.codec]
+        leaves = record.leaf_list
+        try:
+            chunks = read_head(files, handle, record)
+        except CorruptFrameError:
+            return False
+
+        def work(number: int) -> bool:
+            at = number * LEAF_BYTES
+            stop = min(at + LEAF_BYTES, record.nbytes)
+            base = record.base
+            under = None if base is None else source.read_piece(base, at, stop, record.nbytes)
+            leaf = memoryview(bytearray(stop - at))
+            try:
+                chunk = read_chunk(files, handle, record, chunks[number])
+                codec.decode(chunk, None if under is None else memoryview(under), leaf)
+            except CorruptFrameError:
+                return False
+            return leaf_digests(leaf) == [leaves[number]]
+
+        return all(self._hasher.each(work, range(len(chunks))))
+
+
+def _filled(source: StoredPieces, handle: Handle, view: memoryview, offset: int) -> bool:
+    """Fill `view`; return False where the disk cannot read that."""
+    try:
+        return source.door.pread(handle, view, offset) == view.nbytes
+    except OSError as error:
+        if not is_unreadable(error):
+            raise
+        return False
+
+
+def _scattered(
+    held: Mapping[bytes, Sequence[PieceLocation]], sizes: Mapping[bytes, int]
+) -> set[bytes]:
+    """Return the small pieces that lie in containers of which there are too many."""
+    weights: Counter[ContainerId] = Counter()
+    small = {d: [p.container for p in found] for d, found in held.items() if sizes[d] < PACK_BELOW}
+    for digest, containers in small.items():
+        for container in containers:
+            weights[container] += sizes[digest]
+    # Of several, the one that holds the most of this step: what was put together stays so.
+    chosen = {d: max(found, key=lambda c: (weights[c], c)) for d, found in small.items()}
+    packs = packs_to_merge(((container,), sizes[d]) for d, container in chosen.items())
+    return {digest for digest, container in chosen.items() if container in packs}
