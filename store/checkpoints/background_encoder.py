@@ -54,6 +54,7 @@ _MOST_WAITING = 8
 _PATIENCE_S = 5.0
 # How long the last attempt to remove a container waits for those that read or write the store.
 _LAST_WAIT_S = 2.0
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class BackgroundEncoder:
         self._waiting: deque[EncodingJob] = deque()
         self._superseded: list[Rewritten] = []
         self._thread: threading.Thread | None = None
+        self._current = ""
         self._saving = 0
         self._dropping = False
 
@@ -134,6 +136,14 @@ class BackgroundEncoder:
         with self._state:
             self._state.wait_for(lambda: self._thread is None)
 
+    def wait_for(self, name: str, enough: Callable[[], bool]) -> None:
+        """Wait until a step is encoded, or `enough`, which is asked every now and then."""
+        with self._state:
+            while self._thread is not None and not enough():
+                if name not in {each.name for each in self._waiting} and self._current != name:
+                    return
+                self._state.wait(_POLL_S)
+
     def drop(self) -> None:
         """Leave everything that is not encoded as it is."""
         with self._state:
@@ -148,11 +158,14 @@ class BackgroundEncoder:
         try:
             while (job := self._next()) is not None:
                 self._do(cache, job)
+                with self._state:
+                    self._current = ""
+                    self._state.notify_all()
         finally:
             with suppress(StoreError, OSError):
                 cache.close()
             with self._state:
-                self._thread = None
+                self._thread, self._current = None, ""
                 if self._waiting and not self._given_up():  # added since
                     self._thread = threading.Thread(target=self._run, name="tensor-dedup-encode")
                     self._thread.start()
@@ -163,7 +176,9 @@ class BackgroundEncoder:
             self._state.wait_for(lambda: not self._saving or self._given_up())
             if self._given_up() or not self._waiting:
                 return None
-            return self._waiting.popleft()
+            job = self._waiting.popleft()
+            self._current = job.name
+            return job
 
     def _given_up(self) -> bool:
         return self._dropping or not threading.main_thread().is_alive()

@@ -190,6 +190,7 @@ class CheckpointStore:
                 second,
                 self._steps,
                 self._retention,
+                wait_for_encoding=self._saver.wait_for_encoding,
                 keep_fast=keep_fast,
                 backlog=drain_backlog,
             )

@@ -9,7 +9,7 @@ the order in which files become durable.
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -286,7 +286,7 @@ class Saved:
     """The result of a save.
 
     `new_bytes` were not in the store before; `stored_bytes` were written for them, bookkeeping
-    included; `seconds` is the time until everything was durable.
+    included, and may become fewer when they are encoded; `seconds` is the time until everything was durable.
     """
 
     name: str
@@ -331,6 +331,10 @@ class Saver:
     def finish_encoding(self) -> None:
         """Wait until what saves have left is encoded."""
         self._encoder.finish()
+
+    def wait_for_encoding(self, step: int, enough: Callable[[], bool]) -> None:
+        """Wait until a step is encoded, or `enough`, which is asked every now and then."""
+        self._encoder.wait_for(step_name(self._order.run, step), enough)
 
     def drop_encoding(self) -> None:
         """Leave as it is what saves have left and is not encoded yet."""

@@ -101,13 +101,17 @@ class Drain:
         order: StepOrder,
         retention: Retention,
         *,
+        wait_for_encoding: Callable[[int, Callable[[], bool]], None],
         keep_fast: int | None,
         backlog: int,
     ) -> None:
         """Read the second tier, and start draining what is on the fast one only.
 
-        `order` is that of the run on the fast tier. Raises the errors of a store that cannot be
-        read.
+        `order` is that of the run on the fast tier. `wait_for_encoding` waits until a step takes
+        the space that it will take, or a function says that this was long enough.
+
+        Raises:
+            StoreError: a store cannot be read.
         """
         with fast._translated(), second._translated():
             _check_options(fast, second, keep_fast, backlog)
@@ -115,6 +119,7 @@ class Drain:
         self._fast, self._run, self._order = fast, order.run, order
         self._there = StepOrder(second._objects, order.run)
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
+        self._wait_for_encoding = wait_for_encoding
         self._settled = set[ContainerId]()
         self._seen = self._read_second()
         with fast._locked():
@@ -443,6 +448,7 @@ class Drain:
             step, mark = next(iter(self._queue.items()))
             self._begun += 1
             self._hurried = False
+        self._wait_for_encoding(step, lambda: 2 * len(self._queue) > self._backlog)
         broken: StoreError | None = None
         try:
             self._drain(step)

@@ -86,7 +86,10 @@ def test_help_lists_verbs_with_whole_sentences() -> None:
     [
         (["lst"], "no verb 'lst'; did you mean 'list'?"),
         (["runs", "plt"], "no verb 'plt'; did you mean 'plot'?"),
-        (["runs", "xyz"], "no verb 'xyz'; there are best, delete, diff, list, plot, show, stats."),
+        (
+            ["runs", "xyz"],
+            "no verb 'xyz'; there are best, delete, diff, drain, list, plot, show, stats.",
+        ),
     ],
 )
 def test_a_wrong_verb_is_said_with_the_nearest(arguments: list[str], said: str) -> None:

@@ -235,6 +235,28 @@ def test_nothing_is_removed_beside_files_nobody_knows(tmp_path: Path) -> None:
     assert slabs(run) >= kept
 
 
+def test_a_step_is_drained_as_it_was_encoded(tmp_path: Path) -> None:
+    run = run_on(tmp_path, drain=tmp_path / "second", keep_fast=None)
+    with encoder_of(run).saving():
+        save_both(run)
+        assert run.undrained() == [0, 1]
+    run.close()
+    second = CheckpointStore(tmp_path / "second", "run")
+    assert encoded(second, 1) >= set(MOVING)
+    assert disk_bytes(second) <= 1.01 * disk_bytes(run)
+    check(second, 0, 1)
+
+
+def test_a_drain_does_not_wait_for_ever_for_encoding(tmp_path: Path) -> None:
+    run = run_on(tmp_path, drain=tmp_path / "second", drain_backlog=2)
+    with encoder_of(run).saving():
+        for step in range(4):  # each waits for room from the third on
+            run.save(model_of(step), step)
+        assert len(run.undrained()) <= 2
+    run.close()
+    check(CheckpointStore(tmp_path / "second", "run"), 0, 1, 2, 3)
+
+
 def test_an_error_in_the_block_waits_for_no_encoding(tmp_path: Path) -> None:
     run = run_on(tmp_path)
 
