@@ -286,7 +286,8 @@ class Saved:
     """The result of a save.
 
     `new_bytes` were not in the store before; `stored_bytes` were written for them, bookkeeping
-    included, and may become fewer when they are encoded; `seconds` is the time until everything was durable.
+    included, and may become fewer when they are encoded; `seconds` is the time until everything was
+    durable.
     """
 
     name: str
