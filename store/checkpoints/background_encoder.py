@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints.bases import FirstStep
 from tensor_dedup.store.checkpoints.policy import Deltas, LeftTensor
 from tensor_dedup.store.checkpoints.run_cache import LastStep, Places, Rewritten, RunCache
 from tensor_dedup.store.errors import (
@@ -61,13 +62,15 @@ _POLL_S = 0.2
 class EncodingJob:
     """The tensors of a step that are stored as they are in one container.
 
-    A job of a background save may be dropped when too many wait.
+    `first` is set if there is no step before. A job of a background save may be dropped when too
+    many wait.
     """
 
     container: ContainerId
     name: str
     manifest: str
     left: list[LeftTensor]
+    first: FirstStep | None
     background: bool
 
 
@@ -333,7 +336,11 @@ class _Rewriting:
         self, job: EncodingJob, deltas: Deltas, stand_still: Callable[[], None]
     ) -> "Rewritten | None":
         """Write the new containers; None if nothing gets smaller."""
-        bases = {base for base in map(self._before, job.left) if base is not None}
+        tensors = [self._in_file(left) for left in job.left if left.digest in self.records]
+        if job.first is not None:
+            near = job.first.bases(self.objects, self.index, tensors)
+            tensors = [self._in_file(each.left.against(near.get(each.name))) for each in tensors]
+        bases = {base for base in (self._before(each.left) for each in tensors) if base is not None}
         with (
             closing(StoredPieces(self.objects, self.index, bases)) as pieces,
             BatchTransaction(self.objects, self.index, self.hasher, SyncedFolders()) as changes,
@@ -341,11 +348,11 @@ class _Rewriting:
             encoded = changes.own(EncodedWriter(self.objects, self.hasher))
             rest = changes.own(ContainerWriter(self.objects, self.hasher, job.container.kind))
             done = set()
-            for left in job.left:
-                if left.digest in self.records and left.digest not in done:
+            for tensor in tensors:
+                if tensor.left.digest not in done:
                     stand_still()
-                    if self._encode(left, encoded, deltas, pieces, stand_still):
-                        done.add(left.digest)
+                    if self._encode(tensor, encoded, deltas, pieces, stand_still):
+                        done.add(tensor.left.digest)
             if not done:
                 return None
             for record in self.records.values():
@@ -356,18 +363,19 @@ class _Rewriting:
             changes.publish()
             return self._result(job.container, changes)
 
+    def _in_file(self, left: LeftTensor) -> _InFile:
+        return _InFile(self.objects.files, self.source, left, self.records[left.digest])
+
     def _encode(
         self,
-        left: LeftTensor,
+        tensor: _InFile,
         encoded: EncodedWriter,
         deltas: Deltas,
         pieces: StoredPieces,
         stand_still: Callable[[], None],
     ) -> bool:
-        record = self.records[left.digest]
-        tensor = _InFile(self.objects.files, self.source, left, record)
-        before = self._before(left)
-        anchor, stored = deltas.anchor(left.digest, record.nbytes, before, pieces)
+        record, before = tensor.record, self._before(tensor.left)
+        anchor, stored = deltas.anchor(record.digest, record.nbytes, before, pieces)
         if anchor is not None and not self._stays(anchor.digest):
             anchor, stored = None, 0
         plan: Plan | None = deltas.plan(tensor, anchor, stored)

@@ -65,7 +65,7 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.files import FileStatus
-from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.names import check_name, file_of
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.writing.sources import small_files
@@ -119,6 +119,7 @@ class CheckpointStore:
         keep_every: int | None = None,
         keep_best: tuple[str, int, Mode] | None = None,
         compress: Compress = "auto",
+        base: str | None = None,
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         weights: str = "",
         pool_bytes: "int | HostPool | None" = None,
@@ -146,6 +147,10 @@ class CheckpointStore:
         it, and what is not encoded when a program ends without `close` stays as it was saved. With
         "always" each save encodes everything, with None nothing is encoded.
 
+        The first step of a run is stored against the checkpoint of the store called `base`, an
+        import or a step of another run; without one, the nearest is found by comparing samples.
+        Later steps are stored against the one before.
+
         `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
         machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
         how many of its saves may be unfinished at once.
@@ -165,6 +170,7 @@ class CheckpointStore:
             BadNameError: the run's name is invalid.
             BadOptionError: an option is invalid; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else.
+            UnknownNameError: there is no checkpoint `base`.
             StoreIOError, StoreAccessError: the second store cannot be read.
         """
         _check_limits(run_id, in_flight, pool_bytes)
@@ -175,8 +181,15 @@ class CheckpointStore:
         self._config, self._weights = self._small_files(config), weights
         self._steps = StepOrder(self.store._objects, self.run_id)
         self._saver = Saver(
-            self.store._objects, self.store.worker_count, self._steps, compress=compress
+            self.store._objects,
+            self.store.worker_count,
+            self._steps,
+            compress=compress,
+            base=base,
         )
+        if base is not None:
+            with self.store._locked():
+                self.store._objects.ref(check_name(base))  # raises if there is none
         pool = pool_bytes
         if not isinstance(pool, HostPool):
             pool = HostPool(default_bytes() if pool is None else pool)

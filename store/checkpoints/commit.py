@@ -18,13 +18,13 @@ from typing import Self, TypeAlias
 
 from tensor_dedup.digest import digest
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
+from tensor_dedup.store.checkpoints.bases import FirstStep
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.policy import (
     Compress,
     Deltas,
     Encoding,
-    LeftTensor,
     checked_compress,
 )
 from tensor_dedup.store.checkpoints.run_cache import (
@@ -305,10 +305,16 @@ class Saver:
     """Commits the steps of one handle, one at a time. Safe from any thread."""
 
     def __init__(
-        self, objects: Objects, workers: int, order: StepOrder, *, compress: Compress
+        self,
+        objects: Objects,
+        workers: int,
+        order: StepOrder,
+        *,
+        compress: Compress,
+        base: str | None,
     ) -> None:
         self._objects, self._order, self._workers = objects, order, workers
-        self._compress = checked_compress(compress)
+        self._compress, self._base = checked_compress(compress), base
         self._cache = RunCache(objects, workers)
         self._lock = threading.Lock()
         self._synced = SyncedFolders()
@@ -384,7 +390,7 @@ class Saver:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._cache.session() as (index, hasher):
                 order = self._order_of(snapshot.notes.run)
-                encoding = self._encoding(index, last, order)
+                encoding = self._encoding(index, last, order, snapshot.notes)
                 with (
                     closing(encoding) if encoding is not None else nullcontext(),
                     BatchTransaction(self._objects, index, hasher, self._synced) as transaction,
@@ -396,24 +402,28 @@ class Saver:
                     manifest = work.run()
             self._last = self._shown = work.next
             if encoding is not None and encoding.left:
-                self._encode_later(snapshot, manifest, encoding.left, transaction.sealed)
+                self._encode_later(snapshot, manifest, encoding, transaction.sealed)
         return work.result(manifest, time.monotonic() - began)
 
     def _encode_later(
         self,
         snapshot: StepSnapshot,
         manifest: str,
-        left: list[LeftTensor],
+        encoding: Encoding,
         sealed: Sequence[SealedContainer],
     ) -> None:
         slab = next(each.container for each in sealed if each.container.kind == "slab")
-        self._encoder.add(EncodingJob(slab, snapshot.name, manifest, left, snapshot.background))
+        first = encoding.first if encoding.is_first else None
+        job = EncodingJob(slab, snapshot.name, manifest, encoding.left, first, snapshot.background)
+        self._encoder.add(job)
 
     def _order_of(self, run: str) -> StepOrder:
         """The order of the handle's own run, or of another one whose snapshot it was given."""
         return self._order if run == self._order.run else StepOrder(self._objects, run)
 
-    def _encoding(self, index: StoreIndex, last: LastStep, order: StepOrder) -> Encoding | None:
+    def _encoding(
+        self, index: StoreIndex, last: LastStep, order: StepOrder, notes: Notes
+    ) -> Encoding | None:
         if self._compress is None:
             return None
 
@@ -423,7 +433,8 @@ class Saver:
             return latest_digests(self._objects, order, PACK_BELOW)
 
         defer = self._compress == "auto"
-        return Encoding(self._objects, index, self._deltas, before, defer=defer)
+        first = FirstStep(notes.run, notes.part, self._base)
+        return Encoding(self._objects, index, self._deltas, before, first, defer=defer)
 
 
 class _Commit:

@@ -14,11 +14,12 @@ have said that few numbers change. The rest it stores as it is and leaves to `Ba
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.checkpoints.bases import Candidate, FirstStep
 from tensor_dedup.store.checkpoints.errors import BadOption, BadOptionError
 from tensor_dedup.store.checkpoints.run_cache import AnchorMemory, KeptAnchor
 from tensor_dedup.store.codecs.choice import CODECS, CodecChoice, Sample, choose
@@ -113,25 +114,6 @@ def checked_compress(compress: Compress) -> Compress:
     return compress
 
 
-class Candidate(Protocol):
-    """A new tensor, in memory or in a file, of which a sample can be read."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the step."""
-
-    @property
-    def dtype(self) -> str | None:
-        """Its dtype."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return some of its bytes, which need not be verified."""
-
-
 @dataclass(frozen=True, slots=True)
 class LeftTensor:
     """A tensor that a save stored as it is, to be encoded while nobody waits.
@@ -143,6 +125,10 @@ class LeftTensor:
     dtype: str
     digest: bytes
     before: bytes | None
+
+    def against(self, before: bytes | None) -> "LeftTensor":
+        """Return the same tensor, to be stored against another one."""
+        return replace(self, before=before)
 
 
 @dataclass(slots=True)
@@ -255,8 +241,9 @@ def _samples(piece: Candidate, anchor: Anchor | None) -> Iterator[Sample]:
 class Encoding:
     """The encoding of one save; close it.
 
-    `before` returns the digests of the previous step, by name. `left` is what was left for later;
-    with `defer` off there is nothing.
+    `before` returns the digests of the previous step, by name; where there is none, `first` says
+    what else there may be to store something against. `left` is what was left for later; with
+    `defer` off there is nothing.
     """
 
     def __init__(
@@ -265,12 +252,15 @@ class Encoding:
         index: StoreIndex,
         deltas: Deltas,
         before: Callable[[], Mapping[str, bytes]],
+        first: FirstStep,
         *,
         defer: bool,
     ) -> None:
         self._objects, self._index = objects, index
         self._deltas, self._defer = deltas, defer
         self._before = cache(before)
+        self.first = first
+        self._bases: Mapping[str, bytes] | None = None
         self._budget = _AT_ONCE
         self._pieces: StoredPieces | None = None
         self.left: list[LeftTensor] = []
@@ -298,6 +288,11 @@ class Encoding:
         self._budget -= others
         return list(fit)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether there is no previous step."""
+        return not self._before()
+
     def _left(self, piece: Fresh) -> LeftTensor:
         before = self._before().get(piece.name)
         return LeftTensor(piece.name, piece.dtype or "", piece.hashed.digest, before)
@@ -312,9 +307,12 @@ class Encoding:
         return done
 
     def _encode_large(self, writer: EncodedWriter, fit: Sequence[Fresh]) -> set[bytes]:
+        if self._bases is None:
+            found = self.first.bases(self._objects, self._index, fit) if self.is_first else {}
+            self._bases = found or self._before()
         pieces, planned, done = self._opened(), [], set()
         for piece in fit:
-            before = self._before().get(piece.name)
+            before = self._bases.get(piece.name)
             anchor, nbytes = self._deltas.anchor(piece.hashed.digest, piece.nbytes, before, pieces)
             plan = self._deltas.plan(piece, anchor, nbytes)
             if plan is not None:
@@ -328,7 +326,8 @@ class Encoding:
     def _opened(self) -> StoredPieces:
         """What there may be to store something against; opened once for all of a save."""
         if self._pieces is None:
-            self._pieces = StoredPieces(self._objects, self._index, {*self._before().values()})
+            bases = {*(self._bases or {}).values()}
+            self._pieces = StoredPieces(self._objects, self._index, bases)
         return self._pieces
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from tensor_dedup.store.writing.sources import ImportFile, ImportSource, Segment
 # Smaller ones share packs; all of them together are a small part of any model.
 ENCODE_FROM = PACK_BELOW
 # Weights that have nothing to do with each other differ in 0.37 (bf16) to 0.45 of their bits.
-_RELATED = 0.3
+RELATED = 0.3
 # Bounds on what is looked at to find a base: tensors of the new one, checkpoints, tensors alike.
 _LARGEST, _CHECKPOINTS, _ALIKE = 4, 64, 8
 _WIDTHS = {8: 1, 16: 2, 32: 4, 64: 8}
@@ -244,7 +244,7 @@ class Encoder:
                 return
 
     def _most_similar(self, largest: Sequence[tuple[ImportFile, Segment]]) -> str | None:
-        best, least = None, _RELATED
+        best, least = None, RELATED
         for name in self._alike([part for _, part in largest]):
             with suppress(StoreError), self._opened(name) as checkpoint:
                 found = self._distance(_Base(checkpoint), largest)
