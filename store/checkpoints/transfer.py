@@ -118,15 +118,8 @@ class Transfer:
             raise LostHitError.at(self._objects.layout.root, what, lost=len(lost))
         bases = {place.base for found in held.values() for place in found if place.base}
         places = [*held.values(), *self._index.find(bases).values()]
-        self._settle({place.container for found in places for place in found})
-
-    def _settle(self, containers: set[ContainerId]) -> None:
-        """Make the names of containers durable: whoever gave one may have died before that."""
-        layout, files = self._objects.layout, self._objects.files
-        new = containers - {*self._transaction.containers} - self._settled
-        folders = {layout.container(each.name, each.kind).parent for each in new}
-        for folder in [*sorted(folders), *([layout.containers] if folders else [])]:
-            files.sync_folder(folder)
+        containers = {place.container for found in places for place in found}
+        self._transaction.settle(containers - self._settled)
         self._settled |= containers
 
     def _send(

@@ -289,7 +289,8 @@ class Import:
             LostHitError: something is no longer there.
         """
         wanted = {piece.digest for piece in self.pieces if piece.nbytes}
-        lost = wanted - self._index.find(wanted, external=self._in_place).keys()
+        held = self._index.find(wanted, external=self._in_place)
+        lost = wanted - held.keys()
         if lost:
             raise LostHitError.at(
                 self._objects.layout.root,
@@ -297,6 +298,10 @@ class Import:
                 "is the first",
                 lost=len(lost),
             )
+        places = [place for found in held.values() for place in found]
+        bases = self._index.find({place.base for place in places if place.base is not None})
+        places += [place for found in bases.values() for place in found]
+        self._transaction.settle({place.container for place in places})
 
 
 def import_source(

@@ -130,6 +130,17 @@ class OrderedTransaction(Transaction):
         """Add a container that is already durable under its name."""
         self.containers.append(container)
 
+    def settle(self, containers: Iterable[ContainerId]) -> None:
+        """Make the names of containers durable that others gave: who did so may have died before.
+
+        Call it for all that is only referred to, when it was looked up for the last time.
+        """
+        layout, files = self._objects.layout, self._objects.files
+        others = {*containers} - {*self.containers}
+        folders = {layout.container(each.name, each.kind).parent for each in others}
+        for folder in [*sorted(folders), *([layout.containers] if folders else [])]:
+            files.sync_folder(folder)
+
     def add_object(self, name: str, blob: bytes) -> None:
         # docstring inherited; all parts are checked together, by `commit`
         self._pending[name] = blob

@@ -244,6 +244,35 @@ def test_gc_of_a_base_whose_deltas_live_on(world: World, folder: Path) -> None:
         assert_clean(store, world.only("tune", "tiny"))
 
 
+def test_an_import_refers_to_no_container_that_a_power_cut_takes(tmp_path: Path) -> None:
+    """An import is killed before its containers' names are durable; another one finds them."""
+    files_of = {"model.safetensors": safetensors(u8(a=noise(1, 5000)))}
+    source = write(tmp_path / "source", files_of)
+
+    def killed(case: Path, point: int | None) -> FaultyFiles:
+        for part in ("limbo", "again"):
+            (case / part).mkdir(parents=True)
+        open_store(case / "store")
+        files = FaultyFiles(case / "limbo", Faults(stop_at=point))
+        with contextlib.suppress(Crash):
+            open_store(case / "store", files).import_(source, "first")
+        return files
+
+    log = killed(tmp_path / "whole", None).log
+    points = [number for number, what in enumerate(log) if what == "sync_folder"]
+    assert len(points) > 4
+    for point in points:
+        case = tmp_path / f"{point}"
+        files = killed(case, point)
+        unsynced = [*files._journal]
+        files.lose("nothing")
+        again = FaultyFiles(case / "again")
+        again._journal += unsynced
+        open_store(case / "store", again).import_(source, "second")
+        again.lose("everything")
+        assert stored(open_store(case / "store"), "second") == files_of
+
+
 def test_gc_keeps_no_container_that_a_power_cut_takes(tmp_path: Path) -> None:
     """Of two that hold the same, the writer of one was killed before its name was durable."""
     kept = {"model.safetensors": safetensors(u8(a=noise(1, 5000)))}
