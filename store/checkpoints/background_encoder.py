@@ -8,7 +8,7 @@ container has it open.
 The new containers are durable under their names before the old one is unlinked. That is done alone
 in the store, as by gc, and only when the tables on disk show every piece in another container that
 is there, whole and readable; the index is never asked. Whatever dies in between leaves the pieces
-twice, and gc lets one of the two go.
+twice; gc then keeps the container that was saved, and what was encoded goes.
 
 The thread stands still while a save runs, and ends with its work. When the program ends before the
 handle was closed, what is not encoded stays as it was saved.
@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tensor_dedup.errors import StoreError
@@ -56,6 +56,8 @@ _PATIENCE_S = 5.0
 # How long the last attempt to remove a container waits for those that read or write the store.
 _LAST_WAIT_S = 2.0
 _POLL_S = 0.2
+# After so many interrupted attempts a step stays as it was saved.
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class EncodingJob:
     """The tensors of a step that are stored as they are in one container.
 
     `first` is set if there is no step before. A job of a background save may be dropped when too
-    many wait.
+    many wait, and any job that was interrupted too often is: `attempts` counts.
     """
 
     container: ContainerId
@@ -72,6 +74,7 @@ class EncodingJob:
     left: list[LeftTensor]
     first: FirstStep | None
     background: bool
+    attempts: int = 0
 
 
 class _GivenUpError(Exception):
@@ -126,17 +129,34 @@ class BackgroundEncoder:
             old = [each for each in self._waiting if each.background]
             if len(old) > _MOST_WAITING:
                 self._waiting.remove(old[0])
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tensor-dedup-encode")
-                try:
-                    self._thread.start()
-                except RuntimeError:  # no more threads, or the program is ending
-                    self._thread = None
-                    self._waiting.clear()
+            self._start()
+
+    def _start(self) -> None:
+        """Start the thread unless it runs; the caller holds the lock."""
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._run, name="tensor-dedup-encode")
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads, or the program is ending
+            self._thread = None
+            self._waiting.clear()
+            self._state.notify_all()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to encode."""
+        return self._thread is not None
+
+    def superseded(self) -> dict[bytes, bytes]:
+        """Return what is now stored against what, of containers that wait to be removed."""
+        return {piece: base for each in self._superseded for piece, base in each.deltas.items()}
 
     def finish(self) -> None:
-        """Wait until everything is encoded."""
+        """Wait until everything is encoded, and what that replaced is removed if it can be."""
         with self._state:
+            if self._superseded:
+                self._start()
             self._state.wait_for(lambda: self._thread is None)
 
     def wait_for(self, name: str, enough: Callable[[], bool]) -> None:
@@ -164,14 +184,15 @@ class BackgroundEncoder:
                 with self._state:
                     self._current = ""
                     self._state.notify_all()
+            if not self._given_up():
+                self._remove_superseded(_LAST_WAIT_S)
         finally:
             with suppress(StoreError, OSError):
                 cache.close()
             with self._state:
                 self._thread, self._current = None, ""
                 if self._waiting and not self._given_up():  # added since
-                    self._thread = threading.Thread(target=self._run, name="tensor-dedup-encode")
-                    self._thread.start()
+                    self._start()
                 self._state.notify_all()
 
     def _next(self) -> EncodingJob | None:
@@ -197,17 +218,15 @@ class BackgroundEncoder:
         try:
             done = self._rewrite(cache, job)
             self._superseded += [] if done is None else [done]
-            with self._state:
-                last = not self._waiting
-            self._remove_superseded(_LAST_WAIT_S if last else 0)
         except _GivenUpError:
             with self._state:
-                if not self._given_up():
-                    self._waiting.appendleft(job)
+                if not self._given_up() and job.attempts + 1 < _ATTEMPTS:
+                    self._waiting.appendleft(replace(job, attempts=job.attempts + 1))
         except (MissingObjectError, UnknownNameError):
             pass  # deleted meanwhile
         except StoreError as error:
             _LOG.warning("%s is not encoded, and stays as it was saved: %s", job.name, error)
+        self._remove_superseded(0)
 
     def _rewrite(self, cache: RunCache, job: EncodingJob) -> "Rewritten | None":
         """Store what gets smaller encoded, and the rest of its container in another one."""
@@ -217,13 +236,16 @@ class BackgroundEncoder:
                 return None
             path = objects.layout.container(job.container.name, job.container.kind)
             records = {record.digest: record for record in objects.table(job.container).records}
-            self._scan()
+            status = objects.files.status(path)
+            room = 0 if status is None else 2 * status.size
+            if objects.files.free_bytes(objects.layout.root) < room or not self._can_remove():
+                return None
             source = objects.files.open(path, "read")
             try:
                 work = _Rewriting(
                     objects, index, hasher, source, records, self._in_need(), self._superseded
                 )
-                return work.run(job, self._deltas, self._stand_still)
+                return work.run(job, self._deltas, self._stand_still, self._now_needed)
             finally:
                 objects.files.close(source)
 
@@ -237,36 +259,67 @@ class BackgroundEncoder:
 
     def _remove_superseded(self, wait_s: float) -> None:
         """Remove the containers that others have replaced; those that cannot go now go later."""
-        waiting, self._superseded = self._superseded, []
-        for each in waiting:
+        while self._superseded:
+            each = self._superseded[0]
             try:
                 with os_errors(self._objects.layout.root):
                     self._scan()  # most of it before anybody has to wait
                     removed = self._remove(each, wait_s)
             except StoreBusyError:
-                self._superseded.append(each)
-                continue
+                return
+            except StoreError as error:
+                what = "%s: a container that was encoded stays for now: %s"
+                _LOG.warning(what, self._objects.layout.root, error)
+                return
+            self._superseded = self._superseded[1:]
             if removed:
                 self._moved(each)
 
-    def _remove(self, each: Rewritten, wait_s: float) -> bool:
-        objects, container = self._objects, each.gone
+    def _remove(self, change: Rewritten, wait_s: float) -> bool:
+        """Unlink a container, if that is safe; return whether it is gone."""
+        objects, container = self._objects, change.gone
         path = objects.layout.container(container.name, container.kind)
         with sweep(objects.files, objects.layout, wait_s=wait_s):
-            if not self._scan() or any(objects.aliens()):
-                return False  # nobody knows what is in use
             # A delta is readable only beside its base as a whole.
-            if not self._in_need().isdisjoint(each.deltas):
+            needed = self._now_needed() if self._can_remove() else None
+            if needed is None or not needed.isdisjoint(change.deltas):
                 return False
-            bad = set(objects.bad_containers())
-            for other, (file, size) in each.files.items():
-                status = objects.files.status(file)
-                if status is None or status.size != size or other.name in bad:
-                    return False
+            if not self._is_whole(change):
+                return False
             with suppress(FileNotFoundError):
                 objects.files.unlink(path)
             objects.files.sync_folder(path.parent)
         return True
+
+    def _can_remove(self) -> bool:
+        """Whether it is known what all of the store is for."""
+        return self._scan() and not any(self._objects.aliens())
+
+    def _is_whole(self, change: Rewritten) -> bool:
+        """Whether what replaces a container is there, as the tables on disk say it."""
+        objects, bad = self._objects, set(self._objects.bad_containers())
+        tables: dict[ContainerId, dict[bytes, Record]] = {}
+        try:
+            for each, (file, size) in change.files.items():
+                status = objects.files.status(file)
+                if status is None or status.size != size or each.name in bad:
+                    return False
+                tables[each] = {record.digest: record for record in objects.table(each).records}
+        except (MissingObjectError, DamagedFileError, NewerFormatError):
+            return False
+        for digest, (own, *under) in change.places.items():
+            record = tables[own].get(digest)
+            if record is None or (record.base is None) != (not under):
+                return False
+            anchor = tables[under[0]].get(record.base) if under and record.base else None
+            if under and (anchor is None or anchor.base is not None):
+                return False
+        return True
+
+    def _now_needed(self) -> frozenset[bytes]:
+        """What some delta of the store is against by now."""
+        self._scan()
+        return self._in_need()
 
     def _in_need(self) -> frozenset[bytes]:
         """What some delta of the store is against, as far as `_scan` has seen."""
@@ -333,7 +386,11 @@ class _Rewriting:
     anchors: dict[bytes, ContainerId] = field(default_factory=dict)
 
     def run(
-        self, job: EncodingJob, deltas: Deltas, stand_still: Callable[[], None]
+        self,
+        job: EncodingJob,
+        deltas: Deltas,
+        stand_still: Callable[[], None],
+        now_needed: Callable[[], frozenset[bytes]],
     ) -> "Rewritten | None":
         """Write the new containers; None if nothing gets smaller."""
         tensors = [self._in_file(left) for left in job.left if left.digest in self.records]
@@ -360,8 +417,11 @@ class _Rewriting:
                     stand_still()
                     rest.add(self.source, [_piece(record)])
             changes.seal()
+            result = self._result(job.container, changes)
+            if not now_needed().isdisjoint(result.deltas):
+                raise _GivenUpError  # a save has stored something against them meanwhile
             changes.publish()
-            return self._result(job.container, changes)
+            return result
 
     def _in_file(self, left: LeftTensor) -> _InFile:
         return _InFile(self.objects.files, self.source, left, self.records[left.digest])

@@ -46,7 +46,7 @@ from tensor_dedup.store.checkpoints.runs import (
     step_name,
 )
 from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.errors import LostHitError, NotTextError, os_errors
+from tensor_dedup.store.errors import LostHitError, NoSpaceError, NotTextError, os_errors
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import (
     METADATA,
@@ -384,8 +384,18 @@ class Saver:
             NameTakenError: the step must be new, and the name exists.
             StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
         """
-        began = time.monotonic()
         snapshot.check()
+        try:
+            return self._commit(snapshot)
+        except NoSpaceError:
+            if not self._encoder.busy:
+                raise
+            # What is being encoded takes space a second time, which a save needs more.
+            self._encoder.drop()
+            return self._commit(snapshot)
+
+    def _commit(self, snapshot: StepSnapshot) -> Saved:
+        began = time.monotonic()
         with self._encoder.saving(), self._lock:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._cache.session() as (index, hasher):
@@ -428,9 +438,12 @@ class Saver:
             return None
 
         def before() -> Mapping[str, bytes]:
-            if last.pages:
-                return last.digests()
-            return latest_digests(self._objects, order, PACK_BELOW)
+            found = last.digests() if last.pages else None
+            if found is None:
+                found = latest_digests(self._objects, order, PACK_BELOW)
+            # Nothing is stored against what waits to be removed: it would stay.
+            instead = self._encoder.superseded()
+            return {name: instead.get(digest, digest) for name, digest in found.items()}
 
         defer = self._compress == "auto"
         first = FirstStep(notes.run, notes.part, self._base)

@@ -166,11 +166,12 @@ class Deltas:
         if made is None or made.left <= 0 or made.anchored != (against is not None):
             made = self._decide(piece, anchor, made)
         made.left -= 1
-        if made.choice is None:
+        choice = made.choice
+        if choice is None:
             return None
-        if made.choice.codec.against_base and made.anchor != against:
+        if choice.codec.against_base and made.anchor != against:
             made.anchor, made.spent, made.steps = against, anchor_bytes, 1
-        return Plan(made.choice, anchor if made.choice.codec.against_base else None)
+        return Plan(choice, anchor if choice.codec.against_base else None)
 
     def anchor(
         self, digest: bytes, nbytes: int, before: bytes | None, pieces: StoredPieces
@@ -189,7 +190,8 @@ class Deltas:
     def pays(self, name: str) -> bool:
         """Return whether encoding a tensor of this name is known to be worth a wait."""
         made = self._decisions.get(name)
-        return made is not None and made.choice is not None and _quick(made.choice)
+        choice = None if made is None else made.choice
+        return choice is not None and _quick(choice)
 
     def _decide(self, piece: Candidate, anchor: Anchor | None, old: _Decision | None) -> _Decision:
         # A delta that costs more than the average of its star is the sign to begin another.

@@ -178,15 +178,26 @@ class Hasher:
 
         The caller must wait for the result, whatever happens, before it closes what `work` uses.
         """
+        done: Future[_Out] = Future()
+        if self._pool is None:
+            done.set_result(work(piece))
+            return done
+        turn = threading.Lock()
+
+        def run() -> None:
+            if not turn.acquire(blocking=False) or not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(work(piece))
+            except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+                done.set_exception(error)
+
         try:
-            if self._pool is not None:
-                return self._pool.submit(work, piece)
+            self._pool.submit(run)
         except RuntimeError:
             # The interpreter is ending: pools take nothing more, and a save in the background goes
-            # on alone.
-            pass
-        done: Future[_Out] = Future()
-        done.set_result(work(piece))
+            # on alone. Where it was a thread too many, a thread may have begun with it already.
+            run()
         return done
 
 

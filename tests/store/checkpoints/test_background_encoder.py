@@ -21,6 +21,7 @@ from tensor_dedup.store.checkpoints import CheckpointStore, background_encoder
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.store.checkpoints.errors import BadOptionError
 from tensor_dedup.store.checkpoints.run_cache import RunCache
+from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.store import Store
@@ -232,7 +233,124 @@ def test_nothing_is_removed_beside_files_nobody_knows(tmp_path: Path) -> None:
         (run.store.path / "containers" / "00").mkdir(exist_ok=True)
         (run.store.path / "containers" / "00" / "new.form").touch()
     run.close()
-    assert slabs(run) >= kept
+    assert slabs(run) == kept
+    assert encoded(run, 0) == set()  # it would be there twice
+
+
+def test_nothing_is_removed_when_a_gc_has_chosen_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_on(tmp_path)
+    remove = encoder_of(run)._remove
+    gone = []
+
+    def late(*args: Any) -> bool:
+        gone.append(Store.open(run.store.path).gc(0))
+        return remove(*args)
+
+    monkeypatch.setattr(encoder_of(run), "_remove", late)
+    run.save(model_of(0), 0)
+    run.close()
+    assert gone[0].trash  # what was encoded
+    check(run, 0)
+
+
+def test_a_container_that_cannot_go_goes_when_the_handle_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
+    run = run_on(tmp_path)
+    with run.store._locked():
+        run.save(model_of(0), 0)
+        run._saver.finish_encoding()
+        assert len(slabs(run)) == 2
+    run.close()
+    assert len(slabs(run)) == 1
+    check(run, 0)
+
+
+def test_a_removal_that_fails_is_tried_again(tmp_path: Path) -> None:
+    class Failing(RealFiles):
+        left = 1
+
+        def unlink(self, path: Path) -> None:
+            if path.suffix == ".slab" and Failing.left:
+                Failing.left -= 1
+                raise OSError(errno.EIO, "failed", str(path))
+            super().unlink(path)
+
+    with run_on(tmp_path, Failing()) as run:
+        save_both(run)
+    assert Failing.left == 0
+    assert len(slabs(run)) == 2
+    check(run, 0, 1)
+
+
+def test_a_save_has_the_disk_that_an_encoding_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding, refused = threading.Event(), threading.Event()
+
+    class Full(RealFiles):
+        def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+            by_encoder = threading.current_thread().name == "tensor-dedup-encode"
+            if encoding.is_set() and not by_encoder and encoder_of(run).busy:
+                refused.set()
+                raise OSError(errno.ENOSPC, "full", str(handle.path))
+            super().pwrite(handle, data, offset)
+
+    run = run_on(tmp_path, Full())
+    stand_still = encoder_of(run)._stand_still
+
+    def noted() -> None:
+        encoding.set()
+        refused.wait(60)
+        stand_still()
+
+    monkeypatch.setattr(encoder_of(run), "_stand_still", noted)
+    run.save(model_of(0), 0)
+    assert encoding.wait(60)
+    run.save(model_of(1), 1)
+    assert refused.is_set()
+    run.close()
+    check(run, 0, 1)
+
+
+def test_what_is_stored_against_it_while_it_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_on(tmp_path)
+    run.save(model_of(0), 0)
+    run._saver.finish_encoding()
+    there, stand_still = slabs(run), encoder_of(run)._stand_still
+
+    def noted() -> None:
+        if not (tmp_path / "other").exists():
+            import_against(run, tmp_path / "other", "other")
+        stand_still()
+
+    monkeypatch.setattr(encoder_of(run), "_stand_still", noted)
+    with encoder_of(run).saving():
+        run.save(model_of(1), 1)
+        kept = slabs(run) - there
+    run.close()
+    assert not slabs(run) & kept
+    check(run, 0, 1)
+
+
+def test_a_thread_that_cannot_start_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run = run_on(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        run.save(model_of(0), 0)
+        run.close()
+    assert encoded(run, 0) == set()
+    check(run, 0)
 
 
 def test_a_step_is_drained_as_it_was_encoded(tmp_path: Path) -> None:

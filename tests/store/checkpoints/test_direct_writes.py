@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from stores import Model, assert_same
 from tensor_dedup.store.buffers import address
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.capture import HostPool
-from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
+from tensor_dedup.store.errors import ChangedModelError, NoSpaceError, StoreIOError
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
 from tensor_dedup.store.store import Store
 
@@ -114,6 +115,35 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
             run.save_async(model_of(1), 1).wait()
         assert run.steps() == []
         assert list((tmp_path / "store" / "tmp").iterdir()) == []
+
+
+def test_no_write_goes_on_when_a_save_has_failed(tmp_path: Path) -> None:
+    class Slow(Direct):
+        running = failed = 0
+
+        def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+            if id(handle) not in self._direct:
+                super().pwrite(handle, data, offset)
+                return
+            with self._lock:
+                self.running += 1
+                first, self.failed = not self.failed, 1
+            try:
+                if first:
+                    raise OSError(errno.EIO, "failed", str(handle.path))
+                time.sleep(0.2)
+                super().pwrite(handle, data, offset)
+            finally:
+                with self._lock:
+                    self.running -= 1
+
+    files = Slow()
+    with run_on(tmp_path, files, workers=4) as run:
+        with pytest.raises(StoreIOError):
+            run.save_async(model_of(0), 0).wait()
+        assert files.running == 0
+        save(run, 1, asynchronous=True)
+        assert_same(run.load(1), model_of(1))
 
 
 def test_a_write_to_the_model_while_it_is_written_is_noticed(tmp_path: Path) -> None:
