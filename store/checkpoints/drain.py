@@ -9,7 +9,9 @@ lets go of what is drained and not among its last.
 What is still to be drained follows from the two stores alone: a step of the fast tier that the
 second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,
 and whoever opens the run with both tiers next goes on. Of two states of a step the one with the
-later place counts, wherever it is, and only that one is ever drained.
+later place counts, wherever it is, and only that one is ever drained. Two fast tiers that are used
+in turn can give one place to different states: then the second tier's counts, and the other one is
+reported and stays where it is.
 
 Three things change both tiers: a drained step, a deleted one and an unpinned one. Each happens
 under the second tier's lock of names, and a removal is durable there before it happens on the fast
@@ -29,6 +31,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
+    DivergedStepError,
     DrainError,
     NotATrainingError,
     PinnedStepError,
@@ -69,7 +72,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 # How soon a pause ends when the program does.
 _POLL_S = 0.5
 # What is wrong with this step itself: those behind it are drained all the same.
-_OF_THE_STEP = (CorruptTensorError, MissingObjectError, DamagedFileError, NewerFormatError)
+_OF_THE_STEP = (
+    CorruptTensorError,
+    MissingObjectError,
+    DamagedFileError,
+    NewerFormatError,
+    DivergedStepError,
+)
 _T = TypeVar("_T")
 
 
@@ -161,7 +170,7 @@ class Drain:
             near = self._order.places()
         found = dict(self._look().places)
         for step, place in near.items():
-            if not _ahead(found.get(step), place):
+            if _counts(place, found.get(step)):
                 found[step] = place
         return {step: found[step] for step in sorted(found)}
 
@@ -177,7 +186,7 @@ class Drain:
             }
         with self._fast._locked():
             for each in describe_all(self._objects, self._run):
-                if not _ahead(self._there.place(each.step), self._order.place(each.step)):
+                if _counts(self._order.place(each.step), self._there.place(each.step)):
                     found[each.step] = each.metrics
         return {step: found[step] for step in sorted(found)}
 
@@ -290,7 +299,7 @@ class Drain:
         """Pin a step where it is; a pin on the fast tier is drained too."""
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self._fast._locked():
-            if not _ahead(there, self._order.place(step)):
+            if _counts(self._order.place(step), there):
                 pin_step(self._objects, self._run, step)
                 self.add(step, saved=False)
                 return
@@ -410,8 +419,8 @@ class Drain:
             step
             for step in in_save_order(near)
             if step not in seen.places
-            or _ahead(near[step], seen.places[step])
-            or (step in kept - seen.kept and not _ahead(seen.places[step], near[step]))
+            or _undrained(near[step], seen.places[step])
+            or (step in kept - seen.kept and _counts(near[step], seen.places[step]))
         ]
 
     def _run_thread(self) -> None:
@@ -495,10 +504,13 @@ class Drain:
             try:
                 with self._fast._locked():
                     manifest, _, _ = manifest_of(self._objects, self._run, step)
-                    ahead = _ahead(self._order.place(step), self._there.place(step))
+                    near, place = self._order.place(step), self._there.place(step)
             except (UnknownStepError, NotATrainingError):
                 return
-            if ahead:
+            if _diverged(near, place):
+                what = f"the step {step} of {self._run!r} is another one in {self.second.path}"
+                raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
+            if _ahead(near, place):
                 self._copy(step, index, hasher)
             place = self._there.place(step)
             if place is not None:
@@ -588,7 +600,7 @@ class Drain:
                     check_not_kept(self._there_objects, self._run, step)
                     check_not_kept(self._objects, self._run, step)
                     near = self._order.place(step)
-                    if not _ahead(near, place):
+                    if not _undrained(near, place):
                         self._remove(step, near)
 
     def _left_behind(self) -> list[int]:
@@ -601,7 +613,8 @@ class Drain:
 
     def _is_drained(self, step: int) -> bool:
         there = self._there.place(step)
-        return there is not None and there.readable and not _ahead(self._order.place(step), there)
+        near = self._order.place(step)
+        return there is not None and there.readable and not _undrained(near, there)
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self._run, step))]
@@ -629,6 +642,27 @@ def _ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
     if one is None or not one.readable:
         return False
     return other is None or not other.readable or one.sequence > other.sequence
+
+
+def _diverged(one: StepPlace | None, other: StepPlace | None) -> bool:
+    """Whether two states of a step differ, and neither is later.
+
+    A fast tier may count past a place without a step (a save failed), and die before a later step
+    is drained: another one that goes on from the second tier gives that step the same place.
+    """
+    if one is None or other is None or not (one.readable and other.readable):
+        return False
+    return one.sequence == other.sequence and one.manifest != other.manifest
+
+
+def _counts(near: StepPlace | None, there: StepPlace | None) -> bool:
+    """Whether the fast tier's state of a step counts: the second one has it too, or none later."""
+    return not _ahead(there, near) and not _diverged(near, there)
+
+
+def _undrained(near: StepPlace | None, there: StepPlace | None) -> bool:
+    """Whether the fast tier's state of a step is on that tier only, and not to be lost."""
+    return _ahead(near, there) or _diverged(near, there)
 
 
 def _unlink(objects: Objects, files: Iterable[str]) -> bool:

@@ -12,6 +12,7 @@ StoreError
                    ForkedSaveError       a save of another process is waited for
   - of the world:  BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
+                   DivergedStepError     two fast tiers have saved a step, and neither is later
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value has no form in a checkpoint
                    UnsupportedArrayError    an array or a tensor has none
@@ -127,6 +128,18 @@ class DrainError(AdvisedError):
     """
 
     advice = "see to its cause; the next handle with this `drain` copies them first"
+
+
+class DivergedStepError(AdvisedError):
+    """The two tiers have different states of a step, and nothing says which one is later.
+
+    Two fast tiers were used in turn. The second tier's state counts, and both stay.
+    """
+
+    advice = (
+        "save the step again to replace both; or open the fast tier without `drain`, load the step "
+        "there, save it under another number if it is to stay, and delete it there"
+    )
 
 
 class StateError(StoreError):

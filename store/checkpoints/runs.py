@@ -308,11 +308,19 @@ def saved_ns(objects: Objects, run: str, step: int) -> int:
 
 
 class StepPlace(NamedTuple):
-    """The place of a step in the order of saving, and the state in which its reference was seen."""
+    """The place of a step in the order of saving, and the state in which its reference was seen.
+
+    `manifest` is the name of its manifest; None where that cannot be read.
+    """
 
     sequence: int
     reference: FileStatus
-    readable: bool = True
+    manifest: str | None
+
+    @property
+    def readable(self) -> bool:
+        """Whether the manifest can be read."""
+        return self.manifest is not None
 
 
 def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
@@ -411,8 +419,8 @@ class StepOrder:
     def __init__(self, objects: Objects, run: str) -> None:
         self.run = run
         self._objects = objects
-        # By step: the state of its reference, and its sequence number, or None for an import.
-        self._known: dict[int, tuple[FileStatus, int | None]] = {}
+        # By step: the state of its reference, and its place, or None for an import.
+        self._known: dict[int, tuple[FileStatus, StepPlace | None]] = {}
         self._last: int | None = None
         self._lock = threading.Lock()
 
@@ -429,18 +437,18 @@ class StepOrder:
             if status is None:
                 continue
             try:
-                sequence = self._sequence(step, status)
+                place = self._read(step, status)
             except (DamagedFileError, MissingObjectError, NewerFormatError):
                 unreadable[step] = status
                 continue
-            if sequence is not None:
-                found[step] = StepPlace(sequence, status)
+            if place is not None:
+                found[step] = place
         if readable or not unreadable:
             return found
         dated = [(place.reference.mtime_ns, place.sequence) for place in found.values()]
         for step, status in unreadable.items():
             before = (sequence for when, sequence in dated if when <= status.mtime_ns)
-            found[step] = StepPlace(max(before, default=0), status, readable=False)
+            found[step] = StepPlace(max(before, default=0), status, None)
         return {step: found[step] for step in sorted(found)}
 
     def place(self, step: int) -> StepPlace | None:
@@ -449,10 +457,9 @@ class StepOrder:
         if status is None:
             return None
         try:
-            sequence = self._sequence(step, status)
+            return self._read(step, status)
         except (DamagedFileError, MissingObjectError, NewerFormatError):
-            return StepPlace(0, status, readable=False)
-        return None if sequence is None else StepPlace(sequence, status)
+            return StepPlace(0, status, None)
 
     def status(self, step: int) -> FileStatus | None:
         """Return the present state of a step's reference; None when there is none."""
@@ -481,17 +488,18 @@ class StepOrder:
         """Begin anew in a forked child, where the holder of the lock does not exist."""
         self._lock = threading.Lock()
 
-    def _sequence(self, step: int, status: FileStatus) -> int | None:
+    def _read(self, step: int, status: FileStatus) -> StepPlace | None:
         known = self._known.get(step)
         if known is not None and known[0] == status:
             return known[1]
         try:
-            notes = manifest_of(self._objects, self.run, step)[2]
+            manifest, _, notes = manifest_of(self._objects, self.run, step)
         except UnknownStepError:  # deleted just now
             return None
         except NotATrainingError:
             self._known[step] = (status, None)
             return None
         sequence = status.mtime_ns if notes.sequence is None else notes.sequence
-        self._known[step] = (status, sequence)
-        return sequence
+        place = StepPlace(sequence, status, manifest)
+        self._known[step] = (status, place)
+        return place

@@ -33,6 +33,7 @@ from tensor_dedup.store.checkpoints.drain import Drain
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
+    DivergedStepError,
     DrainError,
     NotATrainingError,
     PinnedStepError,
@@ -255,6 +256,67 @@ def test_an_earlier_state_never_replaces_a_later_one(tmp_path: Path) -> None:
         assert run.undrained() == []
         assert_same(run.load(0), model_of(5))
     assert_same(alone(tmp_path).load(0), model_of(5))
+
+
+def diverge(root: Path) -> None:
+    """Two fast tiers in turn: "fast" dies before its step 3 is drained, another one saves 3, 4."""
+    with tiers(root) as run:
+        save(run, 0, 1)
+    died = alone(root, "fast")
+    died._steps.next()  # of a save that failed
+    died.save(model_of(7), 3, {"loss": 7.0})
+    with handle(root / "other", drain=open_store(root / "second")) as run:
+        save(run, 3, 4)
+    assert died._places()[3].sequence == alone(root)._places()[3].sequence
+    assert manifests(root, "fast")[3] != manifests(root, "second")[3]
+
+
+def test_another_state_with_the_same_place_is_reported_and_not_lost(tmp_path: Path) -> None:
+    diverge(tmp_path)
+    run = tiers(tmp_path, keep_last=2)
+    save(run, 5, 6, 7)  # so that keep_fast=1 lets go of the others, and no rule keeps 3
+    with pytest.raises(DrainError, match=r"1 steps of the run 'run', from 3") as caught:
+        run.close()
+    assert isinstance(caught.value.__cause__, DivergedStepError)
+    assert isinstance(run._drain and run._drain.error, DivergedStepError)
+    assert run.undrained() == [3]
+    assert_same(run.load(3), model_of(3))
+    assert run.metrics()[3] == {"loss": 0.25}
+    assert run.latest() == 7
+    assert alone(tmp_path).steps() == [3, 6, 7]
+    assert_same(alone(tmp_path).load(3), model_of(3))
+    assert alone(tmp_path, "fast").steps() == [3, 7]
+    assert_same(alone(tmp_path, "fast").load(3), model_of(7))
+
+
+def test_a_pin_of_another_state_keeps_the_one_that_counts(tmp_path: Path) -> None:
+    diverge(tmp_path)
+    run = tiers(tmp_path)
+    run.pin(3)
+    with pytest.raises(DrainError):
+        run.close()
+    assert alone(tmp_path).pinned() == {3}
+    assert alone(tmp_path, "fast").pinned() == set()
+
+
+def test_a_state_with_the_same_place_is_saved_under_another_number(tmp_path: Path) -> None:
+    """As the advice says."""
+    diverge(tmp_path)
+    died = alone(tmp_path, "fast")
+    died.save(died.load(3), 8)
+    died.delete(3)
+    with tiers(tmp_path) as run:
+        assert_same(run.load(3), model_of(3))
+        assert_same(run.load(8), model_of(7))
+    assert alone(tmp_path).steps() == [0, 1, 3, 4, 8]
+
+
+def test_a_state_with_the_same_place_is_replaced_by_the_next_save(tmp_path: Path) -> None:
+    diverge(tmp_path)
+    with tiers(tmp_path) as run:
+        save(run, 3)
+        assert run.latest() == 3
+    assert manifests(tmp_path, "fast")[3] == manifests(tmp_path, "second")[3]
 
 
 def test_a_later_state_that_appears_during_the_copy_stays(tmp_path: Path) -> None:
