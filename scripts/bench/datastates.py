@@ -21,6 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import click
@@ -65,12 +66,15 @@ ALL: Final = (
 MAIN: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, SAVE, SAVE_RAW, LAZY)
 SWEPT: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, LAZY)
 LARGE: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, LAZY)
+FROZEN: Final = (NOTHING, SYNCED, DCP, SAVE, LAZY)
+FEW: Final = (NOTHING, SYNCED, DCP, LAZY)
 FOUR: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, SAVE, LAZY)
 SMALL, MIDDLE, BIG, TINY = 45_000_000, 420_000_000, 1_700_000_000, 2_000_000
 EVERY: Final = (2, 5, 10)
 _PAGE: Final = 4096
 _SIZES: Final = (1 << 20, 4 << 20, 16 << 20, SMALL, 128 << 20, MIDDLE, BIG)
 _LEAST_STEPS: Final = 50
+_WRITES_SHARE: Final = 14.0
 _NOTES: Final = """\
 - The training: blocks of two linear layers and a norm, float32, Adam; the bytes are those of
   weights and both moments over all ranks. Each rank has its own blocks, as under pipeline
@@ -96,25 +100,23 @@ _NOTES: Final = """\
 """
 
 
-def setups(minutes: float, *, quick: bool) -> list[Setup]:
-    """What is measured with ranks, and how long."""
+def setups(*, quick: bool) -> list[Setup]:
+    """What is measured with ranks."""
     if quick:
-        short = {"seconds": 0.0, "steps": 2, "least": 1}
         return [
-            Setup("by size: 2 MB", TINY, ALL, parts=1, **short),  # type: ignore[arg-type]
-            Setup("every 2", TINY, SWEPT, every=2, **short),  # type: ignore[arg-type]
-            Setup("2 ranks", TINY, SWEPT, ranks=2, **short),  # type: ignore[arg-type]
+            Setup("by size: 2 MB", TINY, ALL, 0, steps=2, least=1, most=1, parts=1),
+            Setup("every 2", TINY, SWEPT, 0, steps=2, least=1, most=1, every=2),
+            Setup("2 ranks", TINY, SWEPT, 0, steps=2, least=1, most=1, ranks=2),
         ]
-    unit = minutes * 60 / 100
     return [
-        Setup("by size: 45 MB", SMALL, ALL, 8 * unit),
-        Setup("by size: 420 MB", MIDDLE, MAIN, 28 * unit, parts=3),
-        Setup("by size: 1.7 GB", BIG, LARGE, 16 * unit, steps=4, most=13),
-        *(Setup(f"every {n}", SMALL, SWEPT, 4 * unit, every=n) for n in EVERY),
-        Setup("frozen", SMALL, SWEPT, 4 * unit, frozen=True),
-        Setup("2 ranks", SMALL, SWEPT, 6 * unit, ranks=2),
-        Setup("2 ranks, 420 MB", MIDDLE, (NOTHING, SYNCED, DCP, LAZY), 6 * unit, ranks=2),
-        Setup("4 ranks", SMALL, FOUR, 0.0, ranks=4, steps=2, least=1),
+        Setup("by size: 45 MB", SMALL, ALL, 12),
+        Setup("by size: 420 MB", MIDDLE, MAIN, 30, parts=3),
+        Setup("by size: 1.7 GB", BIG, LARGE, 16, steps=4, most=13),
+        *(Setup(f"every {n}", SMALL, SWEPT, 5, steps=10, most=5, every=n) for n in EVERY),
+        Setup("frozen", SMALL, FROZEN, 4, frozen=True),
+        Setup("2 ranks", SMALL, SWEPT, 6, ranks=2),
+        Setup("2 ranks, 420 MB", MIDDLE, FEW, 8, ranks=2),
+        Setup("4 ranks", SMALL, FOUR, 2, ranks=4, steps=2, least=1, most=1),
     ]
 
 
@@ -259,6 +261,13 @@ def _tables(raw: dict[str, Any]) -> Iterator[str]:
     yield from _micro(raw["writes"])
     yield ""
     yield from _timeline(raw["timeline"], raw["timeline_bytes"])
+    yield ""
+    leisure = raw["leisure"]
+    yield (
+        f"A step of {leisure['nbytes'] / 1e6:,.0f} MB by `save` took {leisure['save']:.2f} s and "
+        f"stored {leisure['stored']:.1f} MB; `close` then encoded what was left, in "
+        f"{leisure['close']:.2f} s, to {leisure['left']:.1f} MB."
+    )
     for engine, reason in raw["absent"].items():
         yield ""
         yield f"- {engine}: {reason}."
@@ -276,22 +285,30 @@ def main(minutes: float, quick: bool, work: Path | None, out: Path | None, write
     section = Section("datastates.py", "Saving a training as DataStates-LLM does", PACKAGES)
     raw: dict[str, Any] = {"machine": machine(PACKAGES), "absent": absent(), "setups": []}
     folder = Path(tempfile.mkdtemp(prefix="tensor-dedup-", dir=work))
-    end = time.monotonic() + minutes * 60
+    end, todo = time.monotonic() + minutes * 60, setups(quick=quick)
+
+    def seconds(share: float) -> float:
+        """The share of what time is left, beside all that is still to do."""
+        rest = sum(each.share for each in todo[len(raw["setups"]) :]) + _WRITES_SHARE
+        return max(0.0, end - time.monotonic()) * share / rest
+
     try:
-        for number, setup in enumerate(setups(minutes, quick=quick)):
+        for number, setup in enumerate(todo):
             click.echo(f"{setup.name} ...", err=True)  # it takes a while
             using = [name for name in setup.engines if name not in raw["absent"]]
-            given = Setup(**{**vars(setup), "engines": using})
-            raw["setups"].append(measure(given, folder / str(number)))
+            given = replace(setup, engines=using)
+            raw["setups"].append(measure(given, folder / str(number), seconds(setup.share)))
             shutil.rmtree(folder / str(number))
         click.echo("writes ...", err=True)
         sizes = [-(-size // _PAGE) * _PAGE for size in (_SIZES[:3] if quick else _SIZES)]
-        until = time.monotonic() if quick else max(end - 10, time.monotonic() + 10)
+        until = time.monotonic() + (0 if quick else 0.8 * seconds(_WRITES_SHARE))
         raw["writes"] = writing.by_size(sizes, folder / "writes", until)
         training = Training(TINY if quick else MIDDLE, 0, 1)
         raw["timeline_bytes"] = training.nbytes
-        step = lambda: training.step(lambda: None)  # noqa: E731
-        raw["timeline"] = writing.timeline(training.objects, step, folder / "timeline")
+        raw["timeline"] = writing.timeline(training, folder / "timeline")
+        raw["leisure"] = writing.leisure(
+            Training(TINY if quick else SMALL, 0, 1), folder / "leisure"
+        )
     finally:
         shutil.rmtree(folder)
     for path in [path for path in (out, RAW if write else None) if path is not None]:

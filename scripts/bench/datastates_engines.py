@@ -80,7 +80,7 @@ class Training:
     def __init__(self, nbytes: int, rank: int, ranks: int, *, frozen: bool = False) -> None:
         width, blocks = SHAPES[nbytes]
         torch.manual_seed(rank)
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.frozen = rank, ranks, frozen
         self.model = nn.Sequential(*(Block(width) for _ in range(blocks // ranks)))
         if frozen:
             self.model.requires_grad_(requires_grad=False)
@@ -154,7 +154,7 @@ class Engine:
         raise NotImplementedError
 
     def tidy(self) -> None:
-        """Free the disk between turns, untimed; also end what is left to be done at leisure."""
+        """Free the disk between turns; also end what is left to be done at leisure."""
         self.training.meet()
         if self.training.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -164,8 +164,8 @@ class Engine:
     def close(self) -> None:
         """Let go of everything."""
 
-    def parts(self) -> dict[str, float]:
-        """Seconds of one more save by what is done: serialise, stage, write (settled between)."""
+    def parts(self, step: int) -> dict[str, float]:
+        """Seconds of a save, until it has ended, by what is done: serialise, stage, write."""
         raise NotImplementedError
 
     def _path(self, step: int) -> Path:
@@ -183,7 +183,8 @@ class _Nowhere(io.RawIOBase):
 
 def serialise(state: Any) -> None:
     """What `torch.save` does, without a file."""
-    torch.save(state, _Nowhere())
+    nowhere: Any = _Nowhere()
+    torch.save(state, nowhere)
 
 
 class TorchSave(Engine):
@@ -203,10 +204,10 @@ class TorchSave(Engine):
         # docstring inherited
         restore(torch.load(self._path(step)), into)
 
-    def parts(self) -> dict[str, float]:
+    def parts(self, step: int) -> dict[str, float]:
         # docstring inherited
         pickled = seconds(lambda: serialise(self.training.state))
-        whole = seconds(lambda: self.save(0))
+        whole = seconds(lambda: self.save(step))
         return {"serialise": pickled, "stage": 0.0, "write": max(0.0, whole - pickled)}
 
 
@@ -283,14 +284,14 @@ class Dcp(Engine):
         dcp_loader.load(state, checkpoint_id=path, process_group=self._group)
         restore(state[f"rank{into.rank}"], into)
 
-    def parts(self) -> dict[str, float]:
+    def parts(self, step: int) -> dict[str, float]:
         # docstring inherited
         spent = {"serialise": 0.0, "stage": 0.0, "write": 0.0}
         stage = self._stager.stage
         state = self._state(self.training)
         spent["stage"] = seconds(lambda: stage(state))
         path = str(self.folder / "parts")
-        self._begin(0, planner=_Planner(spent), storage_writer=_Writer(path, spent))
+        self._begin(step, planner=_Planner(spent), storage_writer=_Writer(path, spent))
         self.settle()
         return spent
 
@@ -326,7 +327,7 @@ class Torchsnapshot(Engine):
         # docstring inherited
         self._library.Snapshot(str(self.folder / str(step % 2))).restore(into.objects)
 
-    def parts(self) -> dict[str, float]:
+    def parts(self, step: int) -> dict[str, float]:
         # docstring inherited
         module = import_module("torchsnapshot.snapshot")
         stage, spent = module.sync_execute_write_reqs, {"stage": 0.0}
@@ -339,7 +340,7 @@ class Torchsnapshot(Engine):
 
         module.sync_execute_write_reqs = timed  # type: ignore[attr-defined]
         try:
-            calls = seconds(lambda: self.save(0))
+            calls = seconds(lambda: self.save(step))
         finally:
             module.sync_execute_write_reqs = stage  # type: ignore[attr-defined]
         write = seconds(self.settle)
@@ -389,13 +390,13 @@ class DeepSpeed(Engine):
         # docstring inherited
         restore(torch.load(self._path(step)), into)
 
-    def parts(self) -> dict[str, float]:
+    def parts(self, step: int) -> dict[str, float]:
         # docstring inherited; a decoupled engine serialises in another process, as it writes
         if self._engine.is_decoupled():
-            stage = seconds(lambda: self.save(0))
+            stage = seconds(lambda: self.save(step))
             return {"serialise": 0.0, "stage": stage, "write": seconds(self.settle)}
         pickled = seconds(lambda: serialise(self.training.state))
-        whole = seconds(lambda: self.save(0))
+        whole = seconds(lambda: self.save(step))
         return {"serialise": pickled, "stage": 0.0, "write": max(0.0, whole - pickled)}
 
     def close(self) -> None:
@@ -460,16 +461,18 @@ class Ours(Engine):
 
     def tidy(self) -> None:
         # docstring inherited
-        for step in self._run.steps()[:-1]:
+        # What is deleted is not encoded, which for all of a large model would take long.
+        steps = self._run.steps()
+        for step in steps[:-1] if self.training.frozen else steps:
             self._run.delete(step)
         self.training.meet()
         if self.training.rank == 0:
             self._run.gc(0)
         self.training.meet()
 
-    def parts(self) -> dict[str, float]:
+    def parts(self, step: int) -> dict[str, float]:
         # docstring inherited
-        pending = self._run.save_async(self.training.objects, max(self._run.steps()) + 1, lazy=True)
+        pending = self._run.save_async(self.training.objects, step, lazy=True)
         pending.wait()
         times = pending.times
         return {"serialise": times.metadata, "stage": times.copy, "write": times.write}

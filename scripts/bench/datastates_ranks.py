@@ -33,7 +33,7 @@ _STUCK = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: `steps` a turn, rounds until `least` and then until `seconds` are over.
+    """What is measured: `steps` a turn, rounds until `least` and then until its time is over.
 
     Every engine has a turn in every round, in an order drawn anew. A save follows the first of each
     `every` steps, so that the last save of a turn has the other steps to end in.
@@ -42,7 +42,7 @@ class Setup:
     name: str
     nbytes: int  # of a step over all ranks
     engines: Sequence[str]
-    seconds: float
+    share: float  # of the time
     steps: int = 8
     least: int = 2
     most: int = 7
@@ -77,13 +77,15 @@ class Found:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def measure(setup: Setup, folder: Path) -> dict[str, Any]:
-    """Run a setup in processes of its own, one a rank; what `Found` has, as JSON has it."""
+def measure(setup: Setup, folder: Path, seconds: float) -> dict[str, Any]:
+    """Run a setup for a time, each rank in a process of its own; `Found` as JSON has it."""
     folder.mkdir(parents=True)
     answer = folder / "found.json"
     spawn = multiprocessing.get_context("spawn")
     processes = [
-        spawn.Process(target=_rank, args=(number, setup, folder, answer))
+        spawn.Process(
+            target=_rank, args=(number, setup, folder, answer, time.monotonic() + seconds)
+        )
         for number in range(setup.ranks)
     ]
     for process in processes:
@@ -97,7 +99,7 @@ def measure(setup: Setup, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _rank(number: int, setup: Setup, folder: Path, answer: Path) -> None:
+def _rank(number: int, setup: Setup, folder: Path, answer: Path, deadline: float) -> None:
     here = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": setup.ranks}
     os.environ.update({name: str(value) for name, value in here.items()})
     os.environ["LOCAL_WORLD_SIZE"] = str(setup.ranks)
@@ -112,7 +114,7 @@ def _rank(number: int, setup: Setup, folder: Path, answer: Path) -> None:
     )
     # DeepSpeed tells of each checkpoint.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-        found = _Rank(number, setup, folder).run()
+        found = _Rank(number, setup, folder, deadline).run()
     if number == 0:
         answer.write_text(json.dumps(found, default=vars))
     distributed.barrier()
@@ -120,9 +122,9 @@ def _rank(number: int, setup: Setup, folder: Path, answer: Path) -> None:
 
 
 class _Rank:
-    def __init__(self, number: int, setup: Setup, folder: Path) -> None:
+    def __init__(self, number: int, setup: Setup, folder: Path, deadline: float) -> None:
         self._number, self._setup, self._folder = number, setup, folder
-        self._deadline = time.monotonic() + setup.seconds
+        self._deadline = deadline
         self._training = self._made_training()
         self._step = 0
         self._found = Found({**vars(setup), "engines": list(setup.engines)})
@@ -152,8 +154,9 @@ class _Rank:
         self._found.parts = {name: [] for name in apart if self._setup.parts}
         for _ in range(self._setup.parts):
             for name in dice.sample(apart, len(apart)):
+                self._step += 1
                 saving[name].training.step(lambda: None)
-                self._found.parts[name].append(saving[name].parts())
+                self._found.parts[name].append(saving[name].parts(self._step))
                 saving[name].tidy()
         for name, engine in saving.items():
             self._found.restored[name] = self._restores(engine)

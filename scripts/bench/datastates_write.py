@@ -4,7 +4,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
-from bench.datastates_engines import seconds, serialise, sync, sync_all
+from bench.datastates_engines import Training, seconds, serialise, sync, sync_all
 from tensor_dedup.store import Store
 from tensor_dedup.store.buffers import allocate
 from tensor_dedup.store.checkpoints import CheckpointStore
@@ -170,17 +170,17 @@ class _Disk(RealFiles):
                 block.writes.append((begin, end, view.nbytes))
 
 
-def timeline(state: Any, step: Callable[[], object], folder: Path) -> Mapping[str, Any]:
+def timeline(training: Training, folder: Path) -> dict[str, Any]:
     """When each of the largest tensors of a step in the background is copied and written.
 
     The second of two saves, so that the pool has its blocks; seconds since `save_async` was called.
     """
-    seen = _Seen()
+    seen, state = _Seen(), training.objects
     pool = _Pool(8 << 30, seen)
     store = Store.open(folder, files=_Disk(seen))
     with closing(CheckpointStore(store, "run", compress=None, pool_bytes=pool)) as run:
         run.save_async(state, 0, lazy=True).wait()
-        step()
+        training.step(lambda: None)
         seen.began, seen.blocks = time.perf_counter(), []
         pending = run.save_async(state, 1, lazy=True)
         called = seen.now()
@@ -201,6 +201,26 @@ def timeline(state: Any, step: Callable[[], object], folder: Path) -> Mapping[st
             }
             for each in largest
         ],
+    }
+
+
+def leisure(training: Training, folder: Path) -> dict[str, float]:
+    """What a step takes on the disk after `save`, and after `close`, which encodes what is left."""
+    run = CheckpointStore(folder, "run", keep_last=1)
+    with closing(run):
+        run.save(training.objects, 0)
+        run.gc(0)
+        training.step(lambda: None)
+        save = seconds(lambda: run.save(training.objects, 1))
+        stored = run.stats()["total_bytes"]
+        close = seconds(run.close)
+        left = run.stats()["total_bytes"]
+    sizes = {"stored": stored, "left": left}
+    return {
+        "nbytes": training.nbytes,
+        "save": save,
+        "close": close,
+        **{name: int(str(size)) / 1e6 for name, size in sizes.items()},
     }
 
 
