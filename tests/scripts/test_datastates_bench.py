@@ -37,7 +37,7 @@ def test_the_ideal_writes_all_of_it(tmp_path: Path) -> None:
     assert fresh.call(ideals, str(tmp_path)) == [True] * 3
 
 
-def trainings() -> tuple[list[int], list[bool]]:
+def trainings(folder: str) -> tuple[list[int], list[bool]]:
     """The bytes of steps by size, and whether every tensor of one changes with a step."""
     sys.path.append(str(SCRIPTS))
     from torch import distributed
@@ -45,8 +45,8 @@ def trainings() -> tuple[list[int], list[bool]]:
     from bench.datastates_engines import Training, tensors
 
     # Each rank's part alone: its collectives have nobody to meet.
-    store = distributed.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = f"file://{folder}/group"
+    distributed.init_process_group("gloo", init_method=group, rank=0, world_size=1)
     small = 45_000_000
     sizes = [sum(Training(small, rank, n).nbytes for rank in range(n)) for n in (1, 2, 4)]
     training = Training(small, 0, 4)
@@ -56,8 +56,8 @@ def trainings() -> tuple[list[int], list[bool]]:
     return sizes, [bool((after[name] != each).any()) for name, each in before.items()]
 
 
-def test_a_step_has_its_bytes_over_all_ranks_and_all_of_it_changes() -> None:
-    sizes, changed = fresh.call(trainings)
+def test_a_step_has_its_bytes_over_all_ranks_and_all_of_it_changes(tmp_path: Path) -> None:
+    sizes, changed = fresh.call(trainings, str(tmp_path))
     assert [abs(size / 45e6 - 1) < 0.01 for size in sizes] == [True] * 3
     assert len(changed) > 20
     assert all(changed)
