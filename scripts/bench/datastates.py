@@ -105,9 +105,9 @@ def setups(*, quick: bool) -> list[Setup]:
     """What is measured with ranks."""
     if quick:
         return [
-            Setup("by size: 2 MB", TINY, ALL, 0, steps=2, least=1, most=1, parts=1),
-            Setup("every 2", TINY, SWEPT, 0, steps=2, least=1, most=1, every=2),
-            Setup("2 ranks", TINY, SWEPT, 0, steps=2, least=1, most=1, ranks=2),
+            Setup("by size: 2 MB", TINY, ALL, 0, steps=2, most=1, parts=1),
+            Setup("every 2", TINY, SWEPT, 0, steps=2, most=1, every=2),
+            Setup("2 ranks", TINY, SWEPT, 0, steps=2, most=1, ranks=2),
         ]
     return [
         Setup("by size: 45 MB", SMALL, ALL, 12),
@@ -117,7 +117,7 @@ def setups(*, quick: bool) -> list[Setup]:
         Setup("frozen", SMALL, FROZEN, 4, frozen=True),
         Setup("2 ranks", SMALL, SWEPT, 6, ranks=2),
         Setup("2 ranks, 420 MB", MIDDLE, FEW, 8, ranks=2),
-        Setup("4 ranks", SMALL, FOUR, 2, ranks=4, steps=2, least=1, most=1),
+        Setup("4 ranks", SMALL, FOUR, 2, ranks=4, steps=2, most=1),
     ]
 
 

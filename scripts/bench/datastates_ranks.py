@@ -44,7 +44,7 @@ class Setup:
     engines: Sequence[str]
     share: float  # of the time
     steps: int = 8
-    least: int = 2
+    least: int = 1
     most: int = 7
     ranks: int = 1
     every: int = 1
@@ -90,8 +90,12 @@ def measure(setup: Setup, folder: Path, seconds: float) -> dict[str, Any]:
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
+    try:
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
     codes = [process.exitcode for process in processes]
     if any(codes):
         raise SystemExit(f"{setup.name}: the ranks ended with {codes}; their errors are above")
@@ -152,7 +156,9 @@ class _Rank:
         # `save` of ours has the parts of its save_async, one after the other.
         apart = [name for name in saving if name not in (SAVE, SAVE_RAW)]
         self._found.parts = {name: [] for name in apart if self._setup.parts}
-        for _ in range(self._setup.parts):
+        for number in range(self._setup.parts):
+            if number and self._late():
+                break
             for name in dice.sample(apart, len(apart)):
                 self._step += 1
                 saving[name].training.step(lambda: None)
