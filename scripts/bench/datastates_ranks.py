@@ -144,7 +144,7 @@ class _Rank:
         self._found.rank_bytes = each
         using = dict(self._made_engines())
         for engine in using.values():  # first steps cost more
-            self._turn(engine, 2, 1)
+            self._turn(engine, 1, 1)
         self._found.turns = {name: [] for name in using}  # in this order, not in that of turns
         dice, rounds = random.Random(self._setup.every), 0
         while rounds < self._setup.least or (rounds < self._setup.most and not self._late()):
@@ -204,9 +204,9 @@ class _Rank:
         wall = time.perf_counter() - began
         flush = engines.sync_all(engine.folder) if self._number == 0 else 0.0
         tidy = engines.seconds(engine.tidy)
-        slowest = torch.tensor([calls, wait, calls + wait], dtype=torch.float64)
+        slowest = torch.tensor([calls, wait], dtype=torch.float64)
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-        calls, wait, _ = slowest.tolist()
+        calls, wait = slowest.tolist()
         return Turn(steps, saves, wall, calls, wait, flush, tidy)
 
     def _restores(self, engine: Engine) -> bool:
