@@ -66,7 +66,7 @@ ALL: Final = (
 )
 MAIN: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, SAVE, SAVE_RAW, LAZY)
 SWEPT: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, LAZY)
-LARGE: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, LAZY)
+LARGE: Final = (NOTHING, SYNCED, DCP, SNAPSHOT, LAZY)
 FROZEN: Final = (NOTHING, SYNCED, DCP, SAVE, LAZY)
 FEW: Final = (NOTHING, SYNCED, DCP, LAZY)
 FOUR: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, SAVE, LAZY)
@@ -80,7 +80,8 @@ _NOTES: Final = """\
 - The training: blocks of two linear layers and a norm, float32, Adam; the bytes are those of
   weights and both moments over all ranks. Each rank has its own blocks, as under pipeline
   parallelism, and every step has a collective (gloo). A batch is 16 tokens, so that a step is
-  short: the regime in which saving has least to hide behind.
+  short: the regime in which saving has least to hide behind. A rank computes with one thread; with
+  one rank on two cores, saving in the background has the other one.
 - *Blocked* is the time in calls that save and before updates, with the wait for the last save of a
   turn, a save; *throughput* is the bytes of a step by it. *Longer* is how much longer the turn took
   than the turn of the same round without saves, a save: it has what the background takes from the

@@ -108,7 +108,9 @@ def _rank(number: int, setup: Setup, folder: Path, answer: Path, deadline: float
     os.environ.update({name: str(value) for name, value in here.items()})
     os.environ["LOCAL_WORLD_SIZE"] = str(setup.ranks)
     engines.quiet()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // setup.ranks))
+    # Threads of OpenMP spin for each other where other programs have the cores (thirty times longer
+    # steps were seen). A training on a GPU leaves its host's cores to saving, as this does one.
+    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'group'}",
