@@ -344,6 +344,8 @@ def main(minutes: float, quick: bool, work: Path | None, out: Path | None, write
             given = replace(setup, engines=using)
             raw["setups"].append(measure(given, folder / str(number), seconds(setup.share)))
             shutil.rmtree(folder / str(number))
+            if out is not None:  # what there is, should it be stopped
+                out.write_text(json.dumps(raw, indent=1) + "\n")
         click.echo("writes ...", err=True)
         sizes = [-(-size // _PAGE) * _PAGE for size in (_SIZES[:3] if quick else _SIZES)]
         until = time.monotonic() + (0 if quick else 0.8 * seconds(_WRITES_SHARE))
