@@ -171,7 +171,7 @@ class _Disk(RealFiles):
 
 
 def timeline(training: Training, folder: Path) -> dict[str, Any]:
-    """When each of the largest tensors of a step in the background is copied and written.
+    """When five of the largest tensors of a step in the background are copied and written.
 
     The second of two saves, so that the pool has its blocks; seconds since `save_async` was called.
     """
@@ -186,7 +186,9 @@ def timeline(training: Training, folder: Path) -> dict[str, Any]:
         called = seen.now()
         pending.wait()
         durable = seen.now()
-    largest = sorted(seen.blocks, key=lambda each: -each.nbytes)[:5]
+    least = sorted(each.nbytes for each in seen.blocks)[-5:][0]
+    largest = [each for each in seen.blocks if each.nbytes >= least]  # many may be equal
+    spread = [largest[at] for at in np.linspace(0, len(largest) - 1, 5).astype(int)]
     return {
         "returned": called,
         "captured": pending.times.metadata + pending.times.copy,
@@ -199,7 +201,7 @@ def timeline(training: Training, folder: Path) -> dict[str, Any]:
                 "written_to": max((w[1] for w in each.writes), default=None),
                 "written_bytes": sum(w[2] for w in each.writes),
             }
-            for each in largest
+            for each in spread
         ],
     }
 
