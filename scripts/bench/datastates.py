@@ -240,7 +240,7 @@ def _timeline(found: dict[str, Any], size: int) -> Iterator[str]:
         return "not seen" if value is None else f"{1e3 * value:.0f}"
 
     yield (
-        f"**Five of the largest copies of a step of {size / 1e6:,.0f} MB**, ms since `save_async` was "
+        f"**Five of the largest copies of {size / 1e6:,.0f} MB**, ms since `save_async` was "
         f"called (compress=None): it returned at {ms(found['returned'])}, all was captured at "
         f"{ms(found['captured'])}, durable at {ms(found['durable'])}."
     )
