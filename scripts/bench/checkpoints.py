@@ -41,8 +41,8 @@ _NOTES: Final = """\
 - *TensorCAS's method*: chunks of 1 MiB, BLAKE3, zstd, manifests in JSON, a registry in SQLite, as
   the article gives it. Trees that were saved once are not looked at again there, which its cache
   does for all arrays, and which is right for trees only. It does not sync what it writes; nor do
-  `torch.save`, safetensors, pickle, DCP and DVC. Ours is on the disk when `save` returns, and
-  looks at every byte of every tensor in every save.
+  `torch.save`, safetensors, pickle and DVC. DCP syncs its files. Ours is on the disk when `save`
+  returns, and looks at every byte of every tensor in every save.
 - Bytes are *apparent / allocated*, in MB (10^6), all files of a store and what folders take. Of
   plain files and DVC they are the sum of all the files that were written. *The article* has MB for
   `torch.save`, DVC, TensorCAS on weights and data of its own; its times are from another machine.

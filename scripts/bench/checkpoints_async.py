@@ -61,7 +61,7 @@ _NOTES = """\
   returns when that is done. `save` returns when the step is durable; `torch.save` returns when it
   is in the page cache. DCP runs in one process without a process group, with one stager for all its
   saves, which took about half of what one for each takes; it waits for its save before, and writes
-  over the checkpoint before the last; what it leaves is not synced.
+  over the checkpoint before the last, and syncs its files, not their folder.
 - torchsnapshot takes part where it is installed (0.1.0 runs with PyTorch 2.13); it writes over the
   snapshot before the last, as DCP does here.
 - Ours keeps two steps (`keep_last=2`), compresses (`auto`) unless it says otherwise, and compares
