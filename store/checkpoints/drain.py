@@ -555,7 +555,9 @@ class Drain:
             if not pinned or self._there_objects.ref(step_name(self._run, step)) != manifest:
                 raise _OutdatedError
 
-        if step in kept_steps(self._objects, self._run):
+        there = self._manifest(self.second, step_name(self._run, step))
+        # A pin of an earlier state than the second tier's is a pin of nothing that counts.
+        if step in kept_steps(self._objects, self._run) and there == manifest:
             check_pin(self._there_objects, self._run, step)
             self._there_objects.set_ref(name, manifest, replace=True, check_name=check)
             self._seen.kept.add(step)
