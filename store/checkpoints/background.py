@@ -36,7 +36,7 @@ from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import step_name
-from tensor_dedup.store.checkpoints.state import Chunk
+from tensor_dedup.store.checkpoints.state import StateChunk
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class ExtractedStep:
     """A step as an adapter takes it apart. Its chunks may share the model's memory."""
 
     notes: Notes
-    chunks: Iterable[Chunk]
+    chunks: Iterable[StateChunk]
     files: Mapping[str, bytes]
 
 

@@ -41,8 +41,8 @@ from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.run_cache import StoredPiece
 from tensor_dedup.store.checkpoints.state import (
-    Chunk,
     NamedValue,
+    StateChunk,
     in_groups,
     is_tensor,
     tensor_fault,
@@ -280,12 +280,12 @@ class StepCapture:
         StateError: from the constructor, if a part of the model cannot be stored.
     """
 
-    def __init__(self, chunks: Iterable[Chunk], context: CaptureContext) -> None:
+    def __init__(self, chunks: Iterable[StateChunk], context: CaptureContext) -> None:
         self._context = context
         # In the order of the chunks: `place` is an index in these.
         self._pieces: list[NamedValue] = []
         self._groups: list[str] = []
-        self._unmade: list[tuple[int, Chunk]] = []
+        self._unmade: list[tuple[int, StateChunk]] = []
         self._large: dict[tuple[int, int], _Large] = {}
         self._hashes: dict[str, bytes] = {}
         self._same: dict[str, StoredPiece] = {}
@@ -311,20 +311,24 @@ class StepCapture:
         if not large:
             self._all_tried.set()
 
-    def _take(self, chunks: Iterable[Chunk]) -> None:
+    def _take(self, chunks: Iterable[StateChunk]) -> None:
         """Take the chunks in order, each before the next is made.
 
         Small tensors on devices are copied first, and the device waits for them at once, since
         forward passes change them; so it does for large ones when a write to them would not be
         noticed. The other ones of devices follow, as far as there is room.
         """
-        small: list[tuple[int, Chunk]] = []
-        later: list[tuple[int, Chunk]] = []
+        small: list[tuple[int, StateChunk]] = []
+        later: list[tuple[int, StateChunk]] = []
         nbytes = 0
         for place, chunk in enumerate(chunks):
             self._groups.append(chunk.group)
+            held = chunk.source
+            if type(held) is NamedValue and type(held.data) is bytes:  # an ensemble has thousands
+                self._pieces.append(chunk.piece())
+                continue
             self._pieces.append(_NOT_YET)
-            if chunk.residence == "unmade" and chunk.frozen:
+            if chunk.make is not None and chunk.frozen:
                 self._unmade.append((place, chunk))
             elif (size := self._size_on_device(chunk)) is None:
                 self._pieces[place] = self._on_host(place, chunk)
@@ -344,7 +348,7 @@ class StepCapture:
         for place, chunk in later:
             self._stage(place, chunk)
 
-    def _on_host(self, place: int, chunk: Chunk) -> NamedValue:
+    def _on_host(self, place: int, chunk: StateChunk) -> NamedValue:
         """Return a piece whose bytes are on the host, a small one as a copy; note a large one."""
         piece = chunk.piece()
         view = memoryview(piece.data)
@@ -365,11 +369,11 @@ class StepCapture:
         device = next((each for each in self._context.devices if each.takes(value)), None)
         return None if device is None or tensor_fault(value) or not value.numel() else device
 
-    def _size_on_device(self, chunk: Chunk) -> int | None:
+    def _size_on_device(self, chunk: StateChunk) -> int | None:
         """Return the size of a tensor on a device in bytes; None for what is on the host."""
         return None if self._device(chunk.source) is None else chunk.nbytes
 
-    def _pack(self, chunks: list[tuple[int, Chunk]]) -> None:
+    def _pack(self, chunks: list[tuple[int, StateChunk]]) -> None:
         """Start copying small tensors of devices into one block, as far as there is room."""
         sizes = [-(-(chunk.nbytes or 0) // _ALIGNED) * _ALIGNED for _, chunk in chunks]
         block = self._context.pool.take(sum(sizes), page_locked=True) if chunks else None
@@ -383,7 +387,7 @@ class StepCapture:
             self._start(place, chunk, block[:size])
             block = block[size:]
 
-    def _stage(self, place: int, chunk: Chunk) -> None:
+    def _stage(self, place: int, chunk: StateChunk) -> None:
         """Start copying a large tensor from its device, if there is room."""
         nbytes = chunk.nbytes or 0
         block = self._context.pool.take(nbytes, page_locked=True)
@@ -394,12 +398,12 @@ class StepCapture:
         self._written.append((chunk.name, _writes_of(chunk.source)))
         self._start(place, chunk, block)
 
-    def _start(self, place: int, chunk: Chunk, block: memoryview) -> None:
+    def _start(self, place: int, chunk: StateChunk, block: memoryview) -> None:
         tensor = chunk.source
         if (device := self._device(tensor)) is not None and tensor.device not in self._streams:
             self._streams[tensor.device] = device.begin(tensor)
         host = self._streams[tensor.device].copy(tensor.detach(), block)
-        self._pieces[place] = Chunk(host, chunk.name).piece()
+        self._pieces[place] = StateChunk(host, chunk.name).piece()
 
     def lacks_room(self) -> bool:
         """Wait for all copies; return whether there was no room for some.

@@ -3,7 +3,7 @@
     for piece in pieces({"weight": tensor, "scale": array}):
         write(piece.name, piece.dtype, piece.shape, piece.data)
 
-A Chunk is what a piece is made from when its turn comes, with hints for the save that takes it.
+A StateChunk is what a piece is made from when its turn comes, with hints for the save.
 
 Neither numpy nor torch is imported before an array or a tensor of theirs is met.
 """
@@ -72,11 +72,12 @@ class NamedValue(msgspec.Struct, frozen=True, gc=False):
 
 
 _T = TypeVar("_T")
+_BYTES: Final = (bytes, bytearray, memoryview)
 # The group whose pieces follow all others.
 LAST_GROUP: Final = "#"
 
 
-class Chunk(msgspec.Struct, frozen=True, eq=False):
+class StateChunk(msgspec.Struct, frozen=True, eq=False):
     """What one piece of a step is made from, as a provider hands it to a save, with hints.
 
     `source` is a tensor, an array, a NamedValue or bytes. Instead of it, `make` may be given: a
@@ -128,12 +129,15 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
         Raises:
             UnsupportedArrayError: it cannot be stored, as `pieces` says.
         """
+        held = self.source  # of an ensemble there are thousands, which are pieces already
+        if type(held) is NamedValue and held.name == self.name:
+            return held
         return _piece(self.name, self.value())
 
     def value(self) -> "Value":
         """Return the source, bytes as a piece."""
         held: Any = self.source if self.make is None else self.make()
-        if isinstance(held, bytes | bytearray | memoryview):
+        if isinstance(held, _BYTES):
             view = memoryview(held).cast("B")
             return NamedValue(self.name, "U8", (view.nbytes,), view)
         found: Value = held

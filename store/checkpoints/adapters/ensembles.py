@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider
 from tensor_dedup.store.checkpoints.adapters.rebuild import StructureAdapter, mismatched
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedValueError
-from tensor_dedup.store.checkpoints.state import Chunk
+from tensor_dedup.store.checkpoints.state import StateChunk
 
 _LOG = logging.getLogger("tensor_dedup")
 _Columns = TypeVar("_Columns", bound=tuple[list[Any], ...])
@@ -122,7 +122,7 @@ class GrowingAdapter(StructureAdapter):
         self._memory = AppendOnlyMemory() if append_only else None
         self._lock = threading.Lock()
 
-    def chunks(self, model: Any) -> Iterator[Chunk]:
+    def chunks(self, model: Any) -> Iterator[StateChunk]:
         # docstring inherited
         if self._memory is None:
             return super().chunks(model)

@@ -32,8 +32,8 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.state import (
     LAST_GROUP,
-    Chunk,
     NamedValue,
+    StateChunk,
     dtype_names,
     is_array,
     is_tensor,
@@ -200,7 +200,7 @@ def series_names(name: str, count: int) -> list[str]:
     return known[:count]
 
 
-def take_apart(model: object) -> Iterator[Chunk]:
+def take_apart(model: object) -> Iterator[StateChunk]:
     """Yield the chunks of a model as they are met: those of each part, and of what it holds.
 
     What has an order or a size only at the end comes last: `#structure`, serialised when somebody
@@ -223,10 +223,10 @@ def take_apart(model: object) -> Iterator[Chunk]:
         raise CyclicStateError.at("", "nested too deeply for this stack") from error
     structure = Structure(FORMAT, nodes[0])
     # The nodes belong to nobody else, whereas plain values may be shared with the model.
-    yield Chunk(
+    yield StateChunk(
         None, STRUCTURE, LAST_GROUP, frozen=True, make=lambda: msgspec.msgpack.encode(structure)
     )
-    yield Chunk(msgspec.msgpack.encode(walk.values), VALUES, LAST_GROUP)
+    yield StateChunk(msgspec.msgpack.encode(walk.values), VALUES, LAST_GROUP)
 
 
 class _Walk:
@@ -237,8 +237,8 @@ class _Walk:
         self.tensors: dict[str, Value] = {}
         self.series: list[frozenset[str]] = []
         self.values: list[plain.Wire] = []
-        self._ready: list[Chunk] = []
-        self._hints = Chunk()
+        self._ready: list[StateChunk] = []
+        self._hints = StateChunk()
         # What is compared by identity is kept: what replaced it in memory would have its identity.
         self._numbers: dict[int, tuple[int, object]] = {}
         self._open: set[int] = set()
@@ -246,7 +246,7 @@ class _Walk:
         self._kept: list[object] = []
         self._inline = False
 
-    def taken(self) -> list[Chunk]:
+    def taken(self) -> list[StateChunk]:
         """Return the chunks that were met since the last call."""
         ready, self._ready = self._ready, []
         return ready
@@ -264,12 +264,13 @@ class _Walk:
             elif is_array(value) and value.dtype != object and not _is_masked(value):
                 leaf = self._array(value, place)
             else:
-                return (yield from self._other(value, place, depth))
+                leaf = yield from self._other(value, place, depth)
         except StateError as error:
             if error.facts.get("place"):
                 raise
             raise placed(error, place) from error
-        yield
+        if self._ready:
+            yield
         return leaf
 
     def _other(self, value: Any, place: ValuePath, depth: int) -> "_Walking":
@@ -277,7 +278,7 @@ class _Walk:
             return PieceLeaf(self._add(place, value))
         if isinstance(value, PieceSeries):
             return self._series(value, place)
-        if isinstance(value, Chunk):
+        if isinstance(value, StateChunk):
             return (yield from self._hinted(value, place, depth))
         if is_array(value) and value.dtype == object and not _is_masked(value):
             return (yield from self._object_array(value, place, depth))
@@ -288,10 +289,12 @@ class _Walk:
         self.values.append(plain.scalar(value, str(place)))
         return None
 
-    def _hinted(self, chunk: Chunk, place: ValuePath, depth: int) -> "_Walking":
+    def _hinted(self, chunk: StateChunk, place: ValuePath, depth: int) -> "_Walking":
         """Walk through a part with hints, which hold for everything in it unless that has some."""
         outer = self._hints
-        self._hints = Chunk(group=chunk.group or outer.group, frozen=chunk.frozen or outer.frozen)
+        self._hints = StateChunk(
+            group=chunk.group or outer.group, frozen=chunk.frozen or outer.frozen
+        )
         if chunk.make is not None:
             node: Node = PieceLeaf(self._add(place, None, chunk.make))
         elif isinstance(chunk.source, bytes | bytearray | memoryview):
@@ -305,17 +308,19 @@ class _Walk:
         tag, head = plain.CONTAINERS[type(value)], plain.header(value)
         inline, self._inline = self._inline, self._inline or _is_optimizer_state(value)
         first = len(self.values)
+        items: list[Node] = []
         if tag in plain.MAPPINGS:
             keys = _keys(value, place, depth + 1)
-            items = []
             for key, held in value.items():
-                items.append((yield from self._item(key, held, place, depth)))
+                if self._inline and key == "params" and _are_numbers(held):
+                    items.append(Fixed(plain.encode(held, "", depth + 1)))
+                else:
+                    items.append((yield from self.node(held, place.key(key), depth + 1)))
         else:
             keys = []
             if tag in (plain.SET, plain.FROZENSET):
                 self.values.append(plain.encode(value, str(place), depth))
                 return None
-            items = []
             for number, held in enumerate(value):
                 items.append((yield from self.node(held, place.item(number), depth + 1)))
         self._inline = inline
@@ -324,11 +329,6 @@ class _Walk:
         # All plain: then it is one plain value.
         self.values[first:] = [plain.wrap(value, keys, self.values[first:])]
         return None
-
-    def _item(self, key: object, held: object, place: ValuePath, depth: int) -> "_Walking":
-        if self._inline and key == "params" and _are_numbers(held):
-            return Fixed(plain.encode(held, "", depth + 1))
-        return (yield from self.node(held, place.key(key), depth + 1))
 
     def _object(
         self, value: object, provider: StateProvider, place: ValuePath, depth: int
@@ -390,7 +390,7 @@ class _Walk:
 
     def _object_array(self, array: Any, place: ValuePath, depth: int) -> "_Walking":
         self.values.append(list(array.shape))
-        children = []
+        children: list[Node] = []
         for number, held in enumerate(array.reshape(-1).tolist()):
             children.append((yield from self.node(held, place.item(number), depth + 1)))
         return ObjectArray(children)
@@ -419,7 +419,7 @@ class _Walk:
         sizes = list(map(len, series.items))
         shapes = {size: (size,) for size in set(sizes)}  # many are alike: not an object for each
         made = map(NamedValue, names, repeat("U8"), map(shapes.__getitem__, sizes), series.items)
-        self._ready += map(Chunk, made, names, repeat(base), repeat(self._hints.frozen))
+        self._ready += map(StateChunk, made, names, repeat(base), repeat(self._hints.frozen))
         self.series.append(frozenset(names))
         self.values.append(len(series.items))
         return SeriesLeaf(base)
@@ -427,7 +427,7 @@ class _Walk:
     def _add(self, place: ValuePath, held: Any, make: Any = None) -> str:
         name = self._free(place.name or _ALONE)
         self.tensors[name] = held
-        self._ready.append(Chunk(held, name, self._hints.group, self._hints.frozen, make))
+        self._ready.append(StateChunk(held, name, self._hints.group, self._hints.frozen, make))
         return name
 
     def _taken(self, name: str) -> bool:

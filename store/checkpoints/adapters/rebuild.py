@@ -31,8 +31,8 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownProviderError,
 )
 from tensor_dedup.store.checkpoints.state import (
-    Chunk,
     NamedValue,
+    StateChunk,
     dtype_names,
     in_groups,
     is_array,
@@ -94,7 +94,7 @@ class _Rebuild:
 
     def node(self, node: nested.Node, place: ValuePath, original: object) -> Any:
         """Make what stands at one place."""
-        if isinstance(original, Chunk):
+        if isinstance(original, StateChunk):
             original = original.source
         match node:
             case None:
@@ -508,7 +508,7 @@ class StructureAdapter:
         ordered = in_groups(chunks, [chunk.group for chunk in chunks])
         return {chunk.name: chunk.value() for chunk in ordered}
 
-    def chunks(self, model: Any) -> Iterator[Chunk]:
+    def chunks(self, model: Any) -> Iterator[StateChunk]:
         """Yield the same values, as they are met, each with the hints of its provider.
 
         Raises:

@@ -21,7 +21,7 @@ from tensor_dedup.store.checkpoints.capture import (
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.checkpoints.errors import UnsupportedArrayError
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.state import Chunk
+from tensor_dedup.store.checkpoints.state import StateChunk
 from tensor_dedup.store.errors import ChangedModelError
 from trainings import Training
 
@@ -92,8 +92,8 @@ def test_hooks_are_taken_off(tmp_path: Path) -> None:
     assert not run._saves._hooked  # an optimizer that is gone makes nothing wait
 
 
-def chunks(values: dict[str, torch.Tensor]) -> list[Chunk]:
-    return [Chunk(tensor, name) for name, tensor in values.items()]
+def chunks(values: dict[str, torch.Tensor]) -> list[StateChunk]:
+    return [StateChunk(tensor, name) for name, tensor in values.items()]
 
 
 def capture_of(values: dict[str, torch.Tensor], pool: int = 1 << 20, **more: Any) -> StepCapture:
