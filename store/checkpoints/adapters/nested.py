@@ -52,6 +52,8 @@ _RESERVED: Final = "#"
 _ALONE: Final = "tensor"
 _OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups"})
 _KEPT_NAMES: Final = 64
+# So many chunks are handed out together: to come back to where each was met takes a microsecond.
+_MANY: Final = 64
 _names: Final[dict[str, list[str]]] = {}
 
 
@@ -269,7 +271,7 @@ class _Walk:
             if error.facts.get("place"):
                 raise
             raise placed(error, place) from error
-        if self._ready:
+        if len(self._ready) >= _MANY:
             yield
         return leaf
 
@@ -337,6 +339,8 @@ class _Walk:
             if id(value) in self._open:
                 raise CyclicStateError.at(str(place), "an object that is part of its own state")
             return RefNode(known[0])
+        if self._ready:  # is taken before anything is serialised
+            yield
         number = len(self._numbers)
         self._numbers[id(value)] = number, value
         self._open.add(id(value))
@@ -361,6 +365,8 @@ class _Walk:
                 items.append(Fixed(plain.encode(held, str(at), depth)))
             else:
                 items.append((yield from self.node(held, at, depth + 1)))
+            if type(state) is not dict and self._ready:  # before the next part is made
+                yield
         wires = _keys(keys, place, depth)
         if type(state) is not dict and len(set(map(msgspec.msgpack.encode, wires))) != len(keys):
             raise UnsupportedValueError.at(str(place), "a state with two parts of one key")
