@@ -77,9 +77,9 @@ class StateProvider:
 
     `name` is written to the checkpoint. `state` returns plain values, arrays, tensors, other
     objects that have a provider, StateChunks, and containers of them; or an iterator of the keys
-    and values of a dict, each of which is taken before the next is asked for (what was yielded stays
-    as it is). A StateChunk with a source is restored as that source is, and one of bytes or
-    with `make` as a NamedValue. `restore` takes such a state and the
+    and values of a dict, each of which is taken before the next is asked for (what was yielded
+    stays as it is). A StateChunk is restored as its source is, one of bytes or with `make` as a
+    NamedValue. `restore` takes such a state and the
     object to restore it into (None to make a new one), and returns that object. `parts`, if given,
     returns the equivalent of `state` for the object to restore into, so that its tensors and arrays
     are filled in place.
