@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -36,11 +36,10 @@ from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import step_name
+from tensor_dedup.store.checkpoints.state import StateChunk
 
 if TYPE_CHECKING:
     import torch
-
-    from tensor_dedup.store.checkpoints.state import Value
 
 _LOG = logging.getLogger("tensor_dedup")
 # From this size on, one more thread is worth its start; each copies faster than any disk writes.
@@ -50,10 +49,10 @@ _HELPERS = 4
 
 @dataclass(frozen=True, slots=True)
 class ExtractedStep:
-    """A step as an adapter took it apart. Its values may share the model's memory."""
+    """A step as an adapter takes it apart. Its chunks may share the model's memory."""
 
     notes: Notes
-    values: "Mapping[str, Value]"
+    chunks: Iterable[StateChunk]
     files: Mapping[str, bytes]
 
 
@@ -262,7 +261,7 @@ class Saves:
             began = time.perf_counter()
             extracted = extract()
             context = CaptureContext(self._pool, self._devices, self._changing, self._saver.large())
-            capture = StepCapture(extracted.values, context)
+            capture = StepCapture(extracted.chunks, context)
             pending = PendingSave(extracted, capture, self._commit, self._last(), self._saver.root)
             pending.times.metadata = time.perf_counter() - began
             eager = not (bool(self._hooked) if lazy is None else lazy)

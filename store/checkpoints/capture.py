@@ -1,10 +1,14 @@
 """Capturing a step: what may change before it is saved is copied, unless the store already has it.
 
-    capture = StepCapture(values, context)  in the training thread: small pieces are copied here
+    capture = StepCapture(chunks, context)  in the training thread: small pieces are copied here
     capture.guard()                         and large ones whose writes nobody counts
     capture.work()                          large ones, one by one, in any number of threads
     capture.hold()                          returns when the model may change
     capture.snapshot(...)                   in the background
+
+Chunks are taken in their provider's order, each before the next is made: what is small on the host
+is copied, what is small on a device is packed with others into one block, and its copy started.
+Frozen ones are left where they lie, and made in the background.
 
 A large tensor on the host is handled in one of two ways. If it had not changed at the previous
 save, it is hashed in place, which reads it once, and is not copied if the store has these bytes.
@@ -25,7 +29,7 @@ import os
 import threading
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -38,21 +42,24 @@ from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.run_cache import StoredPiece
 from tensor_dedup.store.checkpoints.state import (
     NamedValue,
-    is_array,
+    StateChunk,
+    in_groups,
     is_tensor,
-    pieces,
     tensor_fault,
 )
 from tensor_dedup.store.writing.containers import PACK_BELOW, changed_in_memory
 from tensor_dedup.store.writing.hashing import change_hash
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
     from tensor_dedup.store.errors import ChangedModelError
 
 
 # More than this share of a block is not left unused.
 _SLACK: Final = 8
+# Small tensors of a device are packed into blocks of this size, each where any dtype may begin.
+_PACKED: Final = 1 << 20
+_ALIGNED: Final = 64
+_NOT_YET: Final = NamedValue("", "U8", (0,), b"")
 
 
 def default_bytes() -> int:
@@ -257,12 +264,13 @@ class _Large:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy in the pool, and its indices in the snapshot."""
+    """A copy in the pool of one large piece or of small ones, and its indices in the snapshot."""
 
     block: memoryview
     nbytes: int
     page_locked: bool
     places: list[int]
+    small: bool = False
 
 
 class StepCapture:
@@ -272,8 +280,13 @@ class StepCapture:
         StateError: from the constructor, if a part of the model cannot be stored.
     """
 
-    def __init__(self, values: "Mapping[str, Value]", context: CaptureContext) -> None:
+    def __init__(self, chunks: Iterable[StateChunk], context: CaptureContext) -> None:
         self._context = context
+        # In the order of the chunks: `place` is an index in these.
+        self._pieces: list[NamedValue] = []
+        self._groups: list[str] = []
+        self._unmade: list[tuple[int, StateChunk]] = []
+        self._large: dict[tuple[int, int], _Large] = {}
         self._hashes: dict[str, bytes] = {}
         self._same: dict[str, StoredPiece] = {}
         self._copied: list[_Copy] = []
@@ -284,11 +297,11 @@ class StepCapture:
         self._without_room: list[_Large] = []
         self._error: ChangedModelError | None = None
         try:
-            self._pieces = self._pieces_of(values)
+            self._take(chunks)
         except BaseException:
             self.release()
             raise
-        large = self._copy_small(values)
+        large = list(self._large.values())
         self.large_bytes = sum(each.view.nbytes for each in large)
         # What must not wait comes first; then the largest, so that threads end together.
         order = sorted(large, key=lambda each: (each.counted, -each.view.nbytes))
@@ -298,34 +311,56 @@ class StepCapture:
         if not large:
             self._all_tried.set()
 
-    def _pieces_of(self, values: "Mapping[str, Value]") -> list[NamedValue]:
-        staged = self._staged(values)
-        rest = iter(pieces({name: held for name, held in values.items() if name not in staged}))
-        found: list[NamedValue] = []
-        for place, (name, value) in enumerate(values.items()):
-            if name not in staged:
-                found.append(next(rest))
-                continue
-            host, copy = staged[name]
-            copy.places.append(place)
-            if copy.nbytes >= PACK_BELOW:
-                self._written.append((name, _writes_of(value)))
-            found += pieces({name: host})
-        return found
+    def _take(self, chunks: Iterable[StateChunk]) -> None:
+        """Take the chunks in order, each before the next is made.
 
-    def _staged(self, values: "Mapping[str, Value]") -> dict[str, tuple[Any, _Copy]]:
-        """Start copying what is on devices, as far as there is room.
-
-        Small tensors come first, and the device waits for them at once, since forward passes change
-        them; so it does for large ones when a write to them would not be noticed.
+        Small tensors on devices are copied first, and the device waits for them at once, since
+        forward passes change them; so it does for large ones when a write to them would not be
+        noticed. The other ones of devices follow, as far as there is room.
         """
-        found = [(name, value) for name, value in values.items() if self._device(value)]
-        first = {name for name, value in found if _must_not_wait(value)}
-        begun = [(name, self._stage(value)) for name, value in found if name in first]
+        small: list[tuple[int, StateChunk]] = []
+        later: list[tuple[int, StateChunk]] = []
+        nbytes = 0
+        for place, chunk in enumerate(chunks):
+            self._groups.append(chunk.group)
+            held = chunk.source
+            if type(held) is NamedValue and type(held.data) is bytes:  # an ensemble has thousands
+                self._pieces.append(chunk.piece())
+                continue
+            self._pieces.append(_NOT_YET)
+            if chunk.make is not None and chunk.frozen:
+                self._unmade.append((place, chunk))
+            elif (size := self._size_on_device(chunk)) is None:
+                self._pieces[place] = self._on_host(place, chunk)
+            elif size < PACK_BELOW:
+                small.append((place, chunk))
+                nbytes += -(-size // _ALIGNED) * _ALIGNED
+                if nbytes >= _PACKED:
+                    self._pack(small)
+                    small, nbytes = [], 0
+            elif _writes_of(chunk.source) is _never:
+                self._stage(place, chunk)
+            else:
+                later.append((place, chunk))
+        self._pack(small)
         for copies in self._streams.values():
             copies.hold()
-        begun += [(name, self._stage(value)) for name, value in found if name not in first]
-        return {name: copied for name, copied in begun if copied is not None}
+        for place, chunk in later:
+            self._stage(place, chunk)
+
+    def _on_host(self, place: int, chunk: StateChunk) -> NamedValue:
+        """Return a piece whose bytes are on the host, a small one as a copy; note a large one."""
+        piece = chunk.piece()
+        view = memoryview(piece.data)
+        if chunk.frozen or type(view.obj) is bytes:
+            return piece
+        if view.nbytes < PACK_BELOW:
+            return NamedValue(piece.name, piece.dtype, piece.shape, bytes(view))
+        if chunk.residence != "device" and chunk.contiguous:  # otherwise it is a copy by now
+            view = view.cast("B")
+            new = _Large(piece.name, view, _writes_of(chunk.source), [])
+            self._large.setdefault((address(view), view.nbytes), new).places.append(place)
+        return piece
 
     def _device(self, value: Any) -> SnapshotDevice | None:
         """Return the device of a tensor that has bytes; None for what is on the host."""
@@ -334,33 +369,41 @@ class StepCapture:
         device = next((each for each in self._context.devices if each.takes(value)), None)
         return None if device is None or tensor_fault(value) or not value.numel() else device
 
-    def _stage(self, tensor: Any) -> tuple[Any, _Copy] | None:
-        """Start copying a tensor from its device; None when there is no room."""
-        device = self._device(tensor)
-        block = self._context.pool.take(tensor.nbytes, page_locked=True)
-        if block is None or device is None:
-            return None
-        if tensor.device not in self._streams:
+    def _size_on_device(self, chunk: StateChunk) -> int | None:
+        """Return the size of a tensor on a device in bytes; None for what is on the host."""
+        return None if self._device(chunk.source) is None else chunk.nbytes
+
+    def _pack(self, chunks: list[tuple[int, StateChunk]]) -> None:
+        """Start copying small tensors of devices into one block, as far as there is room."""
+        sizes = [-(-(chunk.nbytes or 0) // _ALIGNED) * _ALIGNED for _, chunk in chunks]
+        block = self._context.pool.take(sum(sizes), page_locked=True) if chunks else None
+        if block is None:
+            for place, chunk in chunks:
+                self._pieces[place] = self._on_host(place, chunk)
+            return
+        places = [place for place, _ in chunks]
+        self._copied.append(_Copy(block, sum(sizes), True, places, small=True))
+        for (place, chunk), size in zip(chunks, sizes, strict=True):
+            self._start(place, chunk, block[:size])
+            block = block[size:]
+
+    def _stage(self, place: int, chunk: StateChunk) -> None:
+        """Start copying a large tensor from its device, if there is room."""
+        nbytes = chunk.nbytes or 0
+        block = self._context.pool.take(nbytes, page_locked=True)
+        if block is None:
+            self._pieces[place] = self._on_host(place, chunk)
+            return
+        self._copied.append(_Copy(block, nbytes, True, [place]))
+        self._written.append((chunk.name, _writes_of(chunk.source)))
+        self._start(place, chunk, block)
+
+    def _start(self, place: int, chunk: StateChunk, block: memoryview) -> None:
+        tensor = chunk.source
+        if (device := self._device(tensor)) is not None and tensor.device not in self._streams:
             self._streams[tensor.device] = device.begin(tensor)
         host = self._streams[tensor.device].copy(tensor.detach(), block)
-        self._copied.append(_Copy(block, tensor.nbytes, True, []))
-        return host, self._copied[-1]
-
-    def _copy_small(self, values: "Mapping[str, Value]") -> list[_Large]:
-        """Copy what is small and belongs to the model; return what is large, each memory once."""
-        found: dict[tuple[int, int], _Large] = {}
-        staged = {place for copy in self._copied for place in copy.places}
-        for place, (piece, value) in enumerate(zip(self._pieces, values.values(), strict=True)):
-            view = memoryview(piece.data)
-            if type(view.obj) is bytes or place in staged:
-                continue
-            if view.nbytes < PACK_BELOW:
-                self._pieces[place] = NamedValue(piece.name, piece.dtype, piece.shape, bytes(view))
-            elif not _was_copied(value):
-                view = view.cast("B")
-                new = _Large(piece.name, view, _writes_of(value), [])
-                found.setdefault((address(view), view.nbytes), new).places.append(place)
-        return list(found.values())
+        self._pieces[place] = StateChunk(host, chunk.name).piece()
 
     def lacks_room(self) -> bool:
         """Wait for all copies; return whether there was no room for some.
@@ -466,17 +509,20 @@ class StepCapture:
         self._hold()
         if self._error is not None:
             raise self._error
+        for place, chunk in self._unmade:
+            self._pieces[place] = chunk.piece()
         for copy in self._copied:
             self._hash_copy(copy)
         copied = (place for copy in self._copied for place in copy.places)
         private = {self._pieces[place].name for place in copied} - self._same.keys()
-        return StepSnapshot(notes, self._pieces, files, self._hashes, self._same, private)
+        ordered = in_groups(self._pieces, self._groups)
+        return StepSnapshot(notes, ordered, files, self._hashes, self._same, private)
 
     def _hash_copy(self, copy: _Copy) -> None:
         """Hash a copy; one that the store turns out to have is not written."""
-        first = self._pieces[copy.places[0]]
-        if copy.nbytes < PACK_BELOW:
+        if copy.small:
             return
+        first = self._pieces[copy.places[0]]
         key = change_hash(copy.block[: copy.nbytes])
         if key in self._context.known:
             self._context.changing.discard(first.name)
@@ -488,16 +534,10 @@ class StepCapture:
     def release(self) -> None:
         """Return the copies to the pool, when nobody reads the snapshot any more."""
         self._pieces, self._written, self._without_room = [], [], []
+        self._unmade, self._large = [], {}
         copied, self._copied = self._copied, []
         for copy in copied:
             self._context.pool.give(copy.block, page_locked=copy.page_locked)
-
-
-def _was_copied(value: Any) -> bool:
-    """Return whether a piece of this has memory of its own: it was elsewhere, or not contiguous."""
-    if is_tensor(value):
-        return value.device.type != "cpu" or not value.is_contiguous()
-    return is_array(value) and not value.flags.c_contiguous
 
 
 def _writes_of(value: Any) -> Callable[[], bool]:
@@ -509,15 +549,6 @@ def _writes_of(value: Any) -> Callable[[], bool]:
         return _never
     version = value._version
     return lambda: value._version != version
-
-
-def _must_not_wait(tensor: Any) -> bool:
-    """Return whether the device waits for it at once.
-
-    It does when the tensor is small, or when a write to it would not be noticed.
-    """
-    small: bool = tensor.nbytes < PACK_BELOW
-    return small or _writes_of(tensor) is _never
 
 
 def _never() -> bool:

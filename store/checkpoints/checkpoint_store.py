@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tensor_dedup.store.buffers import BufferPool
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, value
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, in_groups, value
 from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name
+from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name, chunks_of
 from tensor_dedup.store.checkpoints.background import (
     ExtractedStep,
     Hook,
@@ -57,7 +57,6 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -357,7 +356,9 @@ class CheckpointStore:
     ) -> StepSnapshot:
         """Take a step apart for `commit`. Nothing is written; it may use the model's own memory."""
         extracted = self._extract(model, step, metrics, files)
-        return StepSnapshot(extracted.notes, pieces(extracted.values), extracted.files)
+        taken = [(chunk.piece(), chunk.group) for chunk in extracted.chunks]
+        ordered = in_groups((piece for piece, _ in taken), (group for _, group in taken))
+        return StepSnapshot(extracted.notes, ordered, extracted.files)
 
     def _extract(
         self,
@@ -372,7 +373,7 @@ class CheckpointStore:
         name = getattr(adapter, "name", type(adapter).__name__)
         notes = Notes(self.run_id, step, name, checked(metrics), self._weights)
         small = {**self._config, **self._small_files(files)}
-        return ExtractedStep(notes, adapter.extract(model), small)
+        return ExtractedStep(notes, chunks_of(adapter, model), small)
 
     def commit(self, snapshot: StepSnapshot) -> Saved:
         """Store a snapshot, then delete the steps that no rule keeps.

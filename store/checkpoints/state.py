@@ -3,13 +3,16 @@
     for piece in pieces({"weight": tensor, "scale": array}):
         write(piece.name, piece.dtype, piece.shape, piece.data)
 
+A StateChunk is what a piece is made from when its turn comes, with hints for the save.
+
 Neither numpy nor torch is imported before an array or a tensor of theirs is met.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -66,6 +69,94 @@ class NamedValue(msgspec.Struct, frozen=True, gc=False):
     def nbytes(self) -> int:
         """The size of `data` in bytes."""
         return memoryview(self.data).nbytes
+
+
+_T = TypeVar("_T")
+_BYTES: Final = (bytes, bytearray, memoryview)
+# The group whose pieces follow all others.
+LAST_GROUP: Final = "#"
+
+
+class StateChunk(msgspec.Struct, frozen=True, eq=False):
+    """What one piece of a step is made from, as a provider hands it to a save, with hints.
+
+    `source` is a tensor, an array, a NamedValue or bytes. Instead of it, `make` may be given: a
+    function that serialises something and returns one of these; it is called once in each save,
+    when the chunk's turn comes. In a state (of `StateProvider`), `source` may be whatever the state
+    may hold, and the hints are those of everything in it.
+
+    The hints are no part of the checkpoint, except for the order of its pieces:
+
+    * `group`: the pieces of one group lie together, in the manifest and in containers. The longest
+      group comes first, after it those that move when it grows. Without a name, it is that of all
+      other tensors and arrays.
+    * `frozen`: until the save has ended, nobody writes to the memory of `source`, so a background
+      save does not copy what is on the host; or to what `make` reads, which is then called in the
+      thread of the save. A change is a ChangedModelError where the save notices it.
+    """
+
+    source: Any = None
+    name: str = ""
+    group: str = ""
+    frozen: bool = False
+    make: "Callable[[], Value | Buffer] | None" = None
+
+    @property
+    def residence(self) -> "Literal['unmade', 'device', 'host']":
+        """Where the bytes are: nowhere before `make` was called, on a device, or on the host."""
+        if self.make is not None:
+            return "unmade"
+        return "device" if is_tensor(self.source) and self.source.device.type != "cpu" else "host"
+
+    @property
+    def nbytes(self) -> int | None:
+        """The size of the bytes, or None while they are not made."""
+        if self.make is not None:
+            return None
+        held = self.source
+        return int(held.nbytes if hasattr(held, "nbytes") else memoryview(held).nbytes)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the bytes lie in the order of a piece, so that it shares their memory."""
+        if is_tensor(self.source):
+            return bool(self.source.is_contiguous())
+        return not is_array(self.source) or bool(self.source.flags.c_contiguous)
+
+    def piece(self) -> NamedValue:
+        """Return the piece, made now if need be. It may share the memory of the source.
+
+        Raises:
+            UnsupportedArrayError: it cannot be stored, as `pieces` says.
+        """
+        held = self.source  # of an ensemble there are thousands, which are pieces already
+        if type(held) is NamedValue and held.name == self.name:
+            return held
+        return _piece(self.name, self.value())
+
+    def value(self) -> "Value":
+        """Return the source, bytes as a piece."""
+        held: Any = self.source if self.make is None else self.make()
+        if isinstance(held, _BYTES):
+            view = memoryview(held).cast("B")
+            return NamedValue(self.name, "U8", (view.nbytes,), view)
+        found: Value = held
+        return found
+
+
+def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
+    """Return what belongs to chunks of these groups in the order of a checkpoint.
+
+    The longest group comes first, of equal ones that without a name, then the earlier one.
+    """
+    members: dict[str, list[_T]] = {"": []}
+    for item, group in zip(items, groups, strict=True):
+        if (found := members.get(group)) is None:
+            found = members[group] = []
+        found.append(item)
+    last = members.pop(LAST_GROUP, [])
+    longest_first: list[list[_T]] = sorted(members.values(), key=len, reverse=True)
+    return [*chain.from_iterable(longest_first), *last]
 
 
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:

@@ -27,6 +27,7 @@ from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
 from tensor_dedup.store.checkpoints.adapters.sklearn import SklearnAdapter
 from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
 from tensor_dedup.store.checkpoints.errors import UnknownAdapterError, UnknownModelError
+from tensor_dedup.store.checkpoints.state import StateChunk
 
 __all__ = [
     "LightGBMAdapter",
@@ -35,10 +36,12 @@ __all__ = [
     "PieceSeries",
     "PyTorchAdapter",
     "SklearnAdapter",
+    "StateChunk",
     "StateProvider",
     "XGBoostAdapter",
     "adapter_for",
     "by_name",
+    "chunks_of",
     "register_provider",
 ]
 
@@ -90,8 +93,23 @@ def by_name(name: str) -> ModelAdapter:
     return kind()
 
 
+def chunks_of(adapter: ModelAdapter, model: object) -> Iterator[StateChunk]:
+    """Return the chunks of a model, in order: those that an adapter yields, or of what it extracts.
+
+    An adapter may have both `chunks` and `extract`. The one of the more derived class counts.
+    """
+    for kind in type(adapter).__mro__:
+        if "chunks" in vars(kind):
+            chunks: Iterator[StateChunk] = adapter.chunks(model)  # type: ignore[attr-defined]
+            return chunks
+        if "extract" in vars(kind):
+            break
+    return (StateChunk(value, name) for name, value in adapter.extract(model).items())
+
+
 def _names(model: Any, depth: int) -> Iterator[str]:
     """Yield the adapters of a model and of what it holds, frameworks before numpy."""
+    model = model.source if isinstance(model, StateChunk) else model
     if type(model) in CONTAINERS and depth < _DEPTH:
         held = model.values() if isinstance(model, dict) else model
         found = {name for item in held for name in _names(item, depth + 1)}

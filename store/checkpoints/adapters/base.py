@@ -17,6 +17,14 @@ stand in what is saved:
         state=lambda scaler: {"mean": scaler.mean, "steps": scaler.steps},
         restore=lambda state, original: Scaler(**state),
     ))
+
+A save takes a model as a stream of chunks (StateChunk), which the providers of its parts yield one
+after the other, each taken before the next is made. A state may be an iterator of its parts,
+and a part may have hints:
+
+    def state(corpus):
+        yield "embedding", StateChunk(corpus.embedding, frozen=True)  # is not copied
+        yield "index", StateChunk(make=corpus.dump, frozen=True)      # made in the background
 """
 
 import threading
@@ -36,7 +44,8 @@ if TYPE_CHECKING:
 class ModelAdapter(Protocol):
     """An object that takes models of some kind apart and reassembles them.
 
-    Its methods are called from several threads.
+    It may also have `chunks(model)`, an iterator of named StateChunks, which a save then uses
+    instead of `extract`. Its methods are called from several threads.
     """
 
     name: str
@@ -67,7 +76,10 @@ class StateProvider:
     """The functions that turn objects of one type into state, and state into such objects.
 
     `name` is written to the checkpoint. `state` returns plain values, arrays, tensors, other
-    objects that have a provider, and containers of them. `restore` takes such a state and the
+    objects that have a provider, StateChunks, and containers of them; or an iterator of the keys
+    and values of a dict, each of which is taken before the next is asked for (what was yielded
+    stays as it is). A StateChunk is restored as its source is, one of bytes or with `make` as a
+    NamedValue. `restore` takes such a state and the
     object to restore it into (None to make a new one), and returns that object. `parts`, if given,
     returns the equivalent of `state` for the object to restore into, so that its tensors and arrays
     are filled in place.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider
 from tensor_dedup.store.checkpoints.adapters.rebuild import StructureAdapter, mismatched
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedValueError
+from tensor_dedup.store.checkpoints.state import StateChunk
 
 _LOG = logging.getLogger("tensor_dedup")
 _Columns = TypeVar("_Columns", bound=tuple[list[Any], ...])
@@ -121,12 +122,12 @@ class GrowingAdapter(StructureAdapter):
         self._memory = AppendOnlyMemory() if append_only else None
         self._lock = threading.Lock()
 
-    def extract(self, model: Any) -> Any:
+    def chunks(self, model: Any) -> Iterator[StateChunk]:
         # docstring inherited
         if self._memory is None:
-            return super().extract(model)
-        with self._lock, _at_work(self._memory):
-            return super().extract(model)
+            return super().chunks(model)
+        with self._lock, _at_work(self._memory):  # which others must not find while they take some
+            return iter(list(super().chunks(model)))
 
 
 @contextmanager

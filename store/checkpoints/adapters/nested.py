@@ -8,7 +8,7 @@ while numbers change, and the store holds it once. FORMAT.md defines both pieces
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
@@ -28,9 +28,12 @@ from tensor_dedup.store.checkpoints.errors import (
     DamagedStateError,
     StateError,
     UnsupportedArrayError,
+    UnsupportedValueError,
 )
 from tensor_dedup.store.checkpoints.state import (
+    LAST_GROUP,
     NamedValue,
+    StateChunk,
     dtype_names,
     is_array,
     is_tensor,
@@ -49,6 +52,8 @@ _RESERVED: Final = "#"
 _ALONE: Final = "tensor"
 _OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups"})
 _KEPT_NAMES: Final = 64
+# So many chunks are handed out together: to come back to where each was met takes a microsecond.
+_MANY: Final = 64
 _names: Final[dict[str, list[str]]] = {}
 
 
@@ -197,40 +202,45 @@ def series_names(name: str, count: int) -> list[str]:
     return known[:count]
 
 
-def take_apart(model: object) -> "dict[str, Value]":
-    """Return all tensors, arrays and series by name, and last `#structure` and `#values`.
+def take_apart(model: object) -> Iterator[StateChunk]:
+    """Yield the chunks of a model as they are met: those of each part, and of what it holds.
 
-    In this order the store shares most. Its pages have the pieces in order, so pieces that follow a
-    growing series move to other places, and one that changes makes its page another one. Whatever
-    is most comes first: the longest series before the few arrays of its ensemble, or the tensors.
+    What has an order or a size only at the end comes last: `#structure`, serialised when somebody
+    asks for its bytes, and `#values`.
 
     Raises:
         StateError: a part of the model cannot be stored; the error names its path.
     """
     walk = _Walk()
+    nodes: list[Node] = []
+
+    def whole() -> Iterator[None]:
+        nodes.append((yield from walk.node(model, ValuePath(), 0)))
+
     try:
-        root = walk.node(model, ValuePath(), 0)
+        for _ in whole():
+            yield from walk.taken()
+        yield from walk.taken()
     except RecursionError as error:
         raise CyclicStateError.at("", "nested too deeply for this stack") from error
-    structure = msgspec.msgpack.encode(Structure(FORMAT, root))
-    found: dict[str, Value] = {}
-    for group in sorted((walk.tensors, *walk.series), key=len, reverse=True):
-        found |= group
-    found[STRUCTURE] = packed(STRUCTURE, structure)
-    found[VALUES] = packed(VALUES, msgspec.msgpack.encode(walk.values))
-    return found
-
-
-def packed(name: str, data: "bytes | bytearray | memoryview") -> NamedValue:
-    """Return bytes as a piece."""
-    return NamedValue(name, "U8", (len(data),), memoryview(data))
+    structure = Structure(FORMAT, nodes[0])
+    # The nodes belong to nobody else, whereas plain values may be shared with the model.
+    yield StateChunk(
+        None, STRUCTURE, LAST_GROUP, frozen=True, make=lambda: msgspec.msgpack.encode(structure)
+    )
+    yield StateChunk(msgspec.msgpack.encode(walk.values), VALUES, LAST_GROUP)
 
 
 class _Walk:
+    """One walk through a model. Its generators yield when there may be new chunks to be `taken`."""
+
     def __init__(self) -> None:
+        # By name, also kept: a tensor's address is another's when it is gone.
         self.tensors: dict[str, Value] = {}
-        self.series: list[dict[str, Value]] = []
+        self.series: list[frozenset[str]] = []
         self.values: list[plain.Wire] = []
+        self._ready: list[StateChunk] = []
+        self._hints = StateChunk()
         # What is compared by identity is kept: what replaced it in memory would have its identity.
         self._numbers: dict[int, tuple[int, object]] = {}
         self._open: set[int] = set()
@@ -238,7 +248,12 @@ class _Walk:
         self._kept: list[object] = []
         self._inline = False
 
-    def node(self, value: object, place: ValuePath, depth: int) -> Node:
+    def taken(self) -> list[StateChunk]:
+        """Return the chunks that were met since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def node(self, value: Any, place: ValuePath, depth: int) -> "_Walking":
         """Return the node for a value; None once its plain form was added to the values."""
         if plain.is_scalar(value) or (depth and plain.is_flat(value)):
             self.values.append(plain.encode(value, "", depth))
@@ -246,41 +261,70 @@ class _Walk:
         if depth >= plain.MAX_DEPTH:
             raise CyclicStateError.at(str(place), f"nested more than {plain.MAX_DEPTH} deep")
         try:
-            if is_tensor(value):
-                return self._tensor(value, place, depth)
-            if is_array(value):
-                return self._array(value, place, depth)
-            return self._other(value, place, depth)
+            if is_tensor(value) and not _is_sparse(value):
+                leaf = self._tensor(value, place)
+            elif is_array(value) and value.dtype != object and not _is_masked(value):
+                leaf = self._array(value, place)
+            else:
+                leaf = yield from self._other(value, place, depth)
         except StateError as error:
             if error.facts.get("place"):
                 raise
             raise placed(error, place) from error
+        if len(self._ready) >= _MANY:
+            yield
+        return leaf
 
-    def _other(self, value: object, place: ValuePath, depth: int) -> Node:
+    def _other(self, value: Any, place: ValuePath, depth: int) -> "_Walking":
         if isinstance(value, NamedValue):
             return PieceLeaf(self._add(place, value))
         if isinstance(value, PieceSeries):
             return self._series(value, place)
+        if isinstance(value, StateChunk):
+            return (yield from self._hinted(value, place, depth))
+        if is_array(value) and value.dtype == object and not _is_masked(value):
+            return (yield from self._object_array(value, place, depth))
         if type(value) in plain.CONTAINERS and not hasattr(value, "_metadata"):
-            return self._container(value, place, depth)
-        if (provider := providers.find(type(value)) or _by_habit(value)) is not None:
-            return self._object(value, provider, place, depth)
+            return (yield from self._container(value, place, depth))
+        if (provider := _provider_of(value)) is not None:
+            return (yield from self._object(value, provider, place, depth))
         self.values.append(plain.scalar(value, str(place)))
         return None
 
-    def _container(self, value: Any, place: ValuePath, depth: int) -> Node:
+    def _hinted(self, chunk: StateChunk, place: ValuePath, depth: int) -> "_Walking":
+        """Walk through a part with hints, which hold for everything in it unless that has some."""
+        outer = self._hints
+        self._hints = StateChunk(
+            group=chunk.group or outer.group, frozen=chunk.frozen or outer.frozen
+        )
+        if chunk.make is not None:
+            node: Node = PieceLeaf(self._add(place, None, chunk.make))
+        elif isinstance(chunk.source, bytes | bytearray | memoryview):
+            node = PieceLeaf(self._add(place, chunk.source))
+        else:
+            node = yield from self.node(chunk.source, place, depth)
+        self._hints = outer
+        return node
+
+    def _container(self, value: Any, place: ValuePath, depth: int) -> "_Walking":
         tag, head = plain.CONTAINERS[type(value)], plain.header(value)
         inline, self._inline = self._inline, self._inline or _is_optimizer_state(value)
         first = len(self.values)
+        items: list[Node] = []
         if tag in plain.MAPPINGS:
             keys = _keys(value, place, depth + 1)
-            items = [self._item(key, held, place, depth) for key, held in value.items()]
+            for key, held in value.items():
+                if self._inline and key == "params" and _are_numbers(held):
+                    items.append(Fixed(plain.encode(held, "", depth + 1)))
+                else:
+                    items.append((yield from self.node(held, place.key(key), depth + 1)))
         else:
             keys = []
             if tag in (plain.SET, plain.FROZENSET):
                 self.values.append(plain.encode(value, str(place), depth))
                 return None
-            items = [self.node(x, place.item(i), depth + 1) for i, x in enumerate(value)]
+            for number, held in enumerate(value):
+                items.append((yield from self.node(held, place.item(number), depth + 1)))
         self._inline = inline
         if any(item is not None for item in items):
             return Container(tag, head, keys, items)
@@ -288,42 +332,47 @@ class _Walk:
         self.values[first:] = [plain.wrap(value, keys, self.values[first:])]
         return None
 
-    def _item(self, key: object, held: object, place: ValuePath, depth: int) -> Node:
-        if self._inline and key == "params" and _are_numbers(held):
-            return Fixed(plain.encode(held, "", depth + 1))
-        return self.node(held, place.key(key), depth + 1)
-
-    def _object(self, value: object, provider: StateProvider, place: ValuePath, depth: int) -> Node:
+    def _object(
+        self, value: object, provider: StateProvider, place: ValuePath, depth: int
+    ) -> "_Walking":
         if (known := self._numbers.get(id(value))) is not None:
             if id(value) in self._open:
                 raise CyclicStateError.at(str(place), "an object that is part of its own state")
             return RefNode(known[0])
+        if self._ready:  # is taken before anything is serialised
+            yield
         number = len(self._numbers)
         self._numbers[id(value)] = number, value
         self._open.add(id(value))
         inline, self._inline = self._inline, provider.inline
-        node = self._state(provider.state(value), provider, place, depth + 1)
+        node = yield from self._state(provider.state(value), provider, place, depth + 1)
         self._inline = inline
         self._open.discard(id(value))
         return ObjectNode(provider.name, number, node)
 
-    def _state(self, state: object, provider: StateProvider, place: ValuePath, depth: int) -> Node:
+    def _state(
+        self, state: Any, provider: StateProvider, place: ValuePath, depth: int
+    ) -> "_Walking":
         """Return the node for the state of an object, mostly a dict with keys like attributes."""
-        if type(state) is not dict:
-            return self.node(state, place, depth)
-        keys = _keys(state, place, depth)
+        if type(state) is not dict and not isinstance(state, Iterator):
+            return (yield from self.node(state, place, depth))
+        keys: list[object] = []
         items: list[Node] = []
-        for key, held in state.items():
+        for key, held in state.items() if type(state) is dict else state:
+            keys.append(key)
             at = place.key(key, attribute=True, flat=key in provider.flat)
             if key in provider.fixed:
                 items.append(Fixed(plain.encode(held, str(at), depth)))
             else:
-                items.append(self.node(held, at, depth + 1))
-        return Container(plain.DICT, None, keys, items)
+                items.append((yield from self.node(held, at, depth + 1)))
+            if type(state) is not dict and self._ready:  # before the next part is made
+                yield
+        wires = _keys(keys, place, depth)
+        if type(state) is not dict and len(set(map(msgspec.msgpack.encode, wires))) != len(keys):
+            raise UnsupportedValueError.at(str(place), "a state with two parts of one key")
+        return Container(plain.DICT, None, wires, items)
 
-    def _tensor(self, tensor: Any, place: ValuePath, depth: int) -> Node:
-        if tensor.layout != sys.modules["torch"].strided and not tensor.is_meta:
-            return self._sparse(tensor, place, depth)
+    def _tensor(self, tensor: Any, place: ValuePath) -> Node:
         if fault := tensor_fault(tensor):
             raise UnsupportedArrayError.at(str(place), fault)
         if self._inline and tensor.dim() == 0 and tensor.device.type == "cpu":
@@ -339,26 +388,20 @@ class _Walk:
         grad = tensor.requires_grad and tensor.is_leaf
         return TensorLeaf(name, same, order, grad, parameter)
 
-    def _sparse(self, tensor: Any, place: ValuePath, depth: int) -> Node:
-        provider = providers.named("torch.sparse")
-        if provider is None or not str(tensor.layout).startswith("torch.sparse"):
-            raise UnsupportedArrayError.at("", f"a tensor of layout {tensor.layout}")
-        return self._object(tensor, provider, place, depth)
-
     def _inlined(self, tensor: Any) -> Node:
         if tensor.dtype not in dtype_names():
             raise UnsupportedArrayError.at("", f"a tensor of dtype {tensor.dtype}")
         self.values.append(bytes(raw(tensor)))
         return InlineTensor(dtype_names()[tensor.dtype])
 
-    def _array(self, array: Any, place: ValuePath, depth: int) -> Node:
-        if type(array).__name__ == "MaskedArray" and (masked := providers.named("numpy.masked")):
-            return self._object(array, masked, place, depth)
-        if array.dtype == object:
-            self.values.append(list(array.shape))
-            items = array.reshape(-1).tolist()
-            children = [self.node(held, place.item(i), depth + 1) for i, held in enumerate(items)]
-            return ObjectArray(children)
+    def _object_array(self, array: Any, place: ValuePath, depth: int) -> "_Walking":
+        self.values.append(list(array.shape))
+        children: list[Node] = []
+        for number, held in enumerate(array.reshape(-1).tolist()):
+            children.append((yield from self.node(held, place.item(number), depth + 1)))
+        return ObjectArray(children)
+
+    def _array(self, array: Any, place: ValuePath) -> Node:
         stored, dtype = arrays.storable(array)
         name, same = self._leaf(place, stored, ("numpy", id(array)), array.size, array)
         order = arrays.order_of(array.shape, array.strides, array.itemsize)
@@ -382,13 +425,15 @@ class _Walk:
         sizes = list(map(len, series.items))
         shapes = {size: (size,) for size in set(sizes)}  # many are alike: not an object for each
         made = map(NamedValue, names, repeat("U8"), map(shapes.__getitem__, sizes), series.items)
-        self.series.append(dict(zip(names, made, strict=True)))
+        self._ready += map(StateChunk, made, names, repeat(base), repeat(self._hints.frozen))
+        self.series.append(frozenset(names))
         self.values.append(len(series.items))
         return SeriesLeaf(base)
 
-    def _add(self, place: ValuePath, held: Any) -> str:
+    def _add(self, place: ValuePath, held: Any, make: Any = None) -> str:
         name = self._free(place.name or _ALONE)
         self.tensors[name] = held
+        self._ready.append(StateChunk(held, name, self._hints.group, self._hints.frozen, make))
         return name
 
     def _taken(self, name: str) -> bool:
@@ -405,10 +450,33 @@ class _Walk:
         return tried
 
 
-def _keys(mapping: Mapping[object, object], place: ValuePath, depth: int) -> list[plain.Wire]:
-    if all(type(key) is str and key.isascii() for key in mapping):
-        return list(mapping)  # the most, and without a word on where they are
-    return [plain.encode(key, f"{place}.keys()", depth) for key in mapping]
+# A generator that yields when chunks were met, and returns a node.
+_Walking: TypeAlias = Generator[None, None, Node]
+
+
+def _keys(keys: Collection[object], place: ValuePath, depth: int) -> list[plain.Wire]:
+    if all(type(key) is str and key.isascii() for key in keys):
+        return list(keys)  # the most, and without a word on where they are
+    return [plain.encode(key, f"{place}.keys()", depth) for key in keys]
+
+
+def _is_sparse(tensor: Any) -> bool:
+    return tensor.layout != sys.modules["torch"].strided and not tensor.is_meta
+
+
+def _is_masked(array: Any) -> bool:
+    return type(array).__name__ == "MaskedArray" and providers.named("numpy.masked") is not None
+
+
+def _provider_of(value: Any) -> StateProvider | None:
+    if is_tensor(value):
+        provider = providers.named("torch.sparse")
+        if provider is None or not str(value.layout).startswith("torch.sparse"):
+            raise UnsupportedArrayError.at("", f"a tensor of layout {value.layout}")
+        return provider
+    if is_array(value):
+        return providers.named("numpy.masked")
+    return providers.find(type(value)) or _by_habit(value)
 
 
 def _is_optimizer_state(value: object) -> bool:

@@ -32,7 +32,9 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.state import (
     NamedValue,
+    StateChunk,
     dtype_names,
+    in_groups,
     is_array,
     is_tensor,
     pieces,
@@ -92,6 +94,8 @@ class _Rebuild:
 
     def node(self, node: nested.Node, place: ValuePath, original: object) -> Any:
         """Make what stands at one place."""
+        if isinstance(original, StateChunk):
+            original = original.source
         match node:
             case None:
                 return plain.decode(self._wire())
@@ -496,6 +500,16 @@ class StructureAdapter:
 
     def extract(self, model: Any) -> "Mapping[str, Value]":
         """Return tensors, arrays and trees, named by the keys and attributes that lead to them.
+
+        Raises:
+            StateError: a part of the model cannot be stored; the error names its path.
+        """
+        chunks = list(self.chunks(model))
+        ordered = in_groups(chunks, [chunk.group for chunk in chunks])
+        return {chunk.name: chunk.value() for chunk in ordered}
+
+    def chunks(self, model: Any) -> Iterator[StateChunk]:
+        """Yield the same values, as they are met, each with the hints of its provider.
 
         Raises:
             StateError: a part of the model cannot be stored; the error names its path.
