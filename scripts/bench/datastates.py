@@ -65,7 +65,7 @@ ALL: Final = (
     LAZY_RAW,
 )
 MAIN: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, SAVE, SAVE_RAW, LAZY)
-SWEPT: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, LAZY)
+SWEPT: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DEEPSPEED, LAZY)
 LARGE: Final = (NOTHING, SYNCED, DCP, SNAPSHOT, LAZY)
 FROZEN: Final = (NOTHING, SYNCED, DCP, SAVE, LAZY)
 FEW: Final = (NOTHING, SYNCED, DCP, LAZY)
@@ -171,7 +171,7 @@ def _measured(found: dict[str, Any]) -> Iterator[str]:
     yield f"The last step was {right}."
 
 
-_COMPARED: Final = (SYNCED, DCP, SNAPSHOT, DECOUPLED, LAZY)
+_COMPARED: Final = (SYNCED, DCP, SNAPSHOT, DEEPSPEED, DECOUPLED, LAZY)
 _HEADLINES: Final = ("by size: 45 MB", "by size: 420 MB", "by size: 1.7 GB", "2 ranks, 420 MB")
 _AFTER: Final = ("wait", "flush", "tidy")
 
