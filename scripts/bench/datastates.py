@@ -87,7 +87,8 @@ _NOTES: Final = """\
   than the turn of the same round without saves, a save: it has what the background takes from the
   training on the same cores, too. Of several ranks the slowest counts. A turn with a save every n
   steps saves after the first of each n.
-- *Left to the kernel* is what an fsync of everything takes afterwards, a turn; ours and DCP sync.
+- *Left to the kernel* is what an fsync of everything takes afterwards, a turn. DCP syncs its files;
+  ours leaves its index, which is a cache, and what its encoder is writing just then.
   *Tidied* is what deleting takes afterwards, a turn, and for ours what encoding is left. Neither is
   in the other columns. So each turn begins with nothing unwritten. Files are new in each turn,
   memory for copies (at most two steps) is kept; all files are in the page cache or on the way there
