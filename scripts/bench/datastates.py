@@ -65,7 +65,7 @@ ALL: Final = (
     LAZY_RAW,
 )
 MAIN: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, SAVE, SAVE_RAW, LAZY)
-SWEPT: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DECOUPLED, LAZY)
+SWEPT: Final = (NOTHING, TORCH, SYNCED, DCP, SNAPSHOT, DEEPSPEED, LAZY)
 LARGE: Final = (NOTHING, SYNCED, DCP, SNAPSHOT, LAZY)
 FROZEN: Final = (NOTHING, SYNCED, DCP, SAVE, LAZY)
 FEW: Final = (NOTHING, SYNCED, DCP, LAZY)
@@ -87,7 +87,8 @@ _NOTES: Final = """\
   than the turn of the same round without saves, a save: it has what the background takes from the
   training on the same cores, too. Of several ranks the slowest counts. A turn with a save every n
   steps saves after the first of each n.
-- *Left to the kernel* is what an fsync of everything takes afterwards, a turn; ours and DCP sync.
+- *Left to the kernel* is what an fsync of everything takes afterwards, a turn. DCP syncs its files;
+  ours leaves its index, which is a cache, and what its encoder is writing just then.
   *Tidied* is what deleting takes afterwards, a turn, and for ours what encoding is left. Neither is
   in the other columns. So each turn begins with nothing unwritten. Files are new in each turn,
   memory for copies (at most two steps) is kept; all files are in the page cache or on the way there
@@ -171,7 +172,7 @@ def _measured(found: dict[str, Any]) -> Iterator[str]:
     yield f"The last step was {right}."
 
 
-_COMPARED: Final = (SYNCED, DCP, SNAPSHOT, DECOUPLED, LAZY)
+_COMPARED: Final = (SYNCED, DCP, SNAPSHOT, DEEPSPEED, DECOUPLED, LAZY)
 _HEADLINES: Final = ("by size: 45 MB", "by size: 420 MB", "by size: 1.7 GB", "2 ranks, 420 MB")
 _AFTER: Final = ("wait", "flush", "tidy")
 
