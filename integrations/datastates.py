@@ -203,7 +203,8 @@ class DecoupledStoreEngine:
         counts = None if file.name.endswith(_OPTIMIZER) else _counts(file, state_dict)
         last = self._last if self._last is not None and not self._last.done() else None
         job = _Job(file, f"{self._session}.{number}", counts, last)
-        self._last = self._run_of(file.stem).begin(dict(state_dict), job, lazy=self._lazy)
+        run = self._run_of(f"{self._run}/{file.stem}")
+        self._last = run.begin(dict(state_dict), job, lazy=self._lazy)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the state that the file at `path` points to, on the CPU.
@@ -220,7 +221,7 @@ class DecoupledStoreEngine:
         if pointer is None:
             return self._others.load(path, map_location)
         self._check_whole(file, pointer)
-        return pointer.load(self._store, path)
+        return pointer.load(self._open_run, path)
 
     def wait(self, persist: bool = False) -> None:
         """Wait until the state may change, or, with `persist`, until all saves are durable.
@@ -239,12 +240,18 @@ class DecoupledStoreEngine:
         if errors:
             raise errors[0]
 
-    def _run_of(self, file: str) -> _FileRun:
-        if file not in self._runs:
-            run = _FileRun(self._store, f"{self._run}/{file}", **self._options)
+    def _run_of(self, run_id: str) -> _FileRun:
+        if run_id not in self._runs:
+            run = _FileRun(self._store, run_id, **self._options)
             run.keep_last = self._keep_last
-            self._runs[file] = run
-        return self._runs[file]
+            self._runs[run_id] = run
+        return self._runs[run_id]
+
+    def _open_run(self, run_id: str) -> CheckpointStore:
+        """Return a run to load from: that of a file of any rank, also of another training."""
+        if run_id in self._runs:
+            return self._runs[run_id]
+        return CheckpointStore(self._store, run_id, **self._options)
 
     def _check_whole(self, file: Path, pointer: Pointer) -> None:
         """Raise `UnknownStepError` if files of this file's checkpoint are missing."""
