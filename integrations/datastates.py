@@ -9,7 +9,9 @@ in one folder.
 `save_checkpoint` returns before anything is written. The optimizer's next step waits until what it
 changes is copied. When a file's state is durable, a pointer file that says where it is gets the
 file's name, and when all files of a checkpoint are, `latest` names it. So `load_checkpoint` without
-a tag finds the last checkpoint that is whole on all ranks, whenever a rank was killed.
+a tag finds the last checkpoint that is whole on all ranks, whenever a rank was killed, as long as
+each has a tag of its own. A tag that is saved again loses its pointers one by one: if a save of it
+fails or a rank is killed, it does not load until all its files were saved together again.
 
     mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
     zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
@@ -182,7 +184,7 @@ class DecoupledStoreEngine:
         self._rank, self._session = rank, _session()
         self._lazy = _stays_in_place(deepspeed_config)
         self._runs: dict[str, _FileRun] = {}
-        self._saves: dict[Path, int] = {}
+        self._calls: dict[Path, tuple[int, set[str]]] = {}
         self._last: PendingSave | None = None
         self._others = TorchCheckpointEngine(deepspeed_config)
         itself = weakref.ref(self)
@@ -199,12 +201,24 @@ class DecoupledStoreEngine:
         if not file.name.endswith(_STATES):
             self._others.save(state_dict, path)
             return
-        number = self._saves[file] = self._saves.get(file, -1) + 1
+        number = self._number(file)
         counts = None if file.name.endswith(_OPTIMIZER) else _counts(file, state_dict)
         last = self._last if self._last is not None and not self._last.done() else None
         job = _Job(file, f"{self._session}.{number}", counts, last)
         run = self._run_of(f"{self._run}/{file.stem}")
         self._last = run.begin(dict(state_dict), job, lazy=self._lazy)
+
+    def _number(self, file: Path) -> int:
+        """Return which `save_checkpoint` into its folder a file is from, the same on all ranks.
+
+        Where a save raises, DeepSpeed saves no further file of that checkpoint. So files are not
+        counted each by itself: a file that comes again, failed or not, begins the next checkpoint.
+        """
+        number, files = self._calls.get(file.parent, (0, set()))
+        if file.name in files:
+            number, files = number + 1, set()
+        self._calls[file.parent] = number, files | {file.name}
+        return number
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the state that the file at `path` points to, on the CPU.

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from disk_faults import Faults, FaultyFiles
+from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations import datastates
 from tensor_dedup.integrations.datastates import DecoupledStoreEngine
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.store import Store
 
 Start = Callable[..., DecoupledStoreEngine]
 MODEL = "mp_rank_00_model_states.pt"
@@ -69,3 +72,41 @@ def test_every_tag_loads_when_steps_are_drained(
                 assert later.load(str(tmp_path / "files" / tag / name))["number"] == number
         if emptied:
             assert near.steps() == []
+
+
+def test_a_tag_is_whole_again_after_a_save_that_failed(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    first, second = start(), start(1)
+    second._session = first._session  # as the ranks of one training have it
+    first._store = Store.open(tmp_path / "fast", files=files)
+    folder = tmp_path / "files" / "last"
+    refused = list[int]()
+
+    def checkpoint(number: int) -> None:
+        """What DeepSpeed does: a rank saves nothing more of a checkpoint once a save raises."""
+        try:
+            save(first, folder / MODEL, number, ranks=2)
+            first.wait()
+            for run in first._runs.values():
+                run._saves.finish()
+            save(first, folder / optimizer(0), number)
+        except StoreError:
+            refused.append(number)
+        save(second, folder / optimizer(1), number)
+
+    checkpoint(0)
+    for engine in (first, second):
+        engine.wait(persist=True)
+    assert first.load(str(folder / MODEL))["number"] == 0
+    files._faults = Faults(full_from=0)
+    checkpoint(1)
+    files._faults = Faults()
+    for number in range(2, 7):
+        checkpoint(number)
+    assert refused  # otherwise no file was left out
+    assert len(refused) < 4
+    for engine in (first, second):
+        engine.wait(persist=True)
+    for name in (MODEL, optimizer(0), optimizer(1)):
+        assert start().load(str(folder / name))["number"] == 6
