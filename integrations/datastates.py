@@ -9,7 +9,9 @@ in one folder.
 `save_checkpoint` returns before anything is written. The optimizer's next step waits until what it
 changes is copied. When a file's state is durable, a pointer file that says where it is gets the
 file's name, and when all files of a checkpoint are, `latest` names it. So `load_checkpoint` without
-a tag finds the last checkpoint that is whole on all ranks, whenever a rank was killed.
+a tag finds the last checkpoint that is whole on all ranks, whenever a rank was killed, as long as
+each has a tag of its own. A tag that is saved again loses its pointers one by one: if a save of it
+fails or a rank is killed, it does not load until all its files were saved together again.
 
     mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
     zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
@@ -182,7 +184,7 @@ class DecoupledStoreEngine:
         self._rank, self._session = rank, _session()
         self._lazy = _stays_in_place(deepspeed_config)
         self._runs: dict[str, _FileRun] = {}
-        self._saves: dict[Path, int] = {}
+        self._calls: dict[Path, tuple[int, set[str]]] = {}
         self._last: PendingSave | None = None
         self._others = TorchCheckpointEngine(deepspeed_config)
         itself = weakref.ref(self)
@@ -199,11 +201,24 @@ class DecoupledStoreEngine:
         if not file.name.endswith(_STATES):
             self._others.save(state_dict, path)
             return
-        number = self._saves[file] = self._saves.get(file, -1) + 1
+        number = self._number(file)
         counts = None if file.name.endswith(_OPTIMIZER) else _counts(file, state_dict)
         last = self._last if self._last is not None and not self._last.done() else None
         job = _Job(file, f"{self._session}.{number}", counts, last)
-        self._last = self._run_of(file.stem).begin(dict(state_dict), job, lazy=self._lazy)
+        run = self._run_of(f"{self._run}/{file.stem}")
+        self._last = run.begin(dict(state_dict), job, lazy=self._lazy)
+
+    def _number(self, file: Path) -> int:
+        """Return which `save_checkpoint` into its folder a file is from, the same on all ranks.
+
+        Where a save raises, DeepSpeed saves no further file of that checkpoint. So files are not
+        counted each by itself: a file that comes again, failed or not, begins the next checkpoint.
+        """
+        number, files = self._calls.get(file.parent, (0, set()))
+        if file.name in files:
+            number, files = number + 1, set()
+        self._calls[file.parent] = number, files | {file.name}
+        return number
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the state that the file at `path` points to, on the CPU.
@@ -220,7 +235,7 @@ class DecoupledStoreEngine:
         if pointer is None:
             return self._others.load(path, map_location)
         self._check_whole(file, pointer)
-        return pointer.load(self._store, path)
+        return pointer.load(self._open_run, path)
 
     def wait(self, persist: bool = False) -> None:
         """Wait until the state may change, or, with `persist`, until all saves are durable.
@@ -239,12 +254,18 @@ class DecoupledStoreEngine:
         if errors:
             raise errors[0]
 
-    def _run_of(self, file: str) -> _FileRun:
-        if file not in self._runs:
-            run = _FileRun(self._store, f"{self._run}/{file}", **self._options)
+    def _run_of(self, run_id: str) -> _FileRun:
+        if run_id not in self._runs:
+            run = _FileRun(self._store, run_id, **self._options)
             run.keep_last = self._keep_last
-            self._runs[file] = run
-        return self._runs[file]
+            self._runs[run_id] = run
+        return self._runs[run_id]
+
+    def _open_run(self, run_id: str) -> CheckpointStore:
+        """Return a run to load from: that of a file of any rank, also of another training."""
+        if run_id in self._runs:
+            return self._runs[run_id]
+        return CheckpointStore(self._store, run_id, **self._options)
 
     def _check_whole(self, file: Path, pointer: Pointer) -> None:
         """Raise `UnknownStepError` if files of this file's checkpoint are missing."""

@@ -28,7 +28,7 @@ from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.seams import Replacements, Seam, usable
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
 from tensor_dedup.store.checkpoints.runs import parse_step_name
 from tensor_dedup.store.store import Store
 
@@ -169,7 +169,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         pointer = Pointer.read(Path(path))
         if pointer is None:
             return self._others.load(path, map_location)
-        return pointer.load(self._store, path)
+        return pointer.load(lambda run: CheckpointStore(self._store, run), path)
 
     def commit(self, info: Any) -> bool:
         """Return True, because all files of a rank are durable already."""
@@ -215,15 +215,19 @@ class Pointer:
                 return cls(*json.loads(blob)[1:])
         return None
 
-    def load(self, store: Store, path: str) -> Any:
+    def load(self, open_run: Callable[[str], CheckpointStore], path: str) -> Any:
         """Return the state; `path` is the file that is to be loaded.
+
+        `open_run` returns the run of a name, with all tiers on which its steps may be.
 
         Raises:
             UnknownStepError: The step was deleted or replaced since.
             CorruptTensorError: The step is damaged.
         """
-        step = parse_step_name(self.name)
-        if step is None or store.manifest(self.name) != self.manifest:
-            what = f"{self.name} is not what it was when this was saved"
-            raise UnknownStepError.at(path, what)
-        return CheckpointStore(store, step.run).load(step.step)
+        if (step := parse_step_name(self.name)) is not None:
+            run = open_run(step.run)
+            with suppress(UnknownStepError, NotATrainingError):
+                if run.manifest(step.step) == self.manifest:
+                    return run.load(step.step)
+        what = f"{self.name} is not what it was when this was saved"
+        raise UnknownStepError.at(path, what)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.store.checkpoints.background import Hook
 from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.checkpoints.policy import Compress
@@ -55,6 +55,7 @@ class StoreIO(CheckpointIO):
         self._runs = {run.run_id: run}
         self._asynchronous: set[str] = set()
         self._metrics: dict[str, Mapping[str, Any]] = {}
+        self._last: dict[str, PendingSave] = {}
 
     def add(self, run: CheckpointStore, *, asynchronous: bool = False) -> None:
         """Save and load the steps of another run too, by `save_async` when `asynchronous`."""
@@ -78,8 +79,11 @@ class StoreIO(CheckpointIO):
             self._other.save_checkpoint(checkpoint, path, storage_options)
             return
         run = self._of(step)
-        save = run.save_async if step.run in self._asynchronous else run.save
-        save(checkpoint, step.step, self._metrics.get(step.run))
+        metrics = self._metrics.get(step.run)
+        if step.run in self._asynchronous:
+            self._last[step.run] = run.save_async(checkpoint, step.step, metrics)
+        else:
+            run.save(checkpoint, step.step, metrics)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -99,7 +103,7 @@ class StoreIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a step or a file. Waits for the run's saves.
+        """Delete a step or a file. Waits for the run's saves, not for what follows them.
 
         Raises:
             UnknownStepError: There is no such step.
@@ -108,9 +112,9 @@ class StoreIO(CheckpointIO):
         if (step := _step(path)) is None:
             self._other.remove_checkpoint(path)
         else:
-            run = self._of(step)
-            run.close()
-            run.delete(step.step)
+            if step.run in self._last:  # saves end in their order
+                self._last[step.run].finish()
+            self._of(step).delete(step.step)
 
     def teardown(self) -> None:
         """Close the plugin that saves plain files."""

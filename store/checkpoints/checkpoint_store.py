@@ -431,6 +431,22 @@ class CheckpointStore:
             with store._translated():
                 return adapter, load_values(checkpoint, max(_READERS, store.worker_count))
 
+    def manifest(self, step: int) -> str:
+        """Return the name of the manifest of a step as `load` would find it.
+
+        The name follows from the content, so it tells whether a step was saved again since.
+
+        Raises:
+            UnknownStepError: the run has no such step.
+            NotATrainingError: the checkpoint of this name was imported.
+        """
+
+        def read(store: Store) -> str:
+            with store._locked():
+                return manifest_of(store._objects, self.run_id, step)[0]
+
+        return read(self.store) if self._drain is None else self._drain.read(step, read)
+
     def steps(self) -> list[int]:
         """Return the steps of the run in order. Each is complete; imports are not included."""
         return list(self._places())

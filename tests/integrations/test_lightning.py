@@ -1,5 +1,6 @@
 """Lightning saves into the store and resumes from it."""
 
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import fresh  # noqa: E402
 import killed_training  # noqa: E402
 from disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
-from tensor_dedup.integrations.lightning import StoreCallback  # noqa: E402
+from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
 from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
 from tensor_dedup.store.store import Store  # noqa: E402
@@ -247,3 +248,24 @@ def test_an_error_of_the_training_waits_for_its_last_step(tmp_path: Path) -> Non
     assert not callback.run._saves._pending
     assert callback.run.latest() == 4
     assert callback._hooks == []
+
+
+def test_removing_a_step_waits_for_saves_and_not_for_encoding(tmp_path: Path) -> None:
+    run = CheckpointStore(tmp_path / "store", "run")
+    plug_in = StoreIO(run)
+    plug_in.add(run, asynchronous=True)
+    plug_in.save_checkpoint({"weight": torch.randn(2_000_000)}, "store://run@1")
+    run._saves.finish()
+    encoder = run._saver._encoder
+    with encoder.saving():  # as long as a save lasts, nothing is encoded
+        plug_in.save_checkpoint({"weight": torch.randn(2_000_000)}, "store://run@2")
+        remove = threading.Thread(target=plug_in.remove_checkpoint, args=("store://run@1",))
+        remove.start()
+        remove.join(20)
+        waits = remove.is_alive()
+        steps, left = run.steps(), len(encoder._waiting)
+    remove.join()
+    run.close()
+    assert not waits
+    assert left > 0  # there was something to wait for
+    assert steps == [2]

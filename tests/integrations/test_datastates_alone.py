@@ -1,0 +1,112 @@
+"""What DeepSpeed's files become in the store, also where DeepSpeed is not installed.
+
+The engine is called as DeepSpeed calls it; nothing that DeepSpeed itself does is tested.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from disk_faults import Faults, FaultyFiles
+from tensor_dedup.errors import StoreError
+from tensor_dedup.integrations import datastates
+from tensor_dedup.integrations.datastates import DecoupledStoreEngine
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.store import Store
+
+Start = Callable[..., DecoupledStoreEngine]
+MODEL = "mp_rank_00_model_states.pt"
+TAGS = ("step0", "step1", "step2")
+
+
+def optimizer(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Start an engine of one training as DeepSpeed does, with these entries of its JSON."""
+    monkeypatch.setattr(datastates, "usable", lambda _: True)
+    monkeypatch.setattr(datastates, "TorchCheckpointEngine", lambda _: None)
+    zero = SimpleNamespace(offload_optimizer=None, offload_param=None, zenflow=None)
+
+    def start(rank: int = 0, /, **options: Any) -> DecoupledStoreEngine:
+        entry = {"store": str(tmp_path / "fast"), "run": "run", "compress": None, **options}
+        config = SimpleNamespace(datastates_config=SimpleNamespace(config=entry), zero_config=zero)
+        return DecoupledStoreEngine(config, rank)
+
+    return start
+
+
+def save(engine: DecoupledStoreEngine, file: Path, number: int, ranks: int = 1) -> None:
+    """Start saving one of DeepSpeed's files."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    state = {"number": number, "weight": torch.full((200, 200), float(number))}
+    if file.name == MODEL:
+        state |= {"dp_world_size": ranks, "mp_world_size": 1, "param_shapes": []}
+    engine.save(state, str(file))
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_every_tag_loads_when_steps_are_drained(
+    tmp_path: Path, start: Start, emptied: bool
+) -> None:
+    engine = start(drain=str(tmp_path / "second"))
+    for number, tag in enumerate(TAGS):
+        for name in (MODEL, optimizer(0)):
+            save(engine, tmp_path / "files" / tag / name, number)
+        engine.wait(persist=True)
+    near = CheckpointStore(tmp_path / "fast", "run/mp_rank_00_model_states")
+    assert near.steps() == [2]
+    if emptied:
+        shutil.rmtree(tmp_path / "fast")
+    # Another training begins with what this one has saved.
+    for later in (engine, start(drain=str(tmp_path / "second"), run="other")):
+        for number, tag in enumerate(TAGS):
+            for name in (MODEL, optimizer(0)):
+                assert later.load(str(tmp_path / "files" / tag / name))["number"] == number
+        if emptied:
+            assert near.steps() == []
+
+
+def test_a_tag_is_whole_again_after_a_save_that_failed(tmp_path: Path, start: Start) -> None:
+    (tmp_path / "limbo").mkdir()
+    files = FaultyFiles(tmp_path / "limbo")
+    first, second = start(), start(1)
+    second._session = first._session  # as the ranks of one training have it
+    first._store = Store.open(tmp_path / "fast", files=files)
+    folder = tmp_path / "files" / "last"
+    refused = list[int]()
+
+    def checkpoint(number: int) -> None:
+        """What DeepSpeed does: a rank saves nothing more of a checkpoint once a save raises."""
+        try:
+            save(first, folder / MODEL, number, ranks=2)
+            first.wait()
+            for run in first._runs.values():
+                run._saves.finish()
+            save(first, folder / optimizer(0), number)
+        except StoreError:
+            refused.append(number)
+        save(second, folder / optimizer(1), number)
+
+    checkpoint(0)
+    for engine in (first, second):
+        engine.wait(persist=True)
+    assert first.load(str(folder / MODEL))["number"] == 0
+    files._faults = Faults(full_from=0)
+    checkpoint(1)
+    files._faults = Faults()
+    for number in range(2, 7):
+        checkpoint(number)
+    assert refused  # otherwise no file was left out
+    assert len(refused) < 4
+    for engine in (first, second):
+        engine.wait(persist=True)
+    for name in (MODEL, optimizer(0), optimizer(1)):
+        assert start().load(str(folder / name))["number"] == 6
