@@ -23,6 +23,7 @@ and one for the checkpoint's folder.
 """
 
 import json
+import logging
 import os
 import time
 import uuid
@@ -60,6 +61,7 @@ except ImportError:  # the engine refuses, and says which version it was made fo
 
 __all__ = ["DecoupledStoreEngine"]
 
+_LOG = logging.getLogger("tensor_dedup")
 KEY: Final = "datastates_ckpt"
 _NEEDED: Final = frozenset({"store", "run"})
 _FIELDS: Final = _NEEDED | {"pool_bytes", "compress", "keep_last", "drain"}
@@ -146,10 +148,14 @@ class _FileRun(CheckpointStore):
             whole = max(self._steps_of([latest] if latest is not None else []), default=-1)
             old = [step for step in steps if step <= whole][:-keep_last]
             gone = [step for step in self._replaced if step < whole]
-            self._replaced.difference_update(gone)
             for step in (*old, *gone):
-                with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
-                    self.delete(step)
+                try:
+                    with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+                        self.delete(step)
+                except StoreError as error:  # the checkpoint is there: what was to go goes later
+                    _LOG.warning("%s: no older step was let go of: %s", path, error)
+                    return
+                self._replaced.discard(step)
 
     def _steps_of(self, pointers: list[Pointer]) -> set[int]:
         places = (each.name.rpartition("@") for each in pointers)
