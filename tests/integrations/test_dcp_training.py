@@ -24,7 +24,10 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 WIDTH = 160
 
 
-def mean_by_rank(ranks: int, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def mean_by_rank(  # type: ignore[no-untyped-def]  # torch takes no other annotation than its own
+    ranks: int,
+    bucket,  # noqa: ANN001
+) -> torch.futures.Future[torch.Tensor]:
     """Add gradients in the order of ranks.
 
     DDP lays its buckets out anew after its first step, and where a gradient lies decides in which

@@ -203,6 +203,8 @@ def alone_in_memory() -> Iterator[None]:
     params=[pytest.param(k, marks=[pytest.mark.long] if k in _LONG else []) for k in TIER]
 )
 def kind(request: pytest.FixtureRequest) -> str:
+    if not plain.multiplies(request.param):
+        pytest.skip("vLLM cannot multiply four bits on this CPU")
     return str(request.param)
 
 
@@ -333,6 +335,9 @@ def test_weights_that_vllm_quantises_are_shared_afterwards(world: World) -> None
     engines.drop(*loaded)
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM has fp8 caches from AVX-512 on"
+)
 def test_scales_of_keys_and_values_are_each_engine_s_own(world: World) -> None:
     path = quantised.with_kv_scales(world.paths["fp8 static"][0], world.root / "kv")
     options: dict[str, Any] = {"kv_cache_dtype": "fp8"}

@@ -72,6 +72,14 @@ def kept_as(policy: str) -> Iterator[None]:
         yield
 
 
+def multiplies(kind: str) -> bool:
+    """Has vLLM a kernel on this CPU for a format of `quantised`? Four bits need AVX-512 or more."""
+    import torch
+    from vllm import _custom_ops  # noqa: F401 (it loads the operations)
+
+    return kind not in ("AWQ", "GPTQ", "w4a16") or hasattr(torch.ops._C, "cpu_gemm_wna16")
+
+
 def packs() -> bool:
     """Does vLLM pack weights in bf16 on this CPU?
 
