@@ -281,8 +281,7 @@ class BackgroundEncoder:
         path = objects.layout.container(container.name, container.kind)
         with sweep(objects.files, objects.layout, wait_s=wait_s):
             # A delta is readable only beside its base as a whole.
-            needed = self._now_needed() if self._can_remove() else None
-            if needed is None or not needed.isdisjoint(change.deltas):
+            if not self._can_remove() or not self._in_need().isdisjoint(change.deltas):
                 return False
             if not self._is_whole(change):
                 return False

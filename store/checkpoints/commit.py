@@ -21,12 +21,7 @@ from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder,
 from tensor_dedup.store.checkpoints.bases import FirstStep
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError
 from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.policy import (
-    Compress,
-    Deltas,
-    Encoding,
-    checked_compress,
-)
+from tensor_dedup.store.checkpoints.policy import Compress, Deltas, Encoding, checked_compress
 from tensor_dedup.store.checkpoints.run_cache import (
     LastStep,
     PageState,
@@ -106,8 +101,7 @@ class PieceWriter:
         hashed: dict[bytes, Fresh] = {}
         places: dict[bytes, Places] = {}
         # What was hashed is written while more is hashed.
-        pieces = hash_pieces(self._hasher, wanted)
-        for some in _batches(pieces):
+        for some in _batches(hash_pieces(self._hasher, wanted)):
             found = self._look_up({piece.hashed.digest for piece in some})
             fresh = [piece for piece in some if piece.hashed.digest not in found]
             self.pieces += len(fresh)
@@ -438,8 +432,9 @@ class Saver:
             return None
 
         def before() -> Mapping[str, bytes]:
-            found = last.digests() if last.pages else None
-            if found is None:
+            if last.pages:
+                found = last.digests()
+            else:
                 found = latest_digests(self._objects, order, PACK_BELOW)
             # Nothing is stored against what waits to be removed: it would stay.
             instead = self._encoder.superseded()
