@@ -150,7 +150,7 @@ class Files(Method):
     def save(self, model: Any, step: int) -> None:
         self._write(model, self._path)
         if self._synced:
-            _sync(self._path)
+            sync(self._path)
         self._sizes.append(size_of(self._path))
 
     def load(self, step: int, original: Any) -> Any:
@@ -258,7 +258,8 @@ def _file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file's bytes durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

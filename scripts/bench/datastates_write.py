@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
-from bench.datastates_engines import Training, seconds, serialise, sync, sync_all
+from bench.checkpoint_methods import sync
+from bench.datastates_engines import Training, seconds, serialise, sync_all
 from tensor_dedup.store import Store
 from tensor_dedup.store.buffers import allocate
 from tensor_dedup.store.checkpoints import CheckpointStore

@@ -114,9 +114,7 @@ def test_a_killed_training_ends_as_one_that_is_not(
     steps = killed_training.enough_steps(kills)
     assert len(found) == kills
     assert all(0 < each < steps for each in found)
-    losses = killed_training.recorded(alone)
-    assert losses.keys() == set(range(steps * ranks))
-    assert killed_training.recorded(root) == losses
+    killed_training.assert_same_losses(root, alone, steps * ranks)
     unfinished = Path(f"{alone}.unfinished").read_text().split()
     assert any(int(each) > 0 for each in unfinished)
     assert latest(root) == latest(alone) == steps

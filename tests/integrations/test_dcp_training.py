@@ -148,10 +148,8 @@ def test_a_killed_training_ends_as_one_that_is_not(
     steps = killed_training.enough_steps(kills)
     assert len(found) == kills
     assert all(0 < each < steps for each in found)
-    losses = killed_training.recorded(alone)
-    assert losses.keys() == set(range(steps * ranks))
+    losses = killed_training.assert_same_losses(root, alone, steps * ranks)
     assert all(len(each) == 1 for each in losses.values())
-    assert killed_training.recorded(root) == losses
     assert any(int(each) > 0 for each in Path(f"{alone}.unfinished").read_text().split())
     assert latest(root) == latest(alone) == steps
     stats = CheckpointStore(alone, "run").stats()

@@ -221,9 +221,7 @@ def kill_trainer(root: str, alone: str, kills: int) -> list[int]:
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
     train = partial(train_behind, steps=killed_training.enough_steps(kills))
-    latest = killed_training.killed(train, root, kills)
-    killed_training.ended(train, alone)
-    return latest
+    return killed_training.killed_and_alone(train, root, alone, kills)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
@@ -235,9 +233,7 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
     steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
     assert max(latest) < steps
-    losses = killed_training.recorded(alone)
-    assert losses.keys() == set(range(steps))
-    assert killed_training.recorded(root) == losses
+    killed_training.assert_same_losses(root, alone, steps)
     first, second = (CheckpointStore(each, "run").load(steps)["model"] for each in (root, alone))
     assert all(torch.equal(first[name], second[name]) for name in second)
 

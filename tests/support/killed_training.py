@@ -41,6 +41,14 @@ def recorded(root: str) -> dict[int, set[str]]:
     return found
 
 
+def assert_same_losses(root: str, alone: str, count: int) -> dict[int, set[str]]:
+    """So many losses were recorded, the same ones by a killed and an uninterrupted training."""
+    losses = recorded(alone)
+    assert losses.keys() == set(range(count))
+    assert recorded(root) == losses
+    return losses
+
+
 def run(train: Callable[[str], None], root: str) -> int:
     """Start a training in a forked child; its process id."""
     child = os.fork()
@@ -76,6 +84,13 @@ def killed(train: Callable[[str], None], root: str, kills: int) -> list[int]:
         steps.append(latest)
     ended(train, root)
     return steps
+
+
+def killed_and_alone(train: Callable[[str], None], root: str, alone: str, kills: int) -> list[int]:
+    """Kill a training as `killed` does, and let another one of its kind run to its end."""
+    latest = killed(train, root, kills)
+    ended(train, alone)
+    return latest
 
 
 def ended(train: Callable[[str], None], root: str) -> None:
