@@ -159,7 +159,9 @@ class Meddling(RealFiles):
     ("compress", "at"),
     [
         (None, "create"),  # when what is hashed begins to be written
-        ("auto", "read"),  # when what it is compared with is opened
+        # When what it is compared with is opened: in the save itself, for `"auto"` would leave
+        # a tensor of this size to the thread that encodes after saves.
+        ("always", "read"),
     ],
 )
 def test_a_model_that_is_written_to_while_it_is_saved(
