@@ -11,7 +11,7 @@ trainer.train(resume_from_checkpoint=callback.check_out(folder))
 import json
 import random
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
@@ -55,9 +55,12 @@ class StoreCallback(TrainerCallback):
 
     The state is model, optimizer, scheduler, gradient scaler and random generators. Each step is a
     checkpoint of the store and includes the model's config and tokenizer files, so
-    `store://RUN@STEP` can be loaded as a model. Its metrics are the numbers logged last. Process 0
-    saves models that every process holds in full; models sharded by FSDP or DeepSpeed are refused
-    with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
+    `store://RUN@STEP` can be loaded as a model. Its metrics are the numbers that Trainer logged at
+    this step. Process 0 saves models that every process holds in full; models sharded by FSDP or
+    DeepSpeed are refused with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
+
+    A step is saved once Trainer has logged and evaluated it, just before the next step begins: its
+    metrics are known then, and an evaluation moves random states and learning rates.
 
     Two things are not resumed: other callbacks begin in their initial state, and with several
     processes no random state is restored, as Trainer itself warns when it resumes.
@@ -94,6 +97,7 @@ class StoreCallback(TrainerCallback):
         )
         self._hook: Hook | None = None
         self._files: dict[str, str | bytes] = {}
+        self._due = False
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -115,6 +119,7 @@ class StoreCallback(TrainerCallback):
         """
         _check_whole(args, given["model"])
         self._unhook()  # of a training that ended with an error
+        self._due = False
         if self._asynchronous and state.is_world_process_zero:
             self._hook = self.run.hook(_inner(given["optimizer"]))
         self._files = _small_files(given["model"], given.get("processing_class"))
@@ -122,23 +127,45 @@ class StoreCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if this step is due.
-
-        A `StoreError` ends the training and leaves all saved steps intact.
-        """
-        if self._every != "epoch" and state.global_step % self._every == 0:
-            self._save(state, given)
+        """Note whether this step is to be saved."""
+        self._due |= self._every != "epoch" and state.global_step % self._every == 0
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if the callback saves every epoch.
+        """Note that an epoch is to be saved."""
+        self._due |= self._every == "epoch"
 
-        After an epoch Trainer may load its best model, so nothing is left to be copied then.
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save if the last step of the epoch before is due.
+
+        Trainer restores random states here when it resumes between epochs. A `StoreError` ends the
+        training and leaves all saved steps intact.
         """
-        if self._every == "epoch":
-            self._save(state, given)
-        self.run.before_update()
+        self._save_if_due(state, given)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save if the step before is due.
+
+        Trainer restores random states here when it resumes in an epoch. A `StoreError` ends the
+        training and leaves all saved steps intact.
+        """
+        self._save_if_due(state, given)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save if the last step of the training is due, when Trainer logs how the training went.
+
+        Trainer may load its best model after that, so nothing is left to be copied then.
+        """
+        if "train_runtime" in given.get("logs", {}):
+            self._save_if_due(replace(state, log_history=state.log_history[:-1]), given)
+            self.run.before_update()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -176,8 +203,9 @@ class StoreCallback(TrainerCallback):
         (target / "trainer_state.json").write_text(found["trainer"])
         return str(target)
 
-    def _save(self, state: TrainerState, given: dict[str, Any]) -> None:
-        if not state.is_world_process_zero:
+    def _save_if_due(self, state: TrainerState, given: dict[str, Any]) -> None:
+        due, self._due = self._due, False
+        if not (due and state.is_world_process_zero):
             return
         parts = {
             _MODEL: given["model"].state_dict(),
@@ -235,10 +263,11 @@ def _random_states() -> dict[str, Any]:
 
 
 def _metrics(state: TrainerState) -> dict[str, float]:
-    """Return the last number logged under each name."""
+    """Return the numbers logged at the step, by name."""
     logged: dict[str, object] = {}
     for entry in state.log_history:
-        logged |= entry
+        if entry.get("step") == state.global_step:
+            logged |= entry
     return {name: float(value) for name, value in logged.items() if isinstance(value, int | float)}
 
 
