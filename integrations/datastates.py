@@ -43,7 +43,7 @@ from tensor_dedup.seams import Seam, usable
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave, Saved
 from tensor_dedup.store.checkpoints.background import with_notes
 from tensor_dedup.store.checkpoints.capture import default_bytes
-from tensor_dedup.store.checkpoints.commit import StepSnapshot
+from tensor_dedup.store.checkpoints.commit import StepSource
 from tensor_dedup.store.checkpoints.errors import (
     BrokenSaveError,
     NotATrainingError,
@@ -112,7 +112,7 @@ class _FileRun(CheckpointStore):
         self._jobs[step] = job
         return self.save_async(state, step, lazy=lazy)
 
-    def commit(self, snapshot: StepSnapshot) -> Saved:
+    def commit(self, snapshot: StepSource) -> Saved:
         # docstring inherited; runs in the background, one after the other
         saved = super().commit(snapshot)
         job = self._jobs.pop(saved.step)

@@ -5,6 +5,7 @@
                    hooked
     before_update  waits until everything is captured that is not yet
     a thread       captures what is left, hashes, encodes, writes and commits; it ends with its save
+                   where there is much to capture, others do that, and it begins with what is there
 
 Steps are committed in the order in which they were saved. An error of a save is raised by the next
 call. The thread is not a daemon, so a program exits only when its steps are durable; and no thread
@@ -19,7 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -32,11 +33,12 @@ from tensor_dedup.store.checkpoints.capture import (
     SnapshotDevice,
     StepCapture,
 )
-from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
+from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot, StepSource
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import step_name
 from tensor_dedup.store.checkpoints.state import StateChunk
+from tensor_dedup.store.writing.containers import Want
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +63,35 @@ class Times:
     """The durations in seconds of the phases of one save.
 
     `metadata` is for taking the model apart and copying what is small, in the training thread;
-    `copy` for capturing the rest; `write` for committing, never in the training thread.
+    `copy` for capturing the rest; `write` for committing, never in the training thread. The last
+    two overlap where a step is written as it is captured.
     """
 
     metadata: float = 0.0
     copy: float = 0.0
     write: float = 0.0
+
+
+class CapturedStep:
+    """A step whose large tensors are committed as they are captured."""
+
+    new, background = False, True
+
+    def __init__(self, extracted: ExtractedStep, capture: StepCapture) -> None:
+        self.notes, self._files, self._capture = extracted.notes, extracted.files, capture
+
+    @property
+    def name(self) -> str:
+        # docstring inherited
+        return step_name(self.notes.run, self.notes.step)
+
+    def arriving(self) -> Iterator[tuple[bytes, Want]]:
+        # docstring inherited
+        return self._capture.arriving()
+
+    def whole(self) -> StepSnapshot:
+        # docstring inherited
+        return self._capture.snapshot(self.notes, self._files).whole()
 
 
 class PendingSave:
@@ -76,7 +101,7 @@ class PendingSave:
         self,
         extracted: ExtractedStep,
         capture: StepCapture,
-        commit: Callable[[StepSnapshot], Saved],
+        commit: Callable[[StepSource], Saved],
         previous: "PendingSave | None",
         root: Path,
     ) -> None:
@@ -85,6 +110,8 @@ class PendingSave:
         self.name = step_name(extracted.notes.run, extracted.notes.step)
         self.times = Times()
         self.reported = False
+        self.streams = False
+        """Whether it may be written while others capture it."""
         self._extracted, self._capture = extracted, capture
         self._commit, self._previous = commit, previous
         self._owner, self._began = os.getpid(), time.perf_counter()
@@ -140,23 +167,33 @@ class PendingSave:
     def capture_now(self) -> None:
         """Wait until the model may be changed, except for tensors that the pool has no room for."""
         self._capture.hold()
-        self.times.copy = self.times.copy or time.perf_counter() - self._began
 
     def run(self) -> None:
         """Capture, commit and end; the body of the save's own thread."""
         try:
-            self._finish_capture()
-            self.times.copy = self.times.copy or time.perf_counter() - self._began
-            snapshot = self._capture.snapshot(self._extracted.notes, self._extracted.files)
-            if self._previous is not None:
-                self._previous.finish()
+            step = self._step()
             began = time.perf_counter()
-            self._saved = self._commit(replace(snapshot, background=True))
+            self._saved = self._commit(step)
             self.times.write = time.perf_counter() - began
         except StoreError as error:
             self._error = error
         finally:
-            self._end()
+            try:
+                self._capture.settle()
+                self.times.copy = (self._capture.ended or self._began) - self._began
+            finally:
+                self._end()
+
+    def _step(self) -> StepSource:
+        """Return what is to be committed: all of it, unless others capture while it is written."""
+        if self.streams and (self._previous is None or self._previous.done()):
+            self._captured.set()  # no room will be made by another save
+            return CapturedStep(self._extracted, self._capture)
+        self._finish_capture()
+        snapshot = self._capture.snapshot(self._extracted.notes, self._extracted.files)
+        if self._previous is not None:
+            self._previous.finish()
+        return replace(snapshot, background=True)
 
     def _broken(self, what: str) -> BrokenSaveError:
         return BrokenSaveError.at(self.root, f"the save of {self.name}: {what}", name=self.name)
@@ -219,7 +256,7 @@ class Saves:
 
     def __init__(
         self,
-        commit: Callable[[StepSnapshot], Saved],
+        commit: Callable[[StepSource], Saved],
         saver: Saver,
         pool: HostPool,
         *,
@@ -266,7 +303,7 @@ class Saves:
             pending.times.metadata = time.perf_counter() - began
             eager = not (bool(self._hooked) if lazy is None else lazy)
             safe = eager or capture.guard()
-            self._help(capture)
+            pending.streams = self._help(capture) or not capture.large_bytes
             if eager:
                 pending.capture_now()
             with self._lock:
@@ -276,10 +313,12 @@ class Saves:
             pending.hold()
         return pending
 
-    def _help(self, capture: StepCapture) -> None:
-        if capture.large_bytes >= _HELPED_BYTES:
-            for _ in range(self._helpers):
-                threading.Thread(target=capture.work, name="tensor-dedup-capture").start()
+    def _help(self, capture: StepCapture) -> bool:
+        """Start threads that capture, if that pays; return whether there are some."""
+        helpers = self._helpers if capture.large_bytes >= _HELPED_BYTES else 0
+        for _ in range(helpers):
+            threading.Thread(target=capture.work, name="tensor-dedup-capture").start()
+        return helpers > 0
 
     def _last(self) -> PendingSave | None:
         with self._lock:

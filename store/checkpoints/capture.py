@@ -4,7 +4,8 @@
     capture.guard()                         and large ones whose writes nobody counts
     capture.work()                          large ones, one by one, in any number of threads
     capture.hold()                          returns when the model may change
-    capture.snapshot(...)                   in the background
+    capture.arriving()                      in the background: large ones, as they are captured
+    capture.snapshot(...)                   there, too: everything
 
 Chunks are taken in their provider's order, each before the next is made: what is small on the host
 is copied, what is small on a device is packed with others into one block, and its copy started.
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     import torch
 import os
 import threading
+import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -47,7 +49,7 @@ from tensor_dedup.store.checkpoints.state import (
     is_tensor,
     tensor_fault,
 )
-from tensor_dedup.store.writing.containers import PACK_BELOW, changed_in_memory
+from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_memory
 from tensor_dedup.store.writing.hashing import change_hash
 
 if TYPE_CHECKING:
@@ -142,16 +144,18 @@ def _allocate(nbytes: int, page_locked: bool) -> memoryview | None:
 class DeviceSnapshot(Protocol):
     """The copies of one save from one device."""
 
-    def copy(self, tensor: "torch.Tensor", into: memoryview) -> "torch.Tensor":
-        """Start copying a tensor into memory of `into`; return the copy, contiguous in C order."""
+    def copy(
+        self, tensor: "torch.Tensor", into: memoryview
+    ) -> "tuple[torch.Tensor, Callable[[], None]]":
+        """Start copying a tensor into memory of `into`.
+
+        Returns the copy, contiguous in C order, and a function that waits until it is done, safe
+        from any thread.
+        """
         ...
 
     def hold(self) -> None:
         """Make work submitted to the device from now on wait for the copies that were started."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until all copies are done. Safe from any thread."""
         ...
 
 
@@ -196,10 +200,12 @@ class _CudaCopies:
         import torch
 
         self._device, self._stream = device, stream
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event: Any = None  # of the last copy
         stream.wait_stream(torch.cuda.current_stream(device))
 
-    def copy(self, tensor: "torch.Tensor", into: memoryview) -> "torch.Tensor":
+    def copy(
+        self, tensor: "torch.Tensor", into: memoryview
+    ) -> "tuple[torch.Tensor, Callable[[], None]]":
         # docstring inherited
         import torch
 
@@ -207,21 +213,17 @@ class _CudaCopies:
         with torch.cuda.stream(self._stream):
             # Resolved here, not on the stream of the model: this one would not wait for that.
             host.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
-            # Recorded each time: the last one counts, and nobody has to say which that is.
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(self._stream)
         # Its memory is not given to others before the copy is done, even if the model lets go.
         tensor.record_stream(self._stream)
-        return host
+        return host, self._event.synchronize
 
     def hold(self) -> None:
         # docstring inherited
         import torch
 
         torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def wait(self) -> None:
-        # docstring inherited
-        self._event.synchronize()
 
 
 def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
@@ -264,13 +266,20 @@ class _Large:
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy in the pool of one large piece or of small ones, and its indices in the snapshot."""
+    """A copy in the pool of one large piece or of small ones, and its indices in the snapshot.
+
+    `waits` wait until it is made, where a device makes it. `key` is its change hash when that is
+    known; `known` means that the store has these bytes.
+    """
 
     block: memoryview
     nbytes: int
     page_locked: bool
     places: list[int]
     small: bool = False
+    waits: list[Callable[[], None]] = field(default_factory=list)
+    key: bytes | None = None
+    known: bool = False
 
 
 class StepCapture:
@@ -294,6 +303,7 @@ class StepCapture:
         self._written: list[tuple[str, Callable[[], bool]]] = []  # of what is on devices
         self._held = False
         self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
         self._without_room: list[_Large] = []
         self._error: ChangedModelError | None = None
         try:
@@ -308,8 +318,10 @@ class StepCapture:
         self._waiting = deque(order)
         self._untried = len(large)
         self._all_tried = threading.Event()
+        self.ended: float | None = None
+        """When the last large tensor was captured, by `time.perf_counter`; None until then."""
         if not large:
-            self._all_tried.set()
+            self._end()
 
     def _take(self, chunks: Iterable[StateChunk]) -> None:
         """Take the chunks in order, each before the next is made.
@@ -382,9 +394,10 @@ class StepCapture:
                 self._pieces[place] = self._on_host(place, chunk)
             return
         places = [place for place, _ in chunks]
-        self._copied.append(_Copy(block, sum(sizes), True, places, small=True))
+        copy = _Copy(block, sum(sizes), True, places, small=True)
+        self._copied.append(copy)
         for (place, chunk), size in zip(chunks, sizes, strict=True):
-            self._start(place, chunk, block[:size])
+            copy.waits = [self._start(place, chunk, block[:size])]  # they are made in turn
             block = block[size:]
 
     def _stage(self, place: int, chunk: StateChunk) -> None:
@@ -394,16 +407,19 @@ class StepCapture:
         if block is None:
             self._pieces[place] = self._on_host(place, chunk)
             return
-        self._copied.append(_Copy(block, nbytes, True, [place]))
+        copy = _Copy(block, nbytes, True, [place])
+        self._copied.append(copy)
         self._written.append((chunk.name, _writes_of(chunk.source)))
-        self._start(place, chunk, block)
+        copy.waits.append(self._start(place, chunk, block))
 
-    def _start(self, place: int, chunk: StateChunk, block: memoryview) -> None:
+    def _start(self, place: int, chunk: StateChunk, block: memoryview) -> Callable[[], None]:
+        """Start copying a tensor from its device; return a function that waits for the copy."""
         tensor = chunk.source
         if (device := self._device(tensor)) is not None and tensor.device not in self._streams:
             self._streams[tensor.device] = device.begin(tensor)
-        host = self._streams[tensor.device].copy(tensor.detach(), block)
+        host, wait = self._streams[tensor.device].copy(tensor.detach(), block)
         self._pieces[place] = StateChunk(host, chunk.name).piece()
+        return wait
 
     def lacks_room(self) -> bool:
         """Wait for all copies; return whether there was no room for some.
@@ -438,7 +454,12 @@ class StepCapture:
                     if not captured:
                         self._without_room.append(large)
                     if not self._untried:
-                        self._all_tried.set()
+                        self._end()
+                    self._arrived.notify_all()
+
+    def _end(self) -> None:
+        self.ended = self.ended or time.perf_counter()
+        self._all_tried.set()
 
     def retry(self) -> None:
         """Try again to copy the tensors that there was no room for."""
@@ -460,10 +481,10 @@ class StepCapture:
             return False
         nbytes = large.view.nbytes
         copy_bytes(large.view, block[:nbytes])
-        self._copied.append(_Copy(block, nbytes, False, large.places))
         self._check(large)
         for place in large.places:
             self._pieces[place] = replace(self._pieces[place], data=block[:nbytes])
+        self._copied.append(_Copy(block, nbytes, False, large.places))
         return True
 
     def _check(self, large: _Large) -> None:
@@ -497,6 +518,33 @@ class StepCapture:
                 self._error = changed_in_memory(written[0])
             self._held = True
 
+    def arriving(self) -> Iterator[tuple[bytes, Want]]:
+        """Yield large pieces as they are captured, with their change hashes, until all are.
+
+        What the store has, or what there was no room for, is not among them. Every call begins
+        with the first. One caller at a time, who is not the one that captures.
+
+        Raises:
+            ChangedModelError: a tensor was changed before it was copied.
+        """
+        number = 0
+        while (copy := self._copy(number)) is not None:
+            number += 1
+            if copy.small:
+                continue
+            self._hash_copy(copy)
+            if self._error is not None:
+                raise self._error
+            if copy.key is not None and not copy.known:
+                first = self._pieces[copy.places[0]]
+                yield copy.key, Want(first.name, first.dtype, copy.block[: copy.nbytes], True)
+
+    def _copy(self, number: int) -> _Copy | None:
+        """Return a copy when it is there; None if there are not so many."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: number < len(self._copied) or not self._untried)
+            return self._copied[number] if number < len(self._copied) else None
+
     def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
         """Return the step when everything is copied. Call it once.
 
@@ -504,8 +552,8 @@ class StepCapture:
             ChangedModelError: a tensor was changed before it was copied.
         """
         self._all_tried.wait()
-        for copies in self._streams.values():
-            copies.wait()
+        for wait in (wait for copy in self._copied for wait in copy.waits):
+            wait()
         self._hold()
         if self._error is not None:
             raise self._error
@@ -519,17 +567,29 @@ class StepCapture:
         return StepSnapshot(notes, ordered, files, self._hashes, self._same, private)
 
     def _hash_copy(self, copy: _Copy) -> None:
-        """Hash a copy; one that the store turns out to have is not written."""
-        if copy.small:
+        """Hash a copy that is made; one that the store turns out to have is not written."""
+        if copy.small or copy.key is not None:
             return
+        for wait in copy.waits:
+            wait()
         first = self._pieces[copy.places[0]]
-        key = change_hash(copy.block[: copy.nbytes])
-        if key in self._context.known:
+        copy.key = key = change_hash(copy.block[: copy.nbytes])
+        copy.known = key in self._context.known
+        if copy.known:
             self._context.changing.discard(first.name)
             self._found(copy.places, key)
             return
         for place in copy.places:
             self._hashes[self._pieces[place].name] = key
+
+    def settle(self) -> None:
+        """Capture no more, and wait for the threads that are capturing."""
+        with self._lock:
+            self._untried -= len(self._waiting)
+            self._waiting.clear()
+            if not self._untried:
+                self._end()
+        self._all_tried.wait()
 
     def release(self) -> None:
         """Return the copies to the pool, when nobody reads the snapshot any more."""

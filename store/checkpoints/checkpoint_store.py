@@ -28,7 +28,7 @@ from tensor_dedup.store.checkpoints.background import (
     with_notes,
 )
 from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
-from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot
+from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot, StepSource
 from tensor_dedup.store.checkpoints.drain import Drain
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
@@ -375,7 +375,7 @@ class CheckpointStore:
         small = {**self._config, **self._small_files(files)}
         return ExtractedStep(notes, chunks_of(adapter, model), small)
 
-    def commit(self, snapshot: StepSnapshot) -> Saved:
+    def commit(self, snapshot: StepSource) -> Saved:
         """Store a snapshot, then delete the steps that no rule keeps.
 
         With a second tier, that is done when the step is drained, and this waits first while

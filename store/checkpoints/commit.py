@@ -1,10 +1,11 @@
 """Committing a step: new pieces go to containers, known ones are only referred to.
 
 A snapshot is a step's pieces, in memory that nobody writes to until the commit has returned; a
-commit may run in any thread. A piece is unchanged when its bytes are: the change hash compares them
-with those of the step that this handle saved last, and a piece that is not found there is looked up
-by its digest. Names and addresses do not matter. `tensor_dedup.store.writing.transaction` explains
-the order in which files become durable.
+commit may run in any thread, and store large pieces of a step before the last one is captured. A
+piece is unchanged when its bytes are: the change hash compares them with those of the step that
+this handle saved last, and a piece that is not found there is looked up by its digest. Names and
+addresses do not matter. `tensor_dedup.store.writing.transaction` explains the order in which files
+become durable.
 """
 
 import threading
@@ -14,7 +15,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from tensor_dedup.digest import digest
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
@@ -71,6 +72,7 @@ _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"
 _BATCH = 16 << 20
 _Held: TypeAlias = Mapping[bytes, Sequence[PieceLocation]]
+_T = TypeVar("_T")
 
 
 class PieceWriter:
@@ -92,28 +94,32 @@ class PieceWriter:
         }
         self._encoder = transaction.own(EncodedWriter(objects, hasher))
         self.pieces = self.nbytes = self.stored_bytes = 0
+        # By digest: what was given to `write`, and where the store has it already.
+        self._hashed: dict[bytes, Fresh] = {}
+        self._known: dict[bytes, Places] = {}
 
-    def store(self, wanted: Wanted, again: Wanted) -> dict[bytes, StoredPiece]:
-        """Store these pieces; return their places, by change hash.
-
-        The pieces in `again` are written even though the store has them.
-        """
-        hashed: dict[bytes, Fresh] = {}
-        places: dict[bytes, Places] = {}
+    def write(self, wanted: Wanted) -> None:
+        """Store the pieces that the store does not have; `finish` tells where they are."""
         # What was hashed is written while more is hashed.
-        for some in _batches(hash_pieces(self._hasher, wanted)):
+        for some in _batches(hash_pieces(self._hasher, wanted), lambda piece: piece.nbytes):
             found = self._look_up({piece.hashed.digest for piece in some})
             fresh = [piece for piece in some if piece.hashed.digest not in found]
             self.pieces += len(fresh)
             self.nbytes += sum(piece.view.nbytes for piece in fresh)
             self._write(fresh)
-            hashed |= {piece.hashed.digest: piece for piece in some}
-            places |= found
+            self._hashed |= {piece.hashed.digest: piece for piece in some}
+            self._known |= found
+
+    def finish(self, again: Wanted) -> dict[bytes, StoredPiece]:
+        """Return the places of all pieces given to `write`, by change hash. Call it once.
+
+        The pieces in `again` are written even though the store has them.
+        """
         moved = list(hash_pieces(self._hasher, again))
         self._write(moved)
         self.stored_bytes += self._transaction.seal()
-        places |= self._places()
-        hashed |= {piece.hashed.digest: piece for piece in moved}
+        places = self._known | self._places()
+        hashed = self._hashed | {piece.hashed.digest: piece for piece in moved}
         return {
             piece.change_hash: StoredPiece(digest, piece.view.nbytes, places[digest])
             for digest, piece in hashed.items()
@@ -171,13 +177,13 @@ class PieceWriter:
         return found
 
 
-def _batches(pieces: Iterable[Fresh]) -> Iterator[list[Fresh]]:
+def _batches(pieces: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
     """The pieces in order, so many together that looking them up takes no time beside the rest."""
-    batch: list[Fresh] = []
+    batch: list[_T] = []
     nbytes = 0
     for piece in pieces:
         batch.append(piece)
-        nbytes += piece.view.nbytes
+        nbytes += size(piece)
         if nbytes >= _BATCH:
             yield batch
             batch, nbytes = [], 0
@@ -212,6 +218,49 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+class StepSource(Protocol):
+    """A step to be committed, some of which may still be captured."""
+
+    @property
+    def notes(self) -> Notes:
+        """What is noted of the step."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The name that the step will have in the store."""
+        ...
+
+    @property
+    def new(self) -> bool:
+        """Whether the step may replace none."""
+        ...
+
+    @property
+    def background(self) -> bool:
+        """Whether the training goes on meanwhile."""
+        ...
+
+    def arriving(self) -> Iterator[tuple[bytes, Want]]:
+        """Yield large private pieces with their change hashes, each as soon as it is captured.
+
+        Each call begins again with the first.
+
+        Raises:
+            ChangedModelError: a tensor was changed before it was copied.
+        """
+        ...
+
+    def whole(self) -> "StepSnapshot":
+        """Return the step when all of it is captured.
+
+        Raises:
+            ChangedModelError: a tensor was changed before it was copied.
+            NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepSnapshot:
     """A step to be committed: its notes, its tensors, and small files by their paths.
@@ -231,14 +280,22 @@ class StepSnapshot:
     new: bool = False
     background: bool = False
 
-    def check(self) -> None:
-        """Check the names.
+    def arriving(self) -> Iterator[tuple[bytes, Want]]:
+        """Yield nothing: everything is here already."""
+        return iter(())
+
+    def whole(self) -> Self:
+        """Return the step itself, once its names are checked.
 
         Raises:
             NamedTwiceError: two parts have one name, or one has a name that an export needs.
             EscapingPathError: a small file's path would leave an export.
             NotTextError: a name is not Unicode, and thus in no file.
         """
+        self._check_names()
+        return self
+
+    def _check_names(self) -> None:
         self._check_texts()
         names = {piece.name for piece in self.pieces}
         if len(names) != len(self.pieces):
@@ -366,7 +423,7 @@ class Saver:
             known = last.known(_alive(self._objects, last))
         return {key: each for key, each in known.items() if each.nbytes >= PACK_BELOW}
 
-    def commit(self, snapshot: StepSnapshot) -> Saved:
+    def commit(self, step: StepSource) -> Saved:
         """Store a step under its name, atomically, replacing one of the same name.
 
         After any error, earlier steps are unchanged. Only if the disk fails at the very end is it
@@ -376,49 +433,48 @@ class Saver:
             PinnedStepError: the step is pinned, perhaps since this commit began.
             NotATrainingError: an imported checkpoint has the step's name.
             NameTakenError: the step must be new, and the name exists.
+            ChangedModelError: the model was written to meanwhile.
+            NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
             StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
         """
-        snapshot.check()
         try:
-            return self._commit(snapshot)
+            return self._commit(step)
         except NoSpaceError:
             if not self._encoder.busy:
                 raise
             # What is being encoded takes space a second time, which a save needs more.
             self._encoder.drop()
-            return self._commit(snapshot)
+            return self._commit(step)
 
-    def _commit(self, snapshot: StepSnapshot) -> Saved:
+    def _commit(self, step: StepSource) -> Saved:
         began = time.monotonic()
         with self._encoder.saving(), self._lock:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._cache.session() as (index, hasher):
-                order = self._order_of(snapshot.notes.run)
-                encoding = self._encoding(index, last, order, snapshot.notes)
+                order = self._order_of(step.notes.run)
+                encoding = self._encoding(index, last, order, step.notes)
                 with (
                     closing(encoding) if encoding is not None else nullcontext(),
                     BatchTransaction(self._objects, index, hasher, self._synced) as transaction,
                 ):
                     writer = PieceWriter(self._objects, index, hasher, transaction, encoding)
-                    work = _Commit(
-                        self._objects, hasher, writer, transaction, last, snapshot, order
-                    )
-                    manifest = work.run()
+                    work = _Commit(self._objects, hasher, writer, transaction, last, order)
+                    manifest = work.run(step)
             self._last = self._shown = work.next
             if encoding is not None and encoding.left:
-                self._encode_later(snapshot, manifest, encoding, transaction.sealed)
+                self._encode_later(step, manifest, encoding, transaction.sealed)
         return work.result(manifest, time.monotonic() - began)
 
     def _encode_later(
         self,
-        snapshot: StepSnapshot,
+        step: StepSource,
         manifest: str,
         encoding: Encoding,
         sealed: Sequence[SealedContainer],
     ) -> None:
         slab = next(each.container for each in sealed if each.container.kind == "slab")
         first = encoding.first if encoding.is_first else None
-        job = EncodingJob(slab, snapshot.name, manifest, encoding.left, first, snapshot.background)
+        job = EncodingJob(slab, step.name, manifest, encoding.left, first, step.background)
         self._encoder.add(job)
 
     def _order_of(self, run: str) -> StepOrder:
@@ -455,19 +511,20 @@ class _Commit:
         writer: PieceWriter,
         transaction: BatchTransaction,
         last: LastStep,
-        snapshot: StepSnapshot,
         order: StepOrder,
     ) -> None:
         self._objects, self._hasher, self._order = objects, hasher, order
         self._writer, self._transaction = writer, transaction
-        self._last, self._snapshot = last, snapshot
-        self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
+        self._last = last
         self.next = LastStep()
 
-    def run(self) -> str:
+    def run(self, step: StepSource) -> str:
         """Store what is new and commit; return the manifest's name."""
-        rows = self._rows()
         alive = _alive(self._objects, self._last)
+        self._stored = self._store_arriving(step, alive)
+        self._snapshot = snapshot = step.whole()
+        self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
+        rows = self._rows()
         parts = rows.pages()
         kept = [self._kept(number, part, alive) for number, part in enumerate(parts)]
         known = self._known(parts, kept, alive)
@@ -484,6 +541,17 @@ class _Commit:
             check_name=self._check_name,
         )
         return manifest
+
+    def _store_arriving(self, step: StepSource, alive: set[ContainerId]) -> set[bytes]:
+        """Store pieces while others are captured; return their change hashes."""
+        stored: set[bytes] = set()
+        known: Mapping[bytes, StoredPiece] | None = None
+        for some in _batches(step.arriving(), lambda piece: piece[1].view.nbytes):
+            known = self._last.known(alive) if known is None else known
+            new = {key: want for key, want in some if key not in known and key not in stored}
+            self._writer.write(new)
+            stored |= new.keys()
+        return stored
 
     def _rows(self) -> PieceTable:
         # Here all tensors are read: nothing else is done for each of them when none has changed.
@@ -538,9 +606,10 @@ class _Commit:
         pages = [page for page in kept if page is not None]
         packs = packs_to_merge(chain(places, *(page.weights.items() for page in pages)))
         again = self._lying_in(packs, parts, known, pages)
-        if wanted or again:
-            known |= self._writer.store(wanted, again)
-        if elsewhere := {key: each for key, each in elsewhere.items() if key not in wanted}:
+        if wanted or again or self._stored:
+            self._writer.write(wanted)
+            known |= self._writer.finish(again)
+        if elsewhere := {key: each for key, each in elsewhere.items() if key not in known}:
             known |= self._writer.find(elsewhere)
         for page in pages:
             if not again.keys().isdisjoint(page.held):
@@ -554,10 +623,10 @@ class _Commit:
         view: memoryview,
         known: dict[bytes, StoredPiece],
     ) -> None:
-        if view.nbytes:
+        if view.nbytes and row[0] not in self._stored:
             private = row[1] in self._snapshot.private
             wanted[row[0]] = Want(row[1] or _FILE, row[2], view.cast("B"), private)
-        else:
+        elif not view.nbytes:
             known[row[0]] = _EMPTY
 
     def _lying_in(

@@ -124,7 +124,7 @@ def test_the_scale_of_gradients_is_resumed(tmp_path: Path) -> None:
 
 def evaluated(folder: Path, callback: StoreCallback) -> Trainer:
     """A training whose evaluations log, lower the learning rate, and draw random numbers."""
-    given = arguments(folder, 9)
+    given: Any = arguments(folder, 9)
     for name, value in {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -139,12 +139,12 @@ def evaluated(folder: Path, callback: StoreCallback) -> Trainer:
         setattr(given, name, value)
     given.__post_init__()
     data = Sentences()
-    made: Any = Trainer  # whose arguments have no types
-    return made(model(), given, train_dataset=data, eval_dataset=data, callbacks=[callback])
+    return Trainer(model(), given, train_dataset=data, eval_dataset=data, callbacks=[callback])
 
 
 def evaluations(of: Trainer) -> dict[int, float]:
-    return {each["step"]: each["eval_loss"] for each in of.state.log_history if "eval_loss" in each}
+    history: list[dict[str, Any]] = of.state.log_history
+    return {each["step"]: each["eval_loss"] for each in history if "eval_loss" in each}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,18 +164,18 @@ class _SlowCopies:
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._lock = threading.Lock()
 
-    def copy(self, tensor: torch.Tensor, into: memoryview) -> torch.Tensor:
+    def copy(
+        self, tensor: torch.Tensor, into: memoryview
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
         host = host_tensor(tensor, into)
         self.waiting.append((host, tensor))
-        return host
+        return host, self.hold
 
     def hold(self) -> None:
         with self._lock:  # each once, as a stream does: the background waits while training goes on
             for host, tensor in self.waiting:
                 host.copy_(tensor)
             self.waiting = []
-
-    wait = hold
 
 
 class Plain(HostPool):

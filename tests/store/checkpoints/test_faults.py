@@ -21,7 +21,9 @@ from clocks import JUMPS, ClockedFiles, SetClock
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same, copied, forest, handle, network, shares, train
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
+from tensor_dedup.store.checkpoints.background import CapturedStep
+from tensor_dedup.store.checkpoints.capture import CaptureContext, StepCapture
 from tensor_dedup.store.checkpoints.runs import in_save_order
 from tensor_dedup.store.errors import NoSpaceError
 
@@ -53,7 +55,22 @@ def nothing(run: CheckpointStore) -> None:
     """A new process: what follows is its first save."""
 
 
+def streamed(run: CheckpointStore) -> None:
+    """A save in the background that writes what is captured before it knows the rest."""
+    extracted = run._extract(model_of(2), 2, None, None)
+    context = CaptureContext(HostPool(1 << 24), [], set(), run._saver.large())
+    capture = StepCapture(extracted.chunks, context)
+    capture.hold()
+    step = CapturedStep(extracted, capture)
+    assert any(want.private for _, want in step.arriving())
+    run.commit(step)
+
+
 ACTS = {
+    "streamed save": Act(nothing, streamed, ({0, 1}, {0, 1, 2}), {}),
+    "next streamed save": Act(
+        lambda run: run.save(model_of(1), 1), streamed, ({0, 1}, {0, 1, 2}), {"compress": None}
+    ),
     "first save": Act(nothing, lambda run: run.save(model_of(2), 2), ({0, 1}, {0, 1, 2}), {}),
     "next save": Act(
         lambda run: run.save(model_of(2), 2),

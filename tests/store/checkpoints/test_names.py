@@ -72,14 +72,14 @@ def test_no_save_replaces_what_was_imported(
 def test_no_save_replaces_what_is_imported_meanwhile(
     run: CheckpointStore, imported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, other, late = StepSnapshot.check, handle(run.store.path), [5]
+    whole, other, late = StepSnapshot.whole, handle(run.store.path), [5]
 
-    def meanwhile(self: StepSnapshot) -> None:
+    def meanwhile(self: StepSnapshot) -> StepSnapshot:
         if late:
             run.store.import_(imported, f"run@{late.pop()}")
-        check(self)
+        return whole(self)
 
-    monkeypatch.setattr(StepSnapshot, "check", meanwhile)
+    monkeypatch.setattr(StepSnapshot, "whole", meanwhile)
     with pytest.raises(NotATrainingError, match="run@5"):
         other.save(network(1), 5)
     assert stored(run.store, "run@5") == content(imported)
