@@ -14,7 +14,7 @@ MemoryManagerError
       - DeviceError         a call of the CUDA driver failed, or there is no driver to call
 """
 
-from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.errors import NOBODY_THERE, TensorDedupError
 
 
 class MemoryManagerError(TensorDedupError):
@@ -23,6 +23,8 @@ class MemoryManagerError(TensorDedupError):
 
 class ManagerGoneError(MemoryManagerError):
     """No manager answers, or the connection broke: load privately or connect again."""
+
+    exit_status = NOBODY_THERE
 
 
 class UnsafeSocketError(MemoryManagerError):

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import ClassVar, Self
 
-from tensor_dedup.errors import StoreError
+from tensor_dedup.errors import WRONG_USE, StoreError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -50,12 +50,14 @@ class AdvisedError(StoreError):
 class NotAStoreError(AdvisedError):
     """The folder is not a store."""
 
+    exit_status = WRONG_USE
     advice = "name a store with --store or TENSOR_DEDUP_STORE, or import into a new folder"
 
 
 class BadNameError(AdvisedError):
     """A checkpoint cannot have this name."""
 
+    exit_status = WRONG_USE
     advice = (
         "use letters, digits and . _ - + @ =, in parts separated by /, each beginning with a "
         "letter, a digit or _, 200 characters at most, 255 with three for each /"
@@ -71,30 +73,35 @@ class NotTextError(AdvisedError):
 class NameTakenError(AdvisedError):
     """A checkpoint of this name is there already."""
 
+    exit_status = WRONG_USE
     advice = "choose another name, or replace it (`import --replace`, or `replace=True`)"
 
 
 class UnknownNameError(AdvisedError):
     """No checkpoint has this name."""
 
+    exit_status = WRONG_USE
     advice = "see `tensor-dedup list`"
 
 
 class UnknownTensorError(AdvisedError):
     """The checkpoint has no tensor of this name."""
 
+    exit_status = WRONG_USE
     advice = "see `tensor-dedup show`"
 
 
 class BadRangeError(AdvisedError):
     """A range of bytes lies outside its tensor."""
 
+    exit_status = WRONG_USE
     advice = "give 0 <= start <= stop <= nbytes"
 
 
 class ExportTargetError(AdvisedError):
     """The folder to export to is not empty."""
 
+    exit_status = WRONG_USE
     advice = "give a folder that is empty or does not exist"
 
 

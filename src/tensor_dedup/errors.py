@@ -18,11 +18,22 @@ All are picklable, for worker processes, carry their facts as attributes, and en
 to take.
 """
 
-from typing import Any
+from typing import Any, ClassVar, Final
+
+WRONG_DATA: Final = 1
+WRONG_USE: Final = 2
+NOBODY_THERE: Final = 3
 
 
 class TensorDedupError(Exception):
-    """Base of all errors of this package. `facts` has the values in the message."""
+    """Base of all errors of this package. `facts` has the values in the message.
+
+    `exit_status` is that of a command that ends with the error: `WRONG_DATA`, `WRONG_USE` for what
+    the caller can put right by asking for something else, `NOBODY_THERE` for a manager or a remote
+    that does not answer.
+    """
+
+    exit_status: ClassVar[int] = WRONG_DATA
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -43,6 +54,8 @@ def _rebuild(cls: type[TensorDedupError], message: str, facts: dict[str, Any]) -
 class ConfigError(TensorDedupError):
     """A setting is invalid, unknown, or cannot be combined with another one."""
 
+    exit_status = WRONG_USE
+
 
 class CheckpointError(TensorDedupError):
     """A checkpoint is not usable."""
@@ -54,6 +67,8 @@ class CheckpointNotFoundError(CheckpointError):
 
 class NoSuchPathError(CheckpointNotFoundError):
     """The path that was given leads to no file and no folder."""
+
+    exit_status = WRONG_USE
 
 
 class FormatError(CheckpointError):

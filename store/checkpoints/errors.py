@@ -33,7 +33,7 @@ The errors of the store itself are in `tensor_dedup.store.errors`.
 from enum import Enum
 from typing import Any, ClassVar, Self
 
-from tensor_dedup.errors import StoreError
+from tensor_dedup.errors import WRONG_USE, StoreError
 from tensor_dedup.store.errors import AdvisedError, NameTakenError, UnknownNameError
 
 
@@ -46,18 +46,21 @@ class UnknownStepError(UnknownNameError):
 class BadStepError(AdvisedError):
     """The step is not a whole number from 0 on."""
 
+    exit_status = WRONG_USE
     advice = "count epochs, trees or batches from 0 or 1"
 
 
 class BadMetricError(AdvisedError):
     """A metric is not a number, or no step has a metric of this name."""
 
+    exit_status = WRONG_USE
     advice = 'give metrics={"val_loss": 0.5}, and `best` the name of one that was given'
 
 
 class PinnedStepError(AdvisedError):
     """The step is pinned, so it is neither replaced nor deleted."""
 
+    exit_status = WRONG_USE
     advice = "unpin it first"
 
 
@@ -76,6 +79,7 @@ class NamedTwiceError(AdvisedError):
 class NotATrainingError(AdvisedError):
     """A checkpoint of this name exists, but this run has not saved it."""
 
+    exit_status = WRONG_USE
     advice = "give the run another id, or the checkpoint another name"
 
 
@@ -90,6 +94,8 @@ class BadOption(Enum):
 
 class BadOptionError(AdvisedError):
     """An option of CheckpointStore is invalid; `kind` says which."""
+
+    exit_status = WRONG_USE
 
     # By position only: `facts` may have a `kind` of its own.
     def __init__(self, message: str, kind: BadOption, /, **facts: object) -> None:

@@ -109,7 +109,7 @@ def test_an_import_takes_no_step_s_name(runs: Runs, tmp_path: Path) -> None:
     for name in ("two@0", "two@0@pin"):
         command = ["import", str(tmp_path / "out"), "--name", name, "--replace"]
         result = CliRunner().invoke(main, [*command, "--store", str(runs.store)])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert f"{name!r} is " in result.stderr
         assert "step 0 of the run 'two'" in result.stderr
     assert [step.step for step in store.steps("two")] == [0]
@@ -167,7 +167,7 @@ def test_the_best_step(kept: Runs) -> None:
     assert kept.document("best", "a/one", "loss")["step"] == 30
     assert kept.document("best", "a/one", "loss", "--mode", "max")["value"] == 1.0
     assert kept.text("best", "a/one", "loss").startswith("a/one@30")
-    assert kept.run("best", "a/one", "accuracy").exit_code == 1
+    assert kept.run("best", "a/one", "accuracy").exit_code == 2
 
 
 def test_what_differs_between_steps(kept: Runs) -> None:
@@ -176,7 +176,7 @@ def test_what_differs_between_steps(kept: Runs) -> None:
     assert found["metrics"] == {"loss": [1.0, 0.25], "bad": [None, None]}
     assert "layer0.bias" in kept.text("diff", "a/one@0", "a/one@30")
     assert kept.run("diff", "a/one", "two@0").exit_code == 2
-    assert kept.run("diff", "a/one@0", "two@7").exit_code == 1
+    assert kept.run("diff", "a/one@0", "two@7").exit_code == 2
 
 
 def test_tensors_that_differ_stand_in_their_order(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:
     assert runs.run("delete", "a/one", "--step", "0").exit_code == 2  # nobody to ask
     assert runs.document("delete", "a/one", "--step", "0", "--yes")["deleted"] == [0]
     handle(runs.store, "a/one").pin(20)
-    assert runs.run("delete", "a/one", "--step", "20", "--yes").exit_code == 1
+    assert runs.run("delete", "a/one", "--step", "20", "--yes").exit_code == 2
     assert runs.document("delete", "a/one", "--all", "--yes")["deleted"] == [10, 30]
     found = runs.document("list")["runs"]
     assert [(each["run"], each["steps"]) for each in found] == [("a/one", [20]), ("two", [0])]

@@ -17,9 +17,9 @@ from typing import Final
 
 import click
 
-from tensor_dedup.errors import ConfigError, NoSuchPathError, TensorDedupError
+from tensor_dedup.errors import NOBODY_THERE, WRONG_DATA, WRONG_USE, TensorDedupError
 
-# As shells say it, and unlike 1, which is for wrong data.
+# As shells say it.
 INTERRUPTED: Final = 128 + signal.SIGINT
 _WHOLE: Final = 1000
 _HYPHEN: Final = "\ue000"  # of no text
@@ -66,16 +66,31 @@ _COMMANDS: Mapping[str, str] = {
 }
 
 
-class BadData(click.ClickException):
-    """An error about the data: click prints one line on stderr and exits with status 1."""
+class Failure(click.ClickException):
+    """Something is wrong with the data: click prints one line on stderr and exits with status 1."""
 
-    exit_code = 1
+    exit_code = WRONG_DATA
 
 
-class WrongUse(click.ClickException):
-    """An error about the usage: click prints one line on stderr and exits with status 2."""
+class WrongUse(Failure):
+    """Another command line would do: exit status 2."""
 
-    exit_code = 2
+    exit_code = WRONG_USE
+
+
+class NobodyThere(Failure):
+    """There is no manager or remote to talk to: exit status 3."""
+
+    exit_code = NOBODY_THERE
+
+
+class Declined(Failure):
+    """The user said no at a prompt: exit status 4."""
+
+    exit_code = 4
+
+
+_FAILURES: Final = {each.exit_code: each for each in (Failure, WrongUse, NobodyThere)}
 
 
 @contextmanager
@@ -83,14 +98,12 @@ def data_errors() -> Iterator[None]:
     """Turn a verb's errors about data, settings or files into an exit status."""
     try:
         yield
-    except (ConfigError, NoSuchPathError) as error:
-        raise WrongUse(_one_line(error)) from error
     except TensorDedupError as error:
-        raise BadData(_one_line(error)) from error
+        raise _FAILURES[error.exit_status](_one_line(error)) from error
     except BrokenPipeError:
         raise  # `| head` has seen enough: click ends the command without a message
     except OSError as error:
-        raise BadData(_one_line(error)) from error
+        raise Failure(_one_line(error)) from error
 
 
 def _one_line(error: Exception) -> str:
@@ -197,5 +210,5 @@ def main() -> None:
     """One copy of every tensor that several models have in common.
 
     Exit status: 0 all is well, 1 something is wrong with the data, 2 wrong use,
-    130 interrupted.
+    3 nobody to talk to, 4 declined at a prompt, 130 interrupted.
     """

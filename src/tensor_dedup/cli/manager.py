@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli import BadData, WrongUse
+from tensor_dedup.cli import Failure, WrongUse
 from tensor_dedup.cli.output import Dotted, cell, console, counted, json_option, say, short
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
@@ -407,7 +407,7 @@ def stop(socket: str | None, as_json: bool) -> None:
     except ManagerGoneError as error:
         if error.facts.get("errno") not in _NOBODY:
             raise
-        raise BadData(
+        raise Failure(
             f"no memory manager runs at {socket_path(socket)}, so there is nothing to stop; "
             f"--socket or {ENVIRONMENT} names another one"
         ) from error

@@ -24,7 +24,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli import WrongUse, printable
+from tensor_dedup.cli import Declined, WrongUse, printable
 
 _WIDE: Final = 10_000
 _PART: Final = re.compile(r"[^./]*[./]*")
@@ -109,12 +109,17 @@ def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
 
 
 def ask(question: str, yes: bool) -> None:
-    """Go on only when the user agrees. WrongUse when there is nobody to ask."""
+    """Go on only when the user agrees; otherwise fail. WrongUse when there is nobody to ask."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise WrongUse(f"{question} Nobody can be asked here: say --yes")
-    click.confirm(question, abort=True, err=True)
+        raise WrongUse(f"{question} There is no terminal to ask on; pass --yes.")
+    try:
+        agreed = click.confirm(question, err=True)
+    except click.Abort:  # which is what click makes of Ctrl-C
+        raise KeyboardInterrupt from None
+    if not agreed:
+        raise Declined("declined; nothing was changed")
 
 
 class ByteBar:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli import BadData, WrongUse, printable
+from tensor_dedup.cli import Failure, WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
     Dotted,
@@ -186,7 +186,7 @@ def _import_lines(result: ImportResult) -> list[str]:
 def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: bool) -> None:
     """Index all snapshots in the store of this path; say which could not be, and go on.
 
-    WrongUse: there are none. BadData, after all others were done: something is wrong with one.
+    WrongUse: there are none. Failure, after all others were done: something is wrong with one.
     """
     found = list(snapshots(cache_path()))
     if not found:
@@ -202,7 +202,7 @@ def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: 
     }
     say(document, as_json, *work.lines())
     if work.failed:
-        raise BadData(f"{len(work.failed)} of {len(found)} snapshots could not be imported")
+        raise Failure(f"{len(work.failed)} of {len(found)} snapshots could not be imported")
 
 
 class _CacheImport:

@@ -10,6 +10,7 @@ import torch
 from stores import Arrays, assert_same, copied, forest, network, shares, train
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, background, commit
 from tensor_dedup.store.checkpoints.capture import host_tensor
+from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.store import Store
@@ -143,7 +144,7 @@ def test_a_disk_that_becomes_full_meanwhile_loses_nothing(tmp_path: Path) -> Non
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("pool_bytes", [None, 160 * 200 * 4, 0])
 def test_steps_that_other_threads_capture(
-    tmp_path: Path, pool_bytes: int | None, lazy: bool, compress: commit.Compress
+    tmp_path: Path, pool_bytes: int | None, lazy: bool, compress: Compress
 ) -> None:
     store = Store.open(tmp_path, worker_count=4)
     run = CheckpointStore(store, "run", Arrays(), pool_bytes=pool_bytes, compress=compress)
