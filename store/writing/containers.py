@@ -325,7 +325,7 @@ class _DirectWriter:
             self._files.pwrite(buffered, data, at)
             self._files.begin_writing(buffered, at, data.nbytes)
 
-        self._writing.append(self._hasher.hand(work, data))
+        self._writing.append(self._hasher.hand(work, data, waits=True))
 
     def finish(self) -> None:
         """Wait until all is written. Raises the OSError of a write that failed."""

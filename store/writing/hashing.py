@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Whole leaves; long beside the cost of a system call, short beside a processor's cache.
 PIECE_BYTES = 2 * LEAF_BYTES
 _AHEAD = 4
+_WRITERS = 4
 # Seeds the change hash.
 SEED = secrets.randbits(64)
 # A large one takes long enough to be handed to a thread. Of many, the most are small.
@@ -81,13 +82,18 @@ class Hasher:
     def __init__(self, files: Files, workers: int) -> None:
         self._files = files
         self._workers = workers
-        self._pool = ThreadPoolExecutor(workers, "tensor-dedup-store") if workers > 1 else None
+        self._pool = self._writers = None
+        if workers > 1:
+            self._pool = ThreadPoolExecutor(workers, "tensor-dedup-store")
+            # Who waits for the disk hashes nothing. None of these threads begins before its work.
+            self._writers = ThreadPoolExecutor(_WRITERS, "tensor-dedup-write")
         self._local = threading.local()
 
     def close(self) -> None:
         """End the threads, after the work they are doing."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._writers):
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
 
     def hash(
         self,
@@ -173,13 +179,17 @@ class Hasher:
         finally:
             settle(waiting)
 
-    def hand(self, work: Callable[[_In], _Out], piece: _In) -> "Future[_Out]":
+    def hand(
+        self, work: Callable[[_In], _Out], piece: _In, *, waits: bool = False
+    ) -> "Future[_Out]":
         """Have one piece processed by a thread, or here where there is one worker only.
 
-        The caller must wait for the result, whatever happens, before it closes what `work` uses.
+        `waits` says that the work is mostly waiting for the disk: others hash meanwhile. The caller
+        must wait for the result, whatever happens, before it closes what `work` uses.
         """
         done: Future[_Out] = Future()
-        if self._pool is None:
+        pool = self._writers if waits else self._pool
+        if pool is None:
             done.set_result(work(piece))
             return done
         turn = threading.Lock()
@@ -193,7 +203,7 @@ class Hasher:
                 done.set_exception(error)
 
         try:
-            self._pool.submit(run)
+            pool.submit(run)
         except RuntimeError:
             # The interpreter is ending: pools take nothing more, and a save in the background goes
             # on alone. Where it was a thread too many, a thread may have begun with it already.
