@@ -79,5 +79,6 @@ def test_what_it_needs_is_there_for_later_versions(
 ) -> None:
     wheel = wheel_of(source, tmp_path / "wheel")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-    platform = ["--python-version", version, "--only-binary=:all:", "--target", tmp_path / "none"]
+    target = str(tmp_path / "none")
+    platform = ["--python-version", version, "--only-binary=:all:", "--target", target]
     run(*pip, *platform, wheel)
