@@ -10,12 +10,14 @@ in the store, as by gc, and only when the tables on disk show every piece in ano
 is there, whole and readable; the index is never asked. Whatever dies in between leaves the pieces
 twice; gc then keeps the container that was saved, and what was encoded goes.
 
-The thread stands still while a save runs, and ends with its work. When the program ends before the
+The thread stands still while a save runs, begins when there was none for a moment, and ends with
+its work. When the program ends before the
 handle was closed, what is not encoded stays as it was saved.
 """
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -56,6 +58,8 @@ _PATIENCE_S = 5.0
 # How long the last attempt to remove a container waits for those that read or write the store.
 _LAST_WAIT_S = 2.0
 _POLL_S = 0.2
+# A training that saves again sooner leaves no time to encode: beginning would only take from it.
+_REST_S = 0.1
 # After so many interrupted attempts a step stays as it was saved.
 _ATTEMPTS = 3
 
@@ -107,7 +111,8 @@ class BackgroundEncoder:
         self._superseded: list[Rewritten] = []
         self._thread: threading.Thread | None = None
         self._current = ""
-        self._saving = 0
+        self._saving = self._awaited = 0
+        self._saved_at = 0.0
         self._dropping = False
 
     @contextmanager
@@ -120,6 +125,7 @@ class BackgroundEncoder:
         finally:
             with self._state:
                 self._saving -= 1
+                self._saved_at = time.monotonic()
                 self._state.notify_all()
 
     def add(self, job: EncodingJob) -> None:
@@ -154,14 +160,24 @@ class BackgroundEncoder:
 
     def finish(self) -> None:
         """Wait until everything is encoded, and what that replaced is removed if it can be."""
-        with self._state:
+        with self._state, self._hurried():
             if self._superseded:
                 self._start()
             self._state.wait_for(lambda: self._thread is None)
 
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """Let the thread begin at once; the caller holds the lock, and waits for it."""
+        self._awaited += 1
+        self._state.notify_all()
+        try:
+            yield
+        finally:
+            self._awaited -= 1
+
     def wait_for(self, name: str, enough: Callable[[], bool]) -> None:
         """Wait until a step is encoded, or `enough`, which is asked every now and then."""
-        with self._state:
+        with self._state, self._hurried():
             while self._thread is not None and not enough():
                 if name not in {each.name for each in self._waiting} and self._current != name:
                     return
@@ -197,12 +213,21 @@ class BackgroundEncoder:
 
     def _next(self) -> EncodingJob | None:
         with self._state:
-            self._state.wait_for(lambda: not self._saving or self._given_up())
+            while not self._given_up() and (rest := self._rest()) != 0:
+                self._state.wait(rest)
             if self._given_up() or not self._waiting:
                 return None
             job = self._waiting.popleft()
             self._current = job.name
             return job
+
+    def _rest(self) -> float | None:
+        """How many seconds to wait before work begins; None for as long as a save runs."""
+        if self._saving:
+            return None
+        if self._awaited or not self._waiting:
+            return 0
+        return max(0, self._saved_at + _REST_S - time.monotonic())
 
     def _given_up(self) -> bool:
         return self._dropping or not threading.main_thread().is_alive()

@@ -93,6 +93,31 @@ def test_a_save_is_done_before_its_tensors_are_encoded(tmp_path: Path) -> None:
     check(run, 0, 1)
 
 
+def test_it_begins_when_no_save_has_come_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    do = BackgroundEncoder._do
+
+    def noted(self: BackgroundEncoder, cache: RunCache, job: EncodingJob) -> None:
+        begun.append(job.name)
+        do(self, cache, job)
+
+    monkeypatch.setattr(BackgroundEncoder, "_do", noted)
+    monkeypatch.setattr(background_encoder, "_REST_S", 3600.0)
+    with run_on(tmp_path) as run:
+        save_both(run)
+        assert encoder_of(run).busy
+        assert begun == []
+        run.gc(0)  # which waits for it
+        assert begun == ["run@0", "run@1"]
+        monkeypatch.setattr(background_encoder, "_REST_S", 0.0)
+        run.save(model_of(2), 2)
+        encoder_of(run).wait_for("run@2", lambda: False)
+    assert encoded(run, 2) >= set(MOVING)
+    check(run, 0, 1, 2)
+
+
 def test_it_takes_no_more_than_encoding_in_the_save(tmp_path: Path) -> None:
     sizes = {}
     for compress in ("auto", "always"):
