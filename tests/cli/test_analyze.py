@@ -10,6 +10,7 @@ from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy
 import pytest
 import torch
@@ -61,6 +62,31 @@ def test_json_is_one_document_with_the_promised_keys(pair: checkpoints.Pair) -> 
     assert found["total_bytes"] == 2 * size
     assert found["pairs"][0]["shared_tensors"] == len(held) - len(pair.changed)
     assert found["pairs"][0]["shared_bytes"] == size - changed
+
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "analyze.schema.json"
+
+
+def test_json_is_what_the_published_schema_says(
+    pair: checkpoints.Pair, models: list[Path], tmp_path: Path
+) -> None:
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for paths in (models, [pair.base, pair.fine_tune], models[:1], links(tmp_path, models[0], 12)):
+        found = document(*paths)
+        validator.validate(found)
+        for checkpoint in found["checkpoints"]:
+            shared = sum(layer["shared_bytes"] for layer in checkpoint["layers"])
+            assert checkpoint["bytes"] - shared == checkpoint["adds_bytes"]
+        assert sum(c["adds_bytes"] for c in found["checkpoints"]) == found["unique_bytes"]
+        # Enough to draw it: all tensors have their places.
+        places = [(place, t["bytes"]) for t in found["tensors"] for place in t["places"]]
+        for number, checkpoint in enumerate(found["checkpoints"]):
+            own = [size for place, size in places if place["checkpoint"] == number]
+            assert (len(own), sum(own)) == (checkpoint["tensors"], checkpoint["bytes"])
+    with pytest.raises(jsonschema.ValidationError):
+        validator.validate(found | {"schema": 2})
 
 
 def test_variants_share_what_is_equal(pair: checkpoints.Pair, tmp_path: Path) -> None:

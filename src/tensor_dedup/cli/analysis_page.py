@@ -141,7 +141,8 @@ def _text(text: str) -> str:
 def _column_names(section: Section) -> Iterator[str]:
     """What is read out for each column."""
     for column in section.columns:
-        yield column[0] if len(column) == 1 else f"{column[0]} to {column[-1]}"
+        numbered = all(name.rpartition(".")[2].isdecimal() for name in column)
+        yield f"{column[0]} to {column[-1]}" if numbered and len(column) > 1 else ", ".join(column)
 
 
 def _table(
@@ -189,7 +190,7 @@ def _short(name: str) -> str:
     """The number of a layer, for the eye; the whole name is there for the ear and on hovering."""
     first, _, last = name.partition(" to ")
     numbers = [each.rpartition(".")[2] for each in (first, last) if each]
-    return "-".join(numbers) if all(n.isdecimal() for n in numbers) else "&nbsp;"
+    return "-".join(numbers) if all(map(str.isdecimal, numbers)) else "&nbsp;"
 
 
 def _row(
