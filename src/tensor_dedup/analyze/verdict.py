@@ -67,11 +67,10 @@ def _together(analysis: Analysis, first: str) -> Advice:
             f"tensor-dedup diff {two}",
         )
     if analysis.vllm.groups and not any("/" in name for name in names):
-        lost = analysis.vllm.lost_bytes
-        fused = human(analysis.vllm.shared_bytes)
-        left = f", {fused} of it after vLLM has fused layers" if lost else ""
+        less = analysis.shared_bytes - analysis.vllm.shared_bytes
+        left = f", {human(less)} less in vLLM, which fuses layers" if less > 0 else ""
         return Advice(
-            f"Load them together: that saves {saved}{left}. Start each of them like this:",
+            f"Load them together: that saves {saved}{left}. Start each like this:",
             f"""vllm serve {shlex.quote(first)} --tensor-dedup '{{"memory_manager": "auto"}}'""",
         )
     return Advice(

@@ -49,7 +49,7 @@ th { font-weight: 600; text-align: left; }
 #layers > tbody > tr > * { border-top: 1px solid var(--line); padding: .4rem .9rem .4rem 0;
   vertical-align: middle; }
 #layers > tbody > tr > td.cell { padding: .4rem 1px; }
-#layers > tbody > tr > td.last { padding-right: .75rem; }
+#layers > thead th.last, #layers > tbody > tr > td.last { padding-right: .75rem; }
 #layers > tbody th { min-width: 8rem; max-width: 20rem; overflow-wrap: break-word; }
 td.why { min-width: 12rem; max-width: 20rem; font-size: .875rem; color: var(--quiet); }
 .number { text-align: right; white-space: nowrap; }
@@ -65,6 +65,9 @@ ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .35rem 1.25re
 pre { background: var(--box); border: 1px solid var(--line); border-radius: .4rem;
   padding: .6rem .8rem; margin: .25rem 0 1rem; max-width: 60rem; white-space: pre-wrap;
   overflow-wrap: anywhere; }
+pre span { display: inline-block; max-width: 100%; }
+@media (max-width: 40rem) { .of { display: block; } #layers { font-size: .85rem; }
+  #layers > tbody > tr > * { padding-right: .5rem; } #layers > tbody th { min-width: 7rem; } }
 [popover] { color: var(--text); background: var(--page); border: 1px solid var(--quiet);
   border-radius: .5rem; padding: 1rem; max-width: min(46rem, 94vw); max-height: 80vh;
   overflow: auto; }
@@ -159,20 +162,20 @@ def _table(
         for section in columns
     )
     layers = "".join(
-        f'<th scope="col" class="layer" aria-label="{_text(name)}" title="{_text(name)}">'
-        f"{_short(name)}</th>"
-        for name in names
+        f'<th scope="col" class="layer{" last" * (at in ends)}" aria-label="{_text(name)}" '
+        f'title="{_text(name)}">{_short(name)}</th>'
+        for at, name in enumerate(names)
     )
     spans = "".join(f'<colgroup span="{len(section.columns)}"></colgroup>' for section in columns)
     body = "\n".join(_row(analysis, labels, n, rows[n], names, ends) for n in range(len(rows)))
     return (
         '<table id="layers">\n'
         "<caption>In the order of loading</caption>\n"
-        f'<colgroup span="4"></colgroup>{spans}\n'
+        f'<colgroup span="3"></colgroup>{spans}<colgroup></colgroup>\n'
         '<thead><tr><th scope="col" rowspan="2">checkpoint</th>'
         '<th scope="col" rowspan="2" class="number">adds</th>'
-        '<th scope="col" rowspan="2" class="number">shared</th>'
-        f'<th scope="col" rowspan="2">why</th>{groups}</tr>\n<tr>{layers}</tr></thead>\n'
+        f'<th scope="col" rowspan="2" class="number">shared</th>{groups}'
+        f'<th scope="col" rowspan="2">why</th></tr>\n<tr>{layers}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table>"
     )
 
@@ -203,7 +206,9 @@ def _row(
 ) -> str:
     checkpoint, added = analysis.checkpoints[number], analysis.contributions[number]
     size = human(checkpoint.nbytes)
-    adds = f"+{human(added.adds_bytes)} of {size}" if number else human(added.adds_bytes)
+    adds = f'+{human(added.adds_bytes)} <span class="of">of {size}</span>'
+    if not number:
+        adds = human(added.adds_bytes)
     shared = f"{percent(checkpoint.nbytes - added.adds_bytes, checkpoint.nbytes)} %"
     why = "; ".join(analysis.reasons[number].changes) if number else "loaded first"
     buttons = [
@@ -217,7 +222,7 @@ def _row(
     return (
         f'<tr><th scope="row" title="{_text(checkpoint.path)}">{_breakable(labels[number])}</th>'
         f'<td class="number">{adds}</td><td class="number">{shared if number else "-"}</td>'
-        f'<td class="why">{_text(why)}</td>{drawn}</tr>'
+        f'{drawn}<td class="why">{_text(why)}</td></tr>'
     )
 
 
@@ -249,7 +254,8 @@ def _advice(analysis: Analysis) -> Iterator[str]:
     for each in advice(analysis):
         yield f"<p>{_text(each.sentence)}</p>"
         if each.command:
-            yield f"<pre><code>{_text(each.command)}</code></pre>"
+            words = " ".join(f"<span>{_text(word)}</span>" for word in each.command.split(" "))
+            yield f"<pre><code>{words}</code></pre>"
 
 
 def _popovers(
