@@ -68,13 +68,13 @@ def test_it_is_a_table_with_headers_and_a_button_for_each_cell(text: str) -> Non
     assert opened == identities
     assert len(opened) == len(LABELS) * len(layers)
     assert len(set(opened)) == len(opened)
-    said = {b.get("aria-label") for b in found.all("button")}
+    said = {(b.get("aria-label") or "").replace("\xa0", " ") for b in found.all("button")}
     assert "Qwen2-tiny-Instruct, layers.3: 0 % of 29.1 KiB shared" in said
     assert "Qwen2-tiny-sql-lora-merged, layers.0: 91 % of 29.1 KiB shared" in said
 
 
 def test_it_says_what_the_text_says(text: str) -> None:
-    found = "".join(Structure(text).texts)
+    found = "".join(Structure(text).texts).replace("\xa0", " ")
     assert "546.2 KiB instead of 1.1 MiB: 51 % saved" in found
     assert "+29.1 KiB of 224.4 KiB" in found
     assert "changed: q_proj, v_proj; k_proj lost to vLLM's fused qkv" in found

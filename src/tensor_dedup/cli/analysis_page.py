@@ -5,6 +5,7 @@ needed to understand the page. The tensors of a layer are in popovers, which a b
 closes by keyboard as by mouse.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import chain
@@ -20,6 +21,8 @@ from tensor_dedup.text_table import human
 _COLUMNS = 64
 # A page of more rows of tensors than this is slow to open: fewer of each cell are listed then.
 _TENSORS, _MOST, _LEAST = 20_000, 60, 5
+
+_UNIT = re.compile(r"(\d) (?=%|B\b|[KMG]iB\b)")
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1b1f24; --quiet: #57606a;
@@ -138,7 +141,8 @@ def page(analysis: Analysis, labels: Sequence[str]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(printable(text))
+    """Text of the page, in which a number and its unit stay on one line."""
+    return _UNIT.sub("\\1&nbsp;", escape(printable(text)))
 
 
 def _column_names(section: Section) -> Iterator[str]:
@@ -220,7 +224,8 @@ def _row(
         for at, button in enumerate(buttons)
     )
     return (
-        f'<tr><th scope="row" title="{_text(checkpoint.path)}">{_breakable(labels[number])}</th>'
+        f'<tr><th scope="row" title="{escape(printable(checkpoint.path))}">'
+        f"{_breakable(labels[number])}</th>"
         f'<td class="number">{adds}</td><td class="number">{shared if number else "-"}</td>'
         f'{drawn}<td class="why">{_text(why)}</td></tr>'
     )

@@ -22,6 +22,7 @@ _LINES = 23
 _NAME = 16
 _PICTURE = 12
 _GAP = 2
+_UNIT = re.compile(r"(\d) (?=%|B\b|[KMG]iB\b)")
 _PART = re.compile(r"[^./_-]*[./_-]*")
 
 
@@ -241,13 +242,13 @@ def _advice(analysis: Analysis, width: int) -> list[Text]:
 
 
 def _broken(text: str, width: int, style: str = "", indent: str = "") -> list[Text]:
-    """A sentence in lines that end between words."""
+    """A sentence in lines that end between words, and not between a number and its unit."""
     lines = textwrap.wrap(
-        text,
+        _UNIT.sub("\\1\xa0", text),
         max(_NAME, width),
         break_long_words=False,
         break_on_hyphens=False,
         initial_indent=indent,
         subsequent_indent=indent,
     )
-    return [Text(line, style=style) for line in lines]
+    return [Text(line.replace("\xa0", " "), style=style) for line in lines]
