@@ -50,10 +50,20 @@ def test_by_hand(tmp_path: Path) -> None:
         {"w": (2, 2)},
     )
     found = analyze([a, b]).to_dict()
-    assert found["checkpoints"] == [
-        {"path": a, "tensors": 3, "bytes": 12},
-        {"path": b, "tensors": 4, "bytes": 16},
+    layers = [
+        [(la["name"], la["bytes"], la["shared_bytes"]) for la in c.pop("layers")]
+        for c in found["checkpoints"]
     ]
+    assert found["checkpoints"] == [
+        {"path": a, "tensors": 3, "bytes": 12, "adds_bytes": 8, "changes": []},
+        {"path": b, "tensors": 4, "bytes": 16, "adds_bytes": 4, "changes": ["added: y"]},
+    ]
+    assert layers == [
+        [("a", 4, 0), ("b", 4, 0), ("twin", 4, 4)],
+        [("w", 4, 4), ("x", 4, 4), ("y", 4, 0), ("z", 4, 4)],
+    ]
+    (y,) = [tensor for tensor in found["tensors"] if tensor["places"][0]["name"] == "y"]
+    assert y["places"] == [{"checkpoint": 1, "layer": "y", "name": "y"}]
     assert (found["total_bytes"], found["unique_bytes"], found["shared_bytes"]) == (28, 12, 16)
     # 1111 is twice in both; 2222 has another shape, so the two are not one tensor.
     assert found["pairs"] == [{"a": a, "b": b, "shared_tensors": 2, "shared_bytes": 8}]

@@ -1,6 +1,5 @@
 """The files of an import: weights and what belongs to them, from a path or the Hub's cache."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from tensor_dedup.formats.checkpoint import (
     check_text,
     open_checkpoint,
 )
+from tensor_dedup.formats.hub_cache import HIDDEN, MODELS, SNAPSHOTS
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.naming import is_index
 from tensor_dedup.formats.weights import Header, aliases_in
@@ -32,11 +32,6 @@ _WEIGHTS = (
     ".onnx",
     ".npz",
 )
-
-# The Hugging Face cache.
-_MODELS = "models--"
-_SNAPSHOTS = "snapshots"
-_HIDDEN = "."
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,24 +228,14 @@ class HubSnapshot:
     name: str
 
 
-def cache_path() -> Path:
-    """Return the Hub's cache: HF_HUB_CACHE, or HF_HOME/hub, or one in the user's cache folder."""
-    if named := os.environ.get("HF_HUB_CACHE"):
-        return Path(named)
-    if home := os.environ.get("HF_HOME"):
-        return Path(home) / "hub"
-    cache = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
-    return Path(cache) / "huggingface" / "hub"
-
-
 def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
     """Yield every snapshot of every model in a cache, by name; data sets and spaces are skipped."""
     door = files or RealFiles()
     for folder in door.listdir(root):
-        if not folder.startswith(_MODELS):
+        if not folder.startswith(MODELS):
             continue
-        for revision in door.listdir(root / folder / _SNAPSHOTS):
-            path = root / folder / _SNAPSHOTS / revision
+        for revision in door.listdir(root / folder / SNAPSHOTS):
+            path = root / folder / SNAPSHOTS / revision
             status = door.status(path)
-            if not revision.startswith(_HIDDEN) and status is not None and status.kind == "folder":
+            if not revision.startswith(HIDDEN) and status is not None and status.kind == "folder":
                 yield HubSnapshot(path, shortened(name_of(path), f"@{revision}"))

@@ -2,23 +2,27 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from io import StringIO
+from collections.abc import Mapping, Sequence
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy
 import pytest
 import torch
 from rich.console import Console
 from safetensors.numpy import save_file
 
+import gallery
 import tiny_checkpoints as checkpoints
 from tensor_dedup.analyze import analyze
 from tensor_dedup.cli.analyze import show_analysis
 from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -45,20 +49,44 @@ def test_json_is_one_document_with_the_promised_keys(pair: checkpoints.Pair) -> 
     found = document(pair.base, pair.fine_tune)
     assert {"checkpoints", "total_bytes", "unique_bytes", "shared_bytes", "pairs"} <= found.keys()
     assert {"shared_layers", "largest_shared", "vllm"} <= found.keys()
-    assert found["checkpoints"][0].keys() == {"path", "tensors", "bytes"}
     assert found["pairs"][0].keys() == {"a", "b", "shared_tensors", "shared_bytes"}
     assert found["vllm"].keys() >= {"final_shared_bytes", "lost_to_fusing_bytes", "groups_broken"}
     held = checkpoints.tensors(pair.base)
     changed = sum(held[name].numel() * 2 for name in pair.changed)
     size = checkpoints.nbytes(pair.base)
-    assert found["checkpoints"][0] == {
-        "path": str(pair.base),
-        "tensors": len(held),
-        "bytes": size,
-    }
+    first, second = found["checkpoints"]
+    assert (first["path"], first["tensors"], first["bytes"]) == (str(pair.base), len(held), size)
+    assert (first["adds_bytes"], second["adds_bytes"]) == (size, changed)
+    assert sum(layer["bytes"] for layer in second["layers"]) == size
+    assert sum(layer["shared_bytes"] for layer in second["layers"]) == size - changed
     assert found["total_bytes"] == 2 * size
     assert found["pairs"][0]["shared_tensors"] == len(held) - len(pair.changed)
     assert found["pairs"][0]["shared_bytes"] == size - changed
+
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "analyze.schema.json"
+
+
+def test_json_is_what_the_published_schema_says(
+    pair: checkpoints.Pair, models: list[Path], tmp_path: Path
+) -> None:
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for paths in (models, [pair.base, pair.fine_tune], models[:1], links(tmp_path, models[0], 12)):
+        found = document(*paths)
+        validator.validate(found)
+        for checkpoint in found["checkpoints"]:
+            shared = sum(layer["shared_bytes"] for layer in checkpoint["layers"])
+            assert checkpoint["bytes"] - shared == checkpoint["adds_bytes"]
+        assert sum(c["adds_bytes"] for c in found["checkpoints"]) == found["unique_bytes"]
+        # Enough to draw it: all tensors have their places.
+        places = [(place, t["bytes"]) for t in found["tensors"] for place in t["places"]]
+        for number, checkpoint in enumerate(found["checkpoints"]):
+            own = [size for place, size in places if place["checkpoint"] == number]
+            assert (len(own), sum(own)) == (checkpoint["tensors"], checkpoint["bytes"])
+    with pytest.raises(jsonschema.ValidationError):
+        validator.validate(found | {"schema": 2})
 
 
 def test_variants_share_what_is_equal(pair: checkpoints.Pair, tmp_path: Path) -> None:
@@ -77,29 +105,34 @@ def test_variants_share_what_is_equal(pair: checkpoints.Pair, tmp_path: Path) ->
     assert shared == equal
 
 
-def test_people_read_tables_with_the_saving_at_the_end(pair: checkpoints.Pair) -> None:
-    result = run(pair.base, pair.fine_tune)
+def test_details_are_tables_below_the_saving(pair: checkpoints.Pair) -> None:
+    short, result = run(pair.base, pair.fine_tune), run(pair.base, pair.fine_tune, "--details")
     assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(short.stdout)
+    assert re.match(r".* instead of .*: \d+ % saved\n", short.stdout)
     for title in ("Checkpoints", "Shared by two", "Largest shared", "Layers shared", "Fused by"):
-        assert title in result.stdout
-    assert "Sharing saves" in result.stdout
+        assert title in result.stdout.removeprefix(short.stdout)
+        assert title not in short.stdout
 
 
 def said(*paths: Path, width: int = 200) -> str:
-    """The text form, in this process."""
+    """The text form with all its tables, in this process."""
     out = StringIO()
-    show_analysis(analyze(paths), Console(file=out, width=width))
+    show_analysis(analyze(paths), Console(file=out, width=width), details=True)
     return out.getvalue()
 
 
 def blocks(
-    path: Path, changed: tuple[int, ...] = (), more: Mapping[str, int] | None = None
+    path: Path,
+    changed: tuple[int, ...] = (),
+    more: Mapping[str, int] | None = None,
+    layers: int = 12,
 ) -> Path:
-    """A checkpoint of twelve layers, an embedding, and what else has that many bytes."""
+    """A checkpoint of some layers, an embedding, and what else has that many bytes."""
     sizes = {"model.embed_tokens.weight": 64, **(more or {})}
     tensors = {name: numpy.full(size, size % 90, numpy.uint8) for name, size in sizes.items()}
-    for layer in range(12):
-        value = 100 + layer + 100 * (layer in changed)
+    for layer in range(layers):
+        value = 100 + layer - 100 * (layer in changed)
         tensors[f"model.layers.{layer}.mlp.weight"] = numpy.full(32, value, numpy.uint8)
     save_file(tensors, path)
     return path
@@ -130,9 +163,13 @@ def test_what_describes_a_training_is_no_tensor(tmp_path: Path) -> None:
     assert analyze([step]).to_dict()["checkpoints"][0]["tensors"] == 15
 
 
-def test_a_narrow_terminal_breaks_names_after_their_dots_and_cuts_nothing(tmp_path: Path) -> None:
+def test_a_narrow_terminal_breaks_names_after_their_dots_and_cuts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "language_model.transformer.encoder.embed_tokens_of_the_model.weight"
     paths = [blocks(tmp_path / f"{n}.safetensors", more={name: 99}) for n in range(8)]
+    monkeypatch.chdir(tmp_path)
+    paths = [Path(path.name) for path in paths]
     for width in (60, 80, 100):
         text = said(*paths, width=width)
         assert "…" not in text
@@ -149,7 +186,7 @@ def test_many_checkpoints_are_listed_by_pairs(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.safetensors" for number in range(9)]
     for path in paths:
         save_file({"weight": numpy.arange(4)}, path)
-    result = run(*paths)
+    result = run(*paths, "--details")
     assert result.returncode == 0
     assert "Pairs that share most" in result.stdout
 
@@ -182,7 +219,7 @@ def test_labels_are_as_long_as_it_takes(tmp_path: Path) -> None:
         (tmp_path / part).mkdir(parents=True)
         save_file({"weight": numpy.arange(4)}, tmp_path / part / "model.safetensors")
     paths = [tmp_path / "one/deep/model", tmp_path / "two/deep/model", tmp_path / "two/other"]
-    result = run(*paths, paths[0])
+    result = run(*paths, paths[0], "--details")
     for label in ("1 one/deep/model", "2 two/deep/model", "3 other", "4 one/deep/model"):
         assert f" {label} " in result.stdout
 
@@ -191,7 +228,9 @@ def test_of_two_equal_models_all_that_comes_second_is_shared(pair: checkpoints.P
     groups = document(pair.base, pair.base)["vllm"]["groups"]
     assert [group["shared"] for group in groups] == [group["followers"] for group in groups]
     assert [group["fused"] for group in groups] == [2 * group["shared"] for group in groups]
-    table = run(pair.base, pair.base).stdout.partition("Fused by vLLM, loaded in this order")[2]
+    table = run(pair.base, pair.base, "--details").stdout.partition(
+        "Fused by vLLM, loaded in this order"
+    )[2]
     rows = [line.split("│")[1:-1] for line in table.splitlines() if "_proj" in line]
     assert len(rows) == len(groups)
     for row in rows:
@@ -214,15 +253,15 @@ def test_a_stored_checkpoint_is_known(pair: checkpoints.Pair, tmp_path: Path) ->
         "store://base", pair.base, "store://base", *where, "--min-tensor-bytes", "65536"
     )
     assert mixed["unique_bytes"] * 3 == mixed["total_bytes"]
-    assert "1 store://base" in run("store://base", pair.base, *where).stdout
+    assert "\nstore://base " in run("store://base", pair.base, *where).stdout
 
 
 def test_a_store_that_does_not_help(pair: checkpoints.Pair, tmp_path: Path) -> None:
     Store.open(tmp_path / "store")
     where = ("--store", tmp_path / "store")
-    assert run("store://nothing", *where).returncode == 1
-    assert run("store://nothing", "--store", tmp_path / "no store").returncode == 1
-    assert run("store://", *where).returncode == 1
+    assert run("store://nothing", *where).returncode == 2
+    assert run("store://nothing", "--store", tmp_path / "no store").returncode == 2
+    assert run("store://", *where).returncode == 2
     refused = run("store://nothing", *where, "--hash-algorithm", "blake2b")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "blake3" in refused.stderr
@@ -238,3 +277,169 @@ def test_other_formats_count_alike(pair: checkpoints.Pair, tmp_path: Path) -> No
     refused = run(tmp_path / "module.pt", "--json")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "torch.nn.modules.linear.Linear" in refused.stderr
+
+
+def in_cache(root: Path, checkpoint: Path, *revisions: str) -> None:
+    """A repository `Qwen/tiny` in a hub cache whose snapshots are copies of a checkpoint."""
+    for revision in revisions:
+        snapshot = root / "models--Qwen--tiny" / "snapshots" / revision
+        shutil.copytree(checkpoint, snapshot)
+
+
+def test_names_in_the_hub_cache_and_steps_are_checkpoints(
+    pair: checkpoints.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    in_cache(tmp_path / "hub", pair.base, "abc111")
+    in_cache(tmp_path / "hub", pair.fine_tune, "def222")
+    where = ("--store", tmp_path / "store")
+    state = {"weight": numpy.arange(64)}
+    with CheckpointStore(tmp_path / "store", "run") as handle:
+        handle.save(state, 4)
+    names = ["Qwen/tiny@abc111", "Qwen/tiny@def", "store://run@4", "run@4"]
+    found = document(*names, *where)
+    assert [c["path"] for c in found["checkpoints"]] == names
+    assert found["pairs"][0]["shared_bytes"] == checkpoints.nbytes(pair.base) - sum(
+        checkpoints.tensors(pair.base)[name].numel() * 2 for name in pair.changed
+    )
+    assert [c["adds_bytes"] > 0 for c in found["checkpoints"]] == [True, True, True, False]
+    assert "\ntiny@abc111 " in run(*names, *where).stdout
+    unclear = run("Qwen/tiny", *where)
+    assert (unclear.returncode, unclear.stdout) == (2, "")
+    assert "name one of Qwen/tiny@abc111, Qwen/tiny@def222" in unclear.stderr
+    missing = run("run@5", *where)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    imported = subprocess.run(
+        [COMMAND, "import", "Qwen/tiny@d", *where, "--json"], capture_output=True, check=False
+    )
+    assert json.loads(imported.stdout)["name"] == "Qwen/tiny"
+    assert document("store://Qwen/tiny", pair.fine_tune, *where)["saving"] == 0.5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return gallery.make(tmp_path_factory.mktemp("gallery"))
+
+
+def links(root: Path, target: Path, count: int) -> list[Path]:
+    made = [root / f"customer-{number:02}" for number in range(1, count + 1)]
+    for link in made:
+        link.symlink_to(target)
+    return made
+
+
+def screen(paths: Sequence[Path], width: int = 80, encoding: str = "utf-8") -> list[str]:
+    """What a terminal of this width shows, without colours."""
+    raw = BytesIO()
+    out = TextIOWrapper(raw, encoding=encoding)
+    show_analysis(analyze(paths), Console(file=out, width=width))
+    out.flush()
+    return raw.getvalue().decode(encoding).splitlines()
+
+
+def row_of(lines: Sequence[str], name: str) -> str:
+    (found,) = [line for line in lines if re.match(rf"{name} +[+ ] +\d", line)]
+    return found
+
+
+def test_a_row_says_what_a_checkpoint_adds_and_why(models: list[Path]) -> None:
+    lines = screen(models, width=140)
+    saved = analyze(models)
+    assert saved.saving > 0.5  # the premise: there is something to say
+    assert lines[0].endswith(": 51 % saved")
+    drawn = {path.name: row_of(lines, path.name).split("%")[-1].strip() for path in models[1:]}
+    assert drawn == {
+        "Qwen2-tiny-Instruct": "■      ■ ■ ■ □ ■ ■  ■  changed: layer 3",
+        "Qwen2-tiny-sql-lora-merged": "■      ▣ ▣ ▣ ▣ ▣ ▣  ■  "
+        "changed: q_proj, v_proj; k_proj lost to vLLM's fused qkv",
+        "Qwen2-tiny-de-extended-vocab": "□      ■ ■ ■ ■ ■ ■  □  vocabulary 400 -> 426 rows",
+        "Qwen2-tiny-full-ft": "□      □ □ □ □ □ □  □  every tensor changed: a full fine-tune",
+    }
+    adds = [row_of(lines, path.name)[30:42] for path in models]
+    assert adds == ["  224.4 KiB ", "+  29.1 KiB ", "+  15.0 KiB ", "+  53.2 KiB ", "+ 224.4 KiB "]
+    assert [each.adds_bytes for each in saved.contributions] == [
+        229_824, 29_760, 15_360, 54_528, 229_824,
+    ]  # fmt: skip
+    assert f"  vllm serve {models[0]} --tensor-dedup" in "\n".join(lines)
+    assert f"  tensor-dedup import {models[-1]} --compress auto" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_screen_holds_it_and_no_name_is_broken_inside_a_word(
+    models: list[Path], tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models[0].parent)
+    named = [Path(path.name) for path in models]
+    twelve = links(tmp_path, models[0], 12)
+    monkeypatch.chdir(tmp_path)
+    for folder, paths in ((models[0].parent, named), (tmp_path, [Path(p.name) for p in twelve])):
+        monkeypatch.chdir(folder)
+        lines = screen(paths, width)
+        assert len(lines) < 24
+        assert max(map(len, lines)) <= width
+        words = {word for path in paths for word in path.name.split("-")}
+        # Every word of every name stands somewhere as it is.
+        assert words <= {word for line in lines for word in re.split(r"[\s-]", line)}
+        sizes = [m for line in lines if (m := re.search(r"[ +] +\d[\d.]* (KiB|B)  ", line))]
+        assert len(sizes) == len(paths)
+        assert len({size.end() for size in sizes}) == 1, lines
+
+
+def test_links_keep_their_names(models: list[Path], tmp_path: Path) -> None:
+    twelve = links(tmp_path, models[0], 12)
+    lines = screen(twelve)
+    for link in twelve[1:]:
+        assert row_of(lines, link.name).endswith("equals customer-01")
+    assert lines[0].endswith(": 92 % saved")
+    assert "Qwen2-tiny " not in "\n".join(lines)
+
+
+def test_an_ascii_terminal_has_other_cells(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = screen(models, encoding="ascii")
+    assert "#      # # # . # #  #" in row_of(lines, "Qwen2-tiny-Instruct")
+    assert "#      + + + + + +  #" in row_of(lines, "Qwen2-tiny-sql-lora-merged")
+    assert any("# shared" in line and "+ partly" in line for line in lines)
+    monkeypatch.setenv("LC_ALL", "C")
+    assert screen(models) == lines
+
+
+def test_no_colour_is_no_escape(models: list[Path]) -> None:
+    def colours(environment: dict[str, str]) -> bool:
+        out = StringIO()
+        terminal = Console(file=out, width=80, force_terminal=True, _environ=environment)
+        show_analysis(analyze(models), terminal)
+        return "\x1b[32m" in out.getvalue()
+
+    assert colours({"TERM": "xterm"})
+    assert not colours({"TERM": "xterm", "NO_COLOR": "1"})
+
+
+def test_many_layers_and_many_checkpoints_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    deep = [Path("deep.safetensors"), Path("tuned.safetensors")]
+    blocks(deep[0], layers=80)
+    blocks(deep[1], changed=(0, 79), layers=80)
+    lines = screen(deep, 60)
+    assert max(map(len, lines)) <= 60
+    cells = re.search(r"[■▣□]+$", lines[3].replace(" ", ""))
+    assert cells is not None
+    assert cells[0].count("▣") == 2
+    assert any(re.search(r"one cell: [2-9] layers", line) for line in lines)
+    assert any("changed: layers 0, 79" in line for line in lines)
+    hundred = links(Path(), deep[0], 100)
+    lines = screen(hundred)
+    assert len(lines) < 24
+    assert re.search(r"^\.\.\. \d\d more add 0 B; --details shows them$", "\n".join(lines), re.M)
+    piped = run(*hundred).stdout.splitlines()
+    assert sum(line.startswith("customer-") for line in piped) == 100
+
+
+def test_one_checkpoint_is_told_that_it_is_alone(models: list[Path]) -> None:
+    text = "\n".join(screen(models[:1]))
+    assert "one checkpoint, nothing to compare it with" in text
+    assert f"  tensor-dedup analyze {models[0]} OTHER" in text

@@ -9,6 +9,7 @@ import pytest
 import stores
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError
+from tensor_dedup.formats.hub_cache import cache_path
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     ChangedExternalError,
@@ -19,7 +20,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
-from tensor_dedup.store.writing.sources import cache_path, snapshots
+from tensor_dedup.store.writing.sources import snapshots
 
 FILE = "model.safetensors"
 A, B = stores.noise(1, 900 * stores.KIB), stores.noise(2, 700)

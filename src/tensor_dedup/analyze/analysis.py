@@ -8,11 +8,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from tensor_dedup.analyze.changes import Reasons, reasons
+from tensor_dedup.analyze.contributions import Contribution, contributions
 from tensor_dedup.analyze.digests import Digests, read_digests
 from tensor_dedup.analyze.fusion import Fused, survives
-from tensor_dedup.analyze.layers import SharedLayer, shared_layers
+from tensor_dedup.analyze.layers import SharedLayer, shared_layers, split
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.stored import StrPath, is_stored, measure_stored, open_store
+from tensor_dedup.analyze.stored import StrPath, find, measure_stored, open_store
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
@@ -20,6 +22,9 @@ from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.types import Fingerprint, TensorSpec
+
+# Of the JSON document; docs/analyze.schema.json describes it.
+SCHEMA = 1
 
 
 class _Silent:
@@ -51,10 +56,14 @@ class SharedTensor:
 class Analysis:
     """What checkpoints have in common. Sizes in bytes; tensors below the minimum are left out.
 
-    `unique_bytes` counts each digest once. `bytes_hashed` is 0 when all digests were remembered.
+    `unique_bytes` counts each digest once. `contributions` and `reasons` are those of the
+    checkpoints when they are loaded in this order. `bytes_hashed` is 0 when all digests were
+    remembered.
     """
 
     checkpoints: tuple[Measured, ...]
+    contributions: tuple[Contribution, ...]
+    reasons: tuple[Reasons, ...]
     unique_bytes: int
     pairs: tuple[PairOverlap, ...]
     shared_layers: tuple[SharedLayer, ...]
@@ -77,11 +86,31 @@ class Analysis:
         return self.shared_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def to_dict(self, top: int = 10) -> dict[str, Any]:
-        """Return the analysis as a JSON object; `top` limits `largest_shared`."""
+        """Return the analysis as a JSON object; `top` limits `largest_shared`.
+
+        docs/analyze.schema.json describes it.
+        """
         return {
+            "schema": SCHEMA,
             "checkpoints": [
-                {"path": c.path, "tensors": len(c.tensors), "bytes": c.nbytes}
-                for c in self.checkpoints
+                {
+                    "path": checkpoint.path,
+                    "tensors": len(checkpoint.tensors),
+                    "bytes": checkpoint.nbytes,
+                    "adds_bytes": added.adds_bytes,
+                    "changes": list(why.changes),
+                    "layers": [
+                        {
+                            "name": layer.name,
+                            "bytes": layer.nbytes,
+                            "shared_bytes": layer.shared_bytes,
+                        }
+                        for layer in added.layers
+                    ],
+                }
+                for checkpoint, added, why in zip(
+                    self.checkpoints, self.contributions, self.reasons, strict=True
+                )
             ],
             "total_bytes": self.total_bytes,
             "unique_bytes": self.unique_bytes,
@@ -98,6 +127,7 @@ class Analysis:
             ],
             "shared_layers": [_layer_dict(layer) for layer in self.shared_layers],
             "largest_shared": [_tensor_dict(tensor) for tensor in self.shared_tensors[:top]],
+            "tensors": _tensors_dict(self.checkpoints),
             "vllm": _vllm_dict(self.vllm),
             "bytes_read": self.bytes_read,
             "bytes_hashed": self.bytes_hashed,
@@ -116,12 +146,12 @@ def analyze(
 ) -> Analysis:
     """Hash each tensor of these checkpoints once, and return what they have in common.
 
-    A path is one checkpoint: a file, a directory with its sub-folders, or `store://NAME`, one of
-    the store in the folder `store` (by default the environment's, or the user's own), whose digests
-    are known. Tensors smaller than `min_tensor_bytes` are left out of every number. With `hints`,
-    files whose digests are remembered are not read. Symbolic links are followed within a directory,
-    and to the blobs of its own repository in a hub cache; with `follow_links`, anywhere. Safe from
-    any thread.
+    A path is one checkpoint: a file, a directory with its sub-folders, a name in the Hugging Face
+    cache (`ORG/NAME`, `ORG/NAME@REVISION`), or `store://NAME` or a step RUN@STEP of the store in
+    the folder `store` (by default the environment's, or the user's own), whose digests are known.
+    Tensors smaller than `min_tensor_bytes` are left out of every number. With `hints`, files whose
+    digests are remembered are not read. Symbolic links are followed within a directory, and to the
+    blobs of its own repository in a hub cache; with `follow_links`, anywhere. Safe from any thread.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -130,25 +160,30 @@ def analyze(
         StoreError: the store, or the checkpoint in it, is missing or damaged.
     """
     _check(min_tensor_bytes, hash_algorithm)
-    stored = dict.fromkeys(os.fspath(path) for path in paths if is_stored(path))
-    where = open_store(store, hash_algorithm) if stored else None
+    given = [os.fspath(path) for path in paths]
+    found = [find(path, store) for path in given]
+    where = open_store(store, hash_algorithm) if any(isinstance(f, str) for f in found) else None
     opened = {
-        number: open_checkpoint(Path(path), follow_links=follow_links)
-        for number, path in enumerate(paths)
-        if not is_stored(path)
+        number: open_checkpoint(each, follow_links=follow_links)
+        for number, each in enumerate(found)
+        if isinstance(each, Path)
     }
     files: dict[Path, list[TensorSpec]] = {}
     for checkpoint in opened.values():
         for file in checkpoint.files:
             files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
     links = {file.path: each.links for each in opened.values() for file in each.files}
-    held = {p: measure_stored(p, where, min_tensor_bytes) for p in stored if where is not None}
+    held = {
+        number: measure_stored(each, given[number], where, min_tensor_bytes)
+        for number, each in enumerate(found)
+        if isinstance(each, str) and where is not None
+    }
     digests = read_digests(files, hash_algorithm, hints, progress or _Silent(), links)
     measured = [
-        _measure(os.fspath(path), opened[number], digests, min_tensor_bytes)
+        _measure(path, opened[number], digests, min_tensor_bytes)
         if number in opened
-        else held[os.fspath(path)]
-        for number, path in enumerate(paths)
+        else held[number]
+        for number, path in enumerate(given)
     ]
     return compare(measured, digests.bytes_read, digests.bytes_hashed)
 
@@ -158,13 +193,16 @@ def compare(
 ) -> Analysis:
     """Return the analysis of checkpoints whose digests are known. No I/O."""
     sizes = {t.fingerprint.digest: t.nbytes for c in checkpoints for t in c.tensors}
+    added, fused = contributions(checkpoints), survives(checkpoints)
     return Analysis(
         checkpoints=tuple(checkpoints),
+        contributions=tuple(added),
+        reasons=tuple(reasons(checkpoints, added, fused.lost)),
         unique_bytes=sum(sizes.values()),
         pairs=tuple(_pairs(checkpoints)),
         shared_layers=tuple(shared_layers(checkpoints)),
         shared_tensors=tuple(_shared_tensors(checkpoints)),
-        vllm=survives(checkpoints),
+        vllm=fused,
         bytes_read=bytes_read,
         bytes_hashed=bytes_hashed,
     )
@@ -239,6 +277,28 @@ def _tensor_dict(tensor: SharedTensor) -> dict[str, Any]:
         "bytes": tensor.nbytes,
         "places": [{"path": path, "name": name} for path, name in tensor.places],
     }
+
+
+def _tensors_dict(checkpoints: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Each distinct tensor and all places it has: the number of the checkpoint, layer and name."""
+    places: defaultdict[Fingerprint, list[dict[str, Any]]] = defaultdict(list)
+    sizes = {}
+    for number, checkpoint in enumerate(checkpoints):
+        for tensor in checkpoint.tensors:
+            sizes[tensor.fingerprint] = tensor.nbytes
+            layer = split(tensor.name)[0]
+            place = {"checkpoint": number, "layer": layer, "name": tensor.name}
+            places[tensor.fingerprint].append(place)
+    return [
+        {
+            "digest": kind.digest,
+            "dtype": kind.dtype,
+            "shape": list(kind.shape),
+            "bytes": sizes[kind],
+            "places": where,
+        }
+        for kind, where in places.items()
+    ]
 
 
 def _vllm_dict(fused: Fused) -> dict[str, Any]:

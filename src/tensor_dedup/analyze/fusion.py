@@ -78,17 +78,27 @@ class FusedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class LostPart:
+    """A tensor that is in memory, but within another fused parameter; `suffix` is its own one."""
+
+    tensor: AnalyzedTensor
+    suffix: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fused:
     """The sharing in vLLM when these checkpoints are loaded in this order.
 
     `shared_bytes` counts final tensors that were in memory already; `lost_bytes` sources that
-    were, but whose fused parameter is another one; `broken` is how many such parameters.
+    were, but whose fused parameter is another one, and `lost` has them for each checkpoint;
+    `broken` is how many such parameters.
     """
 
     tensors: int
     shared_tensors: int
     shared_bytes: int
     groups: tuple[FusedGroup, ...]
+    lost: tuple[tuple[LostPart, ...], ...] = ()
 
     @property
     def lost_bytes(self) -> int:
@@ -125,6 +135,7 @@ def survives(checkpoints: Sequence[Measured]) -> Fused:
     finals_held, sources_held = Residents(), Residents()
     groups: dict[str, FusedGroup] = {}
     total = shared_tensors = shared_bytes = 0
+    lost: list[tuple[LostPart, ...]] = []
     for checkpoint in checkpoints:
         seen = frozenset(groups)
         finals = fuse(checkpoint)
@@ -143,11 +154,10 @@ def survives(checkpoints: Sequence[Measured]) -> Fused:
                 group.fused += 1
                 group.followers += final.suffix in seen
                 group.shared += shared
-        for final in private:
-            _lose(final, sources, groups)
+        lost.append(tuple(part for each in private for part in _lose(each, sources, groups)))
         total += len(finals)
     ordered = tuple(groups[suffix] for suffix in sorted(groups))
-    return Fused(total, shared_tensors, shared_bytes, ordered)
+    return Fused(total, shared_tensors, shared_bytes, ordered, tuple(lost))
 
 
 def _settle(
@@ -160,18 +170,23 @@ def _settle(
         yield final, shared
 
 
-def _lose(final: Final, sources: Counter[Fingerprint], groups: Mapping[str, FusedGroup]) -> None:
-    """Count the parts of a private parameter that are in memory as parts of another one."""
-    lost = 0
+def _lose(
+    final: Final, sources: Counter[Fingerprint], groups: Mapping[str, FusedGroup]
+) -> list[LostPart]:
+    """Count and return the parts of a private parameter that are in memory within another one."""
+    lost = []
     for part in final.parts:
         if sources[part.fingerprint] > 0:
             sources[part.fingerprint] -= 1
-            lost += part.nbytes
+            lost.append(LostPart(part, final.suffix))
     # A tensor alone is private only if nobody holds it, or holds it inside a fused parameter;
     # the latter is counted where that parameter's kind is.
-    if lost and final.suffix:
+    if not final.suffix:
+        return []
+    if any(part.tensor.nbytes for part in lost):
         groups[final.suffix].broken += 1
-        groups[final.suffix].lost_bytes += lost
+        groups[final.suffix].lost_bytes += sum(part.tensor.nbytes for part in lost)
+    return lost
 
 
 def _target(name: str) -> tuple[str, str]:

@@ -1,30 +1,66 @@
 """Checkpoints of a store: their digests are in the manifests, so nothing is read or hashed."""
 
 import os
+import re
 from pathlib import Path
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.errors import ConfigError
+from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, StoreError
+from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.store import Store
 from tensor_dedup.types import Fingerprint
 
 SCHEME = "store://"
+_STEP = re.compile(r"[^@]+@\d+")
 
 StrPath = str | os.PathLike[str]
 
 
-def is_stored(path: StrPath) -> bool:
-    """Return whether a path names a checkpoint of a store: store://NAME."""
-    return os.fspath(path).startswith(SCHEME)
+def find(path: StrPath, store: StrPath | None = None) -> Path | str:
+    """Return where a checkpoint is: a path, or `store://NAME`.
+
+    What is given is `store://NAME`; a file or folder; a name in the Hugging Face cache (`locate`);
+    or a training step RUN@STEP of the store in the folder `store`. The first of these that is there
+    counts, and a path is returned where nothing is.
+
+    Raises:
+        NoSuchPathError: the cache has other revisions of that name.
+    """
+    given = os.fspath(path)
+    if given.startswith(SCHEME):
+        return given
+    try:
+        found = locate(given)
+    except CheckpointNotFoundError:
+        if not _is_step(given, store):
+            raise
+        return SCHEME + given
+    if not os.path.lexists(found) and _is_step(given, store):
+        return SCHEME + given
+    return found
 
 
-def measure_stored(path: StrPath, store: Store, min_tensor_bytes: int) -> Measured:
-    """Return the checkpoint `store://NAME`, from its manifest.
+def looks_like_step(path: str) -> bool:
+    """Return whether a checkpoint is called as a step of a training: RUN@STEP."""
+    return _STEP.fullmatch(path.removeprefix(SCHEME)) is not None
+
+
+def _is_step(name: str, store: StrPath | None) -> bool:
+    if not looks_like_step(name):
+        return False
+    try:
+        return Store.open(store, create=False).manifest(name) is not None
+    except StoreError:
+        return False
+
+
+def measure_stored(path: str, shown: str, store: Store, min_tensor_bytes: int) -> Measured:
+    """Return the checkpoint `store://NAME`, from its manifest; `shown` is what it was called.
 
     Raises:
         StoreError: the checkpoint is missing or damaged.
     """
-    name = os.fspath(path).removeprefix(SCHEME)
+    name = path.removeprefix(SCHEME)
     tensors, small = [], []
     with store.checkpoint(name) as checkpoint:
         for tensor in checkpoint:
@@ -35,7 +71,7 @@ def measure_stored(path: StrPath, store: Store, min_tensor_bytes: int) -> Measur
                 continue
             found = Fingerprint(tensor.shape, tensor.dtype, tensor.digest)
             tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes))
-    return Measured(os.fspath(path), tensors, small)
+    return Measured(shown, tensors, small)
 
 
 def open_store(store: StrPath | None, algorithm: str) -> Store:

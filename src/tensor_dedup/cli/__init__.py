@@ -27,6 +27,7 @@ _HYPHEN: Final = "\ue000"  # of no text
 VERBS: Mapping[str, str] = {
     "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
     "delete": "Forget a checkpoint of the store.",
+    "diff": "Say which tensors of a checkpoint are renamed, changed, added or removed.",
     "evict": "Drop from shared memory what nobody uses.",
     "export": "Write a stored checkpoint's files, byte for byte.",
     "gc": "Give back the space of what no stored checkpoint uses.",
@@ -47,6 +48,7 @@ VERBS: Mapping[str, str] = {
 _COMMANDS: Mapping[str, str] = {
     "analyze": "tensor_dedup.cli.analyze:command",
     "delete": "tensor_dedup.cli.store:delete",
+    "diff": "tensor_dedup.cli.diff:command",
     "evict": "tensor_dedup.cli.manager:evict",
     "export": "tensor_dedup.cli.store:export",
     "gc": "tensor_dedup.cli.store:gc",

@@ -1,22 +1,20 @@
 """`tensor-dedup analyze`: what checkpoints have in common, before anything is loaded."""
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
 from tensor_dedup.analyze import Analysis, analyze
 from tensor_dedup.analyze.analysis import compare
-from tensor_dedup.analyze.layers import SharedLayer
-from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.stored import is_stored
-from tensor_dedup.cli.output import ByteBar, Dotted, cell, console, json_option, say
+from tensor_dedup.analyze.stored import SCHEME
+from tensor_dedup.cli import WrongUse
+from tensor_dedup.cli.analysis_page import write_page
+from tensor_dedup.cli.analysis_tables import show_tables
+from tensor_dedup.cli.analysis_text import show_summary
+from tensor_dedup.cli.output import ByteBar, console, json_option, say
 from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
@@ -47,7 +45,15 @@ from tensor_dedup.text_table import human
     default=10,
     show_default=True,
     metavar="N",
-    help="How many of the largest shared tensors, and layers, to list.",
+    help="With --details and --json: how many of the largest shared tensors to list.",
+)
+@click.option("--details", is_flag=True, help="Also print pairs, tensors, layers, what vLLM fuses.")
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also draw it as a page of its own, which needs nothing else.",
 )
 @follow_links_option
 @store_option
@@ -58,6 +64,8 @@ def command(
     min_tensor_bytes: int,
     hash_algorithm: str,
     top: int,
+    details: bool,
+    page: Path | None,
     follow_links: bool,
     store: str | None,
     no_hints: bool,
@@ -66,9 +74,13 @@ def command(
     """Say which tensors checkpoints have in common, and what sharing them saves.
 
     Each PATH is one checkpoint: a file (safetensors, GGUF, or one of torch.save, of which nothing
-    is run), a directory with its sub-folders, or store://NAME. Each file is read once; one that was
-    hashed before and has not changed is not read at all, and neither is what a store holds.
+    is run), a directory with its sub-folders, a name in your Hugging Face cache (ORG/NAME or
+    ORG/NAME@REVISION), store://NAME, or a training step RUN@STEP of the store. Each file is read
+    once; one that was hashed before and has not changed is not read at all, and neither is what a
+    store holds.
     """
+    if page is not None and page.suffix != ".html":
+        raise WrongUse(f"{page} does not end in .html; name a file that does")
     with ByteBar("hashing") as progress:
         analysis = analyze(
             paths,
@@ -79,35 +91,25 @@ def command(
             progress=progress,
             follow_links=follow_links,
         )
+    if page is not None:
+        drawn, _ = _of_tensors(analysis)
+        write_page(page, drawn, _labels(paths))
     if as_json:
         say(analysis.to_dict(top), as_json)
     else:
-        show_analysis(analysis, console(), top)
+        show_analysis(analysis, console(), top, details=details)
 
 
-# A matrix wider than this is unreadable in a terminal; the best pairs are listed instead.
-_MATRIX = 8
-_NAME = 16
-_BLOCK = re.compile(r"(.*\.)?(\d+)")
-
-
-def show_analysis(analysis: Analysis, console: Console, top: int = 10) -> None:
-    """Print an analysis for people."""
+def show_analysis(
+    analysis: Analysis, console: Console, top: int = 10, *, details: bool = False
+) -> None:
+    """Print an analysis for people: one screen, and with `details` all tables below it."""
     analysis, left_out = _of_tensors(analysis)
     labels = _labels([checkpoint.path for checkpoint in analysis.checkpoints])
-    tables = [_checkpoint_table(analysis, labels)]
-    if len(labels) > 1:
-        tables.append(_pairs(analysis, labels, top, console))
-    if analysis.shared_tensors and top:
-        tables.append(_largest_table(analysis, top))
-    if analysis.shared_layers:
-        tables.append(_layer_table(analysis, top))
-    if analysis.vllm.groups and len(labels) > 1:
-        tables.append(_fusing_table(analysis))
-    for table in tables:
-        console.print(table)
-        console.print()
-    _say_saving(analysis, console)
+    show_summary(analysis, labels, console, whole=details)
+    if details:
+        show_tables(analysis, labels, console, top)
+        _say_reading(analysis, console)
     if left_out:
         console.print(left_out)
 
@@ -130,206 +132,27 @@ def _of_tensors(analysis: Analysis) -> tuple[Analysis, str]:
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
-    """Numbered, the shortest ends of the paths that tell them apart.
+    """The shortest ends of the paths, as they were given, that tell them apart.
 
-    A path that is given twice keeps its last part, and its number alone tells it from the other.
+    A path that is given twice keeps its last part.
     """
     parts = [_parts(path) for path in paths]
     different = set(parts)
     shown = []
-    for number, own in enumerate(parts, 1):
+    for own in parts:
         others = different - {own}
         count = 1
         while count < len(own) and any(other[-count:] == own[-count:] for other in others):
             count += 1
-        shown.append(f"{number} {'/'.join(own[-count:])}")
+        shown.append("/".join(own[-count:]))
     return shown
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    if is_stored(path):
-        return (path,)
-    return Path(path).resolve().parts or (path,)
+    return (path,) if path.startswith(SCHEME) else Path(path).parts or (path,)
 
 
-def _table(title: str, *columns: str, names: int = 1) -> Table:
-    """A table whose first columns are names, which may take several lines, and others numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for number, column in enumerate(columns):
-        name = number < names
-        table.add_column(column, justify="left" if name else "right", no_wrap=not name)
-    return table
-
-
-def _checkpoint_table(analysis: Analysis, labels: Sequence[str]) -> Table:
-    table = _table("Checkpoints", "checkpoint", "tensors", "size")
-    for label, checkpoint in zip(labels, analysis.checkpoints, strict=True):
-        table.add_row(Dotted(label), str(len(checkpoint.tensors)), human(checkpoint.nbytes))
-    tensors = sum(len(checkpoint.tensors) for checkpoint in analysis.checkpoints)
-    table.add_section()
-    table.add_row("total", str(tensors), human(analysis.total_bytes))
-    table.add_row("unique", "", human(analysis.unique_bytes))
-    return table
-
-
-def _pairs(analysis: Analysis, labels: Sequence[str], top: int, console: Console) -> Table:
-    """A matrix where it can be read, else the best pairs."""
-    if len(labels) <= _MATRIX:
-        # Names can take several lines, numbers cannot.
-        short = _pair_matrix(analysis, [label[:_NAME] for label in labels])
-        unbounded = console.options.update(max_width=10_000)
-        if Measurement.get(console, unbounded, short).maximum <= console.width:
-            return _pair_matrix(analysis, labels)
-    return _pair_list(analysis, labels, top)
-
-
-def _pair_matrix(analysis: Analysis, labels: Sequence[str]) -> Table:
-    numbers = [label.partition(" ")[0] for label in labels]
-    table = _table("Shared by two (bytes, tensors)", "", *numbers)
-    pairs = iter(analysis.pairs)
-    rows = [["" for _ in labels] for _ in labels]
-    for a in range(len(labels)):
-        for b in range(a + 1, len(labels)):
-            pair = next(pairs)
-            rows[a][b] = rows[b][a] = f"{human(pair.shared_bytes)}\n{pair.shared_tensors}"
-    for label, row in zip(labels, rows, strict=True):
-        table.add_row(Dotted(label), *row)
-    return table
-
-
-def _pair_list(analysis: Analysis, labels: Sequence[str], top: int) -> Table:
-    table = _table("Pairs that share most", "a", "b", "tensors", "size", names=2)
-    both = zip(combinations(labels, 2), analysis.pairs, strict=True)
-    for (a, b), pair in sorted(both, key=lambda each: -each[1].shared_bytes)[:top]:
-        table.add_row(Dotted(a), Dotted(b), str(pair.shared_tensors), human(pair.shared_bytes))
-    return table
-
-
-def _largest_table(analysis: Analysis, top: int) -> Table:
-    table = _table("Largest shared tensors", "name", "dtype", "shape", "size", "copies")
-    for tensor in analysis.shared_tensors[:top]:
-        kind = tensor.fingerprint
-        shape = "x".join(map(str, kind.shape)) or "-"
-        copies = str(len(tensor.places))
-        name = Dotted(tensor.places[0][1])
-        table.add_row(name, cell(kind.dtype), shape, human(tensor.nbytes), copies)
-    rest = analysis.shared_tensors[top:]
-    if rest:
-        table.add_row(f"... {len(rest)} more", "", "", human(sum(t.nbytes for t in rest)), "")
-    return table
-
-
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """Layers that follow one another and are alike, or a module outside of the layers.
-
-    `numbers` are those of the first and the last; None outside. Sizes are of all of them together.
-    """
-
-    prefix: str
-    numbers: tuple[int, int] | None
-    count: int
-    tensors: int
-    nbytes: int
-    holders: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        if self.numbers is None:
-            return self.prefix
-        first, last = self.numbers
-        return f"{self.prefix}{first}" + (f"-{last}" if last > first else "")
-
-    def followed_by(self, other: "_Layers") -> bool:
-        """Is the other one the next of these?"""
-        return (
-            self.numbers is not None
-            and other.numbers is not None
-            and (self.prefix, self.holders) == (other.prefix, other.holders)
-            and self.numbers[1] + 1 == other.numbers[0]
-        )
-
-    def joined(self, other: "_Layers") -> "_Layers":
-        """With the next of these."""
-        assert self.numbers is not None
-        assert other.numbers is not None
-        return replace(
-            self,
-            numbers=(self.numbers[0], other.numbers[1]),
-            count=self.count + other.count,
-            tensors=self.tensors + other.tensors,
-            nbytes=self.nbytes + other.nbytes,
-        )
-
-
-def _layers(shared: Sequence[SharedLayer]) -> Iterator[_Layers]:
-    """One by one, as the first checkpoint that has it calls each."""
-    for layer in shared:
-        holders = frozenset(path for path, _ in layer.places)
-        first = layer.places[0][0]
-        for name in dict.fromkeys(name for path, name in layer.places if path == first):
-            block = _BLOCK.fullmatch(name)
-            prefix, number = (block[1] or "", int(block[2])) if block else (name, None)
-            numbers = None if number is None else (number, number)
-            yield _Layers(prefix, numbers, 1, layer.tensors, layer.nbytes, holders)
-
-
-def _runs(layers: Sequence[_Layers]) -> list[_Layers]:
-    """In their models' order, with those that follow one another as one."""
-    runs: list[_Layers] = []
-    for each in sorted(layers, key=lambda one: natural(one.name)):
-        if runs and runs[-1].followed_by(each):
-            last = runs.pop()
-            each = last.joined(each)
-        runs.append(each)
-    return runs
-
-
-def _layer_table(analysis: Analysis, top: int) -> Table:
-    """Numbered blocks are layers; embeddings, heads and norms outside of them are not."""
-    found = list(_layers(analysis.shared_layers))
-    blocks = _runs([each for each in found if each.numbers is not None])
-    others = sorted(
-        (each for each in found if each.numbers is None),
-        key=lambda each: (-each.nbytes, natural(each.name)),
-    )
-    count = sum(each.count for each in blocks)
-    title = f"Layers shared whole: {count}" + (f", other modules: {len(others)}" if others else "")
-    table = _table(title, "layer or module", "layers", "tensors", "size", "checkpoints")
-    for part in (blocks, others):
-        for each in part[:top]:
-            layers = str(each.count) if each.numbers is not None else "-"
-            holders = sum(one.path in each.holders for one in analysis.checkpoints)
-            sizes = str(each.tensors), human(each.nbytes), str(holders)
-            table.add_row(Dotted(each.name), layers, *sizes)
-        if rest := part[top:]:
-            nbytes = human(sum(each.nbytes for each in rest))
-            table.add_row(f"... {len(rest)} more", "", "", nbytes, "")
-        table.add_section()
-    return table
-
-
-def _fusing_table(analysis: Analysis) -> Table:
-    # The first checkpoint finds nothing in memory: only what comes after it can be shared.
-    columns = ("parameter", "in the\nfirst", "in later\nones", "of those\nshared", "broken", "lost")
-    table = _table("Fused by vLLM, loaded in this order", *columns)
-    for group in analysis.vllm.groups:
-        row = (group.fused - group.followers, group.followers, group.shared, group.broken)
-        table.add_row(group.suffix, *map(str, row), human(group.lost_bytes))
-    return table
-
-
-def _say_saving(analysis: Analysis, console: Console) -> None:
-    console.print(
-        f"Sharing saves [bold]{human(analysis.shared_bytes)}[/] of "
-        f"{human(analysis.total_bytes)} ([bold]{analysis.saving:.2%}[/])."
-    )
-    if len(analysis.checkpoints) > 1 and analysis.vllm.groups:
-        lost = analysis.vllm.lost_bytes
-        console.print(
-            f"In vLLM {human(analysis.vllm.shared_bytes)} of it survive fusing"
-            f"{f', {human(lost)} are lost to it' if lost else ''}."
-        )
+def _say_reading(analysis: Analysis, console: Console) -> None:
     known = analysis.total_bytes > 0 and analysis.bytes_hashed == 0
     hashed = "nothing, all digests were known" if known else human(analysis.bytes_hashed)
-    console.print(f"Hashed: {hashed}.")
+    console.print(f"\nHashed: {hashed}.")

@@ -30,6 +30,7 @@ from tensor_dedup.errors import (
     TensorDedupError,
     UnsupportedError,
 )
+from tensor_dedup.formats.hub_cache import cache_path, locate
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.store import (
     GcPlan,
@@ -44,7 +45,7 @@ from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
-from tensor_dedup.store.writing.sources import HubSnapshot, cache_path, snapshots
+from tensor_dedup.store.writing.sources import HubSnapshot, snapshots
 from tensor_dedup.text_table import human
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -125,8 +126,9 @@ def import_(
 ) -> None:
     """Take a checkpoint into the store: what is new is stored, the rest only referred to.
 
-    PATH is a file (safetensors, GGUF, torch.save), an index, or a folder; a folder's other files
-    (config, tokenizer) are kept too, so that an export works anywhere.
+    PATH is a file (safetensors, GGUF, torch.save), an index, a folder, or a name in your Hugging
+    Face cache (ORG/NAME or ORG/NAME@REVISION); a folder's other files (config, tokenizer) are kept
+    too, so that an export works anywhere.
 
     With --compress auto, new tensors are stored encoded where samples of them say that it saves a
     tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
@@ -153,7 +155,7 @@ def import_(
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
     with ByteBar("importing") as progress:
         result = Store.open(store).import_(
-            path,
+            locate(path),
             name,
             replace,
             progress=progress,

@@ -1,0 +1,152 @@
+"""The picture of an analysis: one row a checkpoint, one cell a layer, from private to shared."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tensor_dedup.analyze.layers import split
+from tensor_dedup.analyze.natural import natural
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+
+# What wraps the modules of one model and not of another with the same weights.
+_WRAPPER = re.compile(r"^(?:(?:model|module|transformer)\.)+(?=.)")
+_BLOCK = re.compile(r"(?:(?P<prefix>.*)\.)?(?P<number>\d+)")
+_EMBEDDING = re.compile(r"embed|wte|wpe")
+_HEAD = re.compile(r"head|output|score|classif|logits")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Layers of one checkpoint that are drawn as one: their tensors, and which of them it shares.
+
+    A checkpoint shares with those before it, the first one with those after it.
+    """
+
+    tensors: tuple[AnalyzedTensor, ...]
+    shared: tuple[bool, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def shared_bytes(self) -> int:
+        both = zip(self.tensors, self.shared, strict=True)
+        return sum(tensor.nbytes for tensor, shared in both if shared)
+
+    @property
+    def percent(self) -> int:
+        """The share in percent; 0 and 100 only where nothing and everything is shared."""
+        return percent(self.shared_bytes, self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Neighbouring columns under one title; each column is the layers that one cell stands for."""
+
+    title: str
+    columns: tuple[tuple[str, ...], ...]
+
+    def grouped(self, size: int) -> "Section":
+        """Return the section with `size` neighbouring columns in each."""
+        flat = range(0, len(self.columns), size)
+        joined = (sum(self.columns[start : start + size], ()) for start in flat)
+        return replace(self, columns=tuple(joined))
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Sections from left to right, and for each checkpoint a cell for each of their columns."""
+
+    sections: tuple[Section, ...]
+    rows: tuple[tuple[tuple[Cell, ...], ...], ...]
+
+
+def percent(part: int, whole: int) -> int:
+    """Return a share in percent, 0 and 100 only where it is nothing and everything."""
+    if not whole or part == whole:
+        return 100 if part else 0
+    return min(99, max(1, round(100 * part / whole))) if part else 0
+
+
+def sections(checkpoints: Sequence[Measured]) -> list[Section]:
+    """Return the columns for the layers of these checkpoints, one a layer."""
+    names = dict.fromkeys(_column(t.name) for c in checkpoints for t in c.tensors)
+    components = dict.fromkeys(name.rpartition("/")[0] for name in names)
+    if len(components) > 1:  # of a pipeline
+        return [
+            Section(
+                component or "other",
+                _in_order(n for n in names if n.rpartition("/")[0] == component),
+            )
+            for component in sorted(components)
+        ]
+    blocks: dict[str, list[str]] = {}
+    embeddings, others = [], []
+    for name in sorted(names, key=natural):
+        if block := _BLOCK.fullmatch(name):
+            blocks.setdefault(block["prefix"] or "", []).append(name)
+        elif _EMBEDDING.search(name):
+            embeddings.append(name)
+        else:
+            others.append(name)
+    found = [Section("embed", (tuple(embeddings),))] if embeddings else []
+    found += [Section(_title(prefix, of), tuple((n,) for n in of)) for prefix, of in blocks.items()]
+    if others:
+        head = any(map(_HEAD.search, others))
+        one = others[0].rpartition(".")[2] if len(others) == 1 else "other"
+        found.append(Section("head" if head else one, (tuple(others),)))
+    return found
+
+
+def draw(checkpoints: Sequence[Measured], columns: Sequence[Section]) -> Picture:
+    """Return the cells of these checkpoints in these columns."""
+    later = {t.fingerprint.digest for c in checkpoints[1:] for t in c.tensors}
+    before: set[str] = set()
+    rows = []
+    for number, checkpoint in enumerate(checkpoints):
+        layers: dict[str, list[AnalyzedTensor]] = {}
+        for tensor in checkpoint.tensors:
+            layers.setdefault(_column(tensor.name), []).append(tensor)
+        rows.append(
+            tuple(
+                tuple(_cell(layers, names, before if number else later) for names in each.columns)
+                for each in columns
+            )
+        )
+        before |= {tensor.fingerprint.digest for tensor in checkpoint.tensors}
+    return Picture(tuple(columns), tuple(rows))
+
+
+def _cell(layers: dict[str, list[AnalyzedTensor]], names: Iterable[str], held: set[str]) -> Cell:
+    tensors = tuple(tensor for name in names for tensor in layers.get(name, ()))
+    return Cell(tensors, tuple(tensor.fingerprint.digest in held for tensor in tensors))
+
+
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without the names of modules that only wrap the model."""
+    component, slash, rest = name.rpartition("/")
+    return component + slash + _WRAPPER.sub("", rest)
+
+
+def _column(name: str) -> str:
+    return split(unwrapped(name))[0]
+
+
+def _title(prefix: str, names: Sequence[str]) -> str:
+    numbers = [name.rpartition(".")[2] for name in names]
+    ends = numbers[0] if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}"
+    return f"{prefix or 'layers'} {ends}"
+
+
+def _in_order(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """A component's layers: embeddings first, then blocks, and what else there is as one."""
+    ranked = Counter[str]()
+    for name in names:
+        block = _BLOCK.fullmatch(name)
+        ranked[name] = 1 if block else 0 if _EMBEDDING.search(name) else 2
+    ordered = sorted(ranked, key=lambda name: (ranked[name], natural(name)))
+    first, last = ([n for n in ordered if ranked[n] == rank] for rank in (0, 2))
+    blocks = [(name,) for name in ordered if ranked[name] == 1]
+    return (*([tuple(first)] if first else []), *blocks, *([tuple(last)] if last else []))

@@ -1,0 +1,83 @@
+"""The Hugging Face cache: where it is, and what lies in it under which name."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tensor_dedup.errors import NoSuchPathError
+
+MODELS: Final = "models--"
+SNAPSHOTS: Final = "snapshots"
+HIDDEN: Final = "."
+_REFS = "refs"
+_MAIN = "main"
+_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_REPOSITORY = re.compile(rf"(?P<name>{_PART}(?:/{_PART})?)(?:@(?P<revision>[^\0]+))?")
+_SHOWN_REVISION = 12
+
+
+def cache_path() -> Path:
+    """Return the Hub's cache: HF_HUB_CACHE, or HF_HOME/hub, or one in the user's cache folder."""
+    if named := os.environ.get("HF_HUB_CACHE"):
+        return Path(named)
+    if home := os.environ.get("HF_HOME"):
+        return Path(home) / "hub"
+    cache = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/')}/.cache"
+    return Path(cache) / "huggingface" / "hub"
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """Return where a checkpoint is: the path itself, or the snapshot in the Hub's cache it names.
+
+    Where there is no such file or folder, `ORG/NAME` is the cached snapshot of the branch "main",
+    or the only one there is, and `ORG/NAME@REVISION` that of a branch, a tag or the beginning of a
+    commit. A path that names nothing in the cache is returned as it is.
+
+    Raises:
+        NoSuchPathError: the repository is cached, and the revision is not or is ambiguous.
+    """
+    named = _REPOSITORY.fullmatch(os.fspath(path))
+    if named is None or os.path.lexists(path):
+        return Path(path)
+    repository = cache_path() / (MODELS + named["name"].replace("/", "--"))
+    try:
+        held = sorted(
+            entry.name
+            for entry in (repository / SNAPSHOTS).iterdir()
+            if entry.is_dir() and not entry.name.startswith(HIDDEN)
+        )
+    except OSError:
+        return Path(path)
+    revision = named["revision"]
+    found = _revisions(repository, revision, held)
+    if len(found) == 1:
+        return repository / SNAPSHOTS / found[0]
+    shown = ", ".join(f"{named['name']}@{each[:_SHOWN_REVISION]}" for each in found or held)
+    what = f"no revision {revision!r}" if not found else "several revisions"
+    raise NoSuchPathError(
+        f"{os.fspath(path)}: {what} in {cache_path()}; name one of {shown or 'those you download'}",
+        path=os.fspath(path),
+        revisions=held,
+    )
+
+
+def _revisions(repository: Path, revision: str | None, held: Sequence[str]) -> Sequence[str]:
+    """The snapshots that a revision may mean: one if it is the name of one or of a branch."""
+    if revision is not None and revision in held:
+        return [revision]
+    branch = _branch(repository, revision or _MAIN)
+    if branch in held:
+        return [branch]
+    return held if revision is None else [each for each in held if each.startswith(revision)]
+
+
+def _branch(repository: Path, name: str) -> str:
+    """The commit that a branch or tag is at; "" where there is none."""
+    if ".." in Path(name).parts or Path(name).is_absolute():
+        return ""
+    try:
+        return (repository / _REFS / name).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
