@@ -9,6 +9,7 @@ import platformdirs
 from tensor_dedup.store.errors import (
     DamagedFileError,
     NewerFormatError,
+    NoStoreError,
     NotAStoreError,
 )
 from tensor_dedup.store.format import frames
@@ -42,7 +43,8 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     """Check that the folder holds a store of this version; make one if it is empty.
 
     Raises:
-        NotAStoreError: the folder holds other files, or is empty and `create` is off.
+        NotAStoreError: the folder holds other files.
+        NoStoreError: it is empty or missing, and `create` is off.
         NewerFormatError: the store was made by a later version.
         DamagedFileError: its marker is gone or damaged, and `mend` is off or it may have been that
             of a later version.
@@ -65,8 +67,9 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     if files.status(layout.marker) is not None:
         _check_marker(objects, mend=mend)
         return
-    what = "there is no store" if not names else "it holds other files, and no store"
-    raise NotAStoreError.at(layout.root, what)
+    if not names:
+        raise NoStoreError.at(layout.root, "there is no store yet")
+    raise NotAStoreError.at(layout.root, "it holds other files, and no store")
 
 
 def _create(objects: Objects) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import psutil
 
-from tensor_dedup.memory_manager.backends.base import Backend
+from tensor_dedup.memory_manager.backends.base import Backend, Capabilities
 from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
@@ -100,6 +100,7 @@ def serve(
         server = Server(socket_file, backend, settings, options)
         undo.pop_all()
     servers.append(server)
+    _warn_of(settings.budget, backend.capabilities)
     with Metrics(server, start.metrics_port) as metrics:
         log.info(
             "serving socket=%s pid=%d budget=%d%s",
@@ -155,8 +156,24 @@ def log_to(*, details: bool = False) -> None:
 
 
 def default_budget() -> int:
-    """Return half of the memory in bytes that the machine or its container grants this process."""
-    return min([psutil.virtual_memory().total, *_cgroup_limits()]) // 2
+    """Return half of the memory that this process may have, in bytes."""
+    return memory_limit() // 2
+
+
+def memory_limit() -> int:
+    """Return the bytes of memory that the machine or its container grants this process."""
+    return min([psutil.virtual_memory().total, *_cgroup_limits()])
+
+
+def _warn_of(budget: int, can: Capabilities) -> None:
+    there = can.device_bytes or memory_limit()
+    if budget > there:
+        log.warning(
+            "budget=%d is more than the %d bytes that there are: when they are used up, puts fail, "
+            "or the system ends a process; give a smaller --budget",
+            budget,
+            there,
+        )
 
 
 def _cgroup_limits() -> list[int]:

@@ -74,7 +74,7 @@ def test_pin_unpin_and_evict(manager: managers.Manager) -> None:
 def test_stop_ends_it(manager: managers.Manager) -> None:
     assert json.loads(run("stop", "--json"))["pid"] == manager.pid
     assert manager.wait() == 0
-    assert "tensor-dedup serve" in run("status", status=1)
+    assert "tensor-dedup serve" in run("status", status=3)
 
 
 def test_metrics_are_the_totals(manager: managers.Manager) -> None:
@@ -114,7 +114,7 @@ def test_serve_says_when_it_is_ready_and_refuses_a_second(tmp_path: Path) -> Non
     assert process.stdout is not None
     assert json.loads(process.stdout.readline()) == {"socket": str(socket), "pid": process.pid}
     second = subprocess.run([*command, str(socket)], capture_output=True, text=True, check=False)
-    assert second.returncode == 1
+    assert second.returncode == 2
     assert "owns" in second.stderr
     assert second.stdout == ""
     process.terminate()
@@ -230,7 +230,7 @@ def test_a_process_stands_once_in_the_table_of_clients(manager: managers.Manager
 def test_nothing_to_stop_is_said_as_that(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     socket = tmp_path / "m.sock"
-    said = run("stop", "--socket", str(socket), status=1)
+    said = run("stop", "--socket", str(socket), status=3)
     assert f"no memory manager runs at {socket}" in said
     assert "serve" not in said
 
