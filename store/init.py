@@ -6,6 +6,7 @@ from pathlib import Path
 
 import platformdirs
 
+from tensor_dedup.settings import configured_path
 from tensor_dedup.store.errors import (
     DamagedFileError,
     NewerFormatError,
@@ -26,7 +27,7 @@ _LATER = re.compile(rb"tensor-dedup store\nversion (?!1\n)[0-9]+\n")
 def default_path() -> Path:
     """Return the path of the store to use when the user names none."""
     named = os.environ.get(ENVIRONMENT)
-    return Path(named) if named else own_path()
+    return Path(named) if named else configured_path("store") or own_path()
 
 
 def own_path() -> Path:

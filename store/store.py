@@ -87,8 +87,9 @@ class Store:
     ) -> Self:
         """Open the store in a folder, and make one there if the folder is empty or missing.
 
-        `path` defaults to the environment variable TENSOR_DEDUP_STORE, or else to
-        `tensor-dedup/store` in the user's data folder. With `mend`, a damaged marker is rewritten.
+        `path` defaults to the environment variable TENSOR_DEDUP_STORE, or else to `store` of a
+        configuration file (`tensor_dedup.settings`), or else to `tensor-dedup/store` in the user's
+        data folder. With `mend`, a damaged marker is rewritten.
         `files` is the file system interface, which tests replace; `worker_count` is the number of
         hashing threads.
 
@@ -264,6 +265,11 @@ class Store:
         """
         with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
             return export(self._files, checkpoint, Path(directory), progress or SilentListener())
+
+    def names(self) -> "list[str]":
+        """Return the names of all checkpoints, sorted; nothing else is read."""
+        with self._locked():
+            return self._objects.names()
 
     def runs(self) -> "list[str]":
         """Return the names of the training runs that have steps in this store, sorted.

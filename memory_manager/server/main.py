@@ -27,6 +27,7 @@ from tensor_dedup.memory_manager.server.acceptor import SocketFile
 from tensor_dedup.memory_manager.server.metrics import MAX_DESCRIPTORS, Metrics
 from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
+from tensor_dedup.settings import configured_budget
 
 MIN_BUDGET: Final = 1 << 20
 _SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
@@ -129,7 +130,7 @@ def _end(servers: list[Server]) -> None:
 def _settings(start: Start, backend: Backend, path: Path, descriptors: int) -> Settings:
     can = backend.capabilities
     return Settings(
-        budget=max(start.budget or int(can.device_bytes * _SHARE) or default_budget(), MIN_BUDGET),
+        budget=max(start.budget or int(can.device_bytes * _SHARE) or own_budget(), MIN_BUDGET),
         pid=os.getpid(),
         name=str(path),
         backend=can.name,
@@ -153,6 +154,15 @@ def log_to(*, details: bool = False) -> None:
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if details else logging.INFO)
     log.propagate = False
+
+
+def own_budget() -> int:
+    """Return the bytes that a configuration file gives, or else half of what there is.
+
+    Raises:
+        ConfigError: The file is wrong.
+    """
+    return configured_budget() or default_budget()
 
 
 def default_budget() -> int:

@@ -55,6 +55,9 @@ WITH_STORE = [
     ("verify --full --sample 5", 2),
     ("repair", 0),
     ("repair --from nowhere", 2),
+    ("doctor --quick", 0),
+    ("completion bash", 0),
+    ("completion tcsh", 2),
 ]
 WITHOUT_STORE = [
     *((verb, 0) for verb in ("list", "stats", "gc", "du")),
@@ -62,7 +65,14 @@ WITHOUT_STORE = [
     *((f"{verb} m x", 2) for verb in ("cat", "export", "rename")),
     *((verb, 2) for verb in ("verify", "repair")),
 ]
-DAMAGED = [("verify --full", 1), ("list", 0), ("export m out", 1), ("cat m a", 1), ("repair", 1)]
+DAMAGED = [
+    ("verify --full", 1),
+    ("list", 0),
+    ("doctor --quick", 0),  # it reads no tensor
+    ("export m out", 1),
+    ("cat m a", 1),
+    ("repair", 1),
+]
 WITHOUT_MANAGER = [
     *((verb, 3) for verb in ("status", "top", "stop", "pin x", "unpin x", "evict x")),
     ("serve --budget much", 2),
@@ -167,7 +177,8 @@ def test_at_a_prompt(here: Path, answer: str | signal.Signals, expected: int) ->
 def test_every_verb_is_tried() -> None:
     tables = (*WITH_STORE, *WITHOUT_STORE, *WITHOUT_MANAGER, *WITH_MANAGER)
     tried = {arguments.split()[0] for arguments, _ in tables}
-    assert tried == {*GROUPS["Store"], *GROUPS["Memory"]} & VERBS.keys()
+    groups = (GROUPS[title] for title in ("Store", "Memory", "Other"))
+    assert tried == {verb for group in groups for verb in group} & VERBS.keys()
 
 
 def test_the_readme_and_the_help_have_the_table() -> None:

@@ -27,7 +27,9 @@ _HYPHEN: Final = "\ue000"  # of no text
 VERBS: Mapping[str, str] = {
     "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
     "cat": "Write the bytes of a stored tensor to stdout.",
+    "completion": "Print the script by which a shell completes verbs and names.",
     "delete": "Forget a checkpoint of the store.",
+    "doctor": "Say what will be shared on this machine, and why not.",
     "du": "Say what each checkpoint takes on disk, and what deleting it gives back.",
     "evict": "Drop from shared memory what nobody uses.",
     "export": "Write a stored checkpoint's files, byte for byte.",
@@ -57,12 +59,14 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Runs": ("runs",),
     "Memory": ("serve", "status", "top", "pin", "unpin", "evict", "stop"),
-    "Other": (),
+    "Other": ("doctor", "completion"),
 }
 _COMMANDS: Mapping[str, str] = {
     "analyze": "tensor_dedup.cli.analyze:command",
     "cat": "tensor_dedup.cli.contents:cat",
+    "completion": "tensor_dedup.cli.completion:command",
     "delete": "tensor_dedup.cli.store:delete",
+    "doctor": "tensor_dedup.cli.doctor:command",
     "du": "tensor_dedup.cli.contents:du",
     "evict": "tensor_dedup.cli.manager:evict",
     "export": "tensor_dedup.cli.store:export",

@@ -13,8 +13,10 @@ from tensor_dedup.cli.store import (
     existing,
     existing_or_said,
     known,
+    name_argument,
     print_fitted,
     store_option,
+    stored_names,
 )
 from tensor_dedup.store.checkpoints.runs import parse_step_name
 from tensor_dedup.store.reading.find import TensorPlace
@@ -27,7 +29,7 @@ _CHUNK = 64 << 20
 
 
 @click.command(name="du")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=stored_names)
 @store_option
 @json_option
 @click.pass_context
@@ -143,7 +145,7 @@ def is_terminal() -> bool:
 
 
 @click.command(name="cat")
-@click.argument("name")
+@name_argument
 @click.argument("tensor")
 @store_option
 @json_option

@@ -64,7 +64,8 @@ def _socket_option(verb: _Verb, callback: Callable[..., Any] | None) -> _Verb:
         type=click.Path(dir_okay=False),
         metavar="PATH",
         callback=callback,
-        help=f"The manager's socket; by default ${ENVIRONMENT}, else {short(default_socket())}.",
+        help=f"The manager's socket; by default ${ENVIRONMENT}, else `socket` of "
+        f"tensor-dedup.toml, else {short(default_socket())}.",
     )(verb)
 
 

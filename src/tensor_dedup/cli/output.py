@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli import Declined, WrongUse, printable
+from tensor_dedup.sizes import parse_size
 from tensor_dedup.text_table import human
 
 _WIDE: Final = 10_000
@@ -139,6 +140,20 @@ def json_option(verb: _Verb) -> _Verb:
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(
         verb
     )
+
+
+def byte_size(least: int = 0) -> Callable[[str | int], int]:
+    """The `type` of an option that is a number of bytes, with a unit or without one."""
+
+    def converted(value: str | int) -> int:
+        nbytes = value if isinstance(value, int) else parse_size(value)
+        if nbytes is None:
+            raise click.BadParameter(f"{value!r} is not a size; write for example 64GiB")
+        if nbytes < least:
+            raise click.BadParameter(f"{nbytes} bytes are too few, {least} the least")
+        return nbytes
+
+    return converted
 
 
 def yes_option(verb: _Verb) -> _Verb:

@@ -6,8 +6,7 @@ import os
 import click
 
 from tensor_dedup.cli.manager import socket_option
-from tensor_dedup.cli.output import json_option
-from tensor_dedup.cli.sizes import byte_size
+from tensor_dedup.cli.output import byte_size, json_option
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
 from tensor_dedup.memory_manager.server.preload import Preload
@@ -38,7 +37,8 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     "--budget",
     type=byte_size(MIN_BUDGET),
     metavar="SIZE",
-    help="Most memory to hold, for example 64GiB; by default half of what there is.",
+    help="Most memory to hold, for example 64GiB; by default `budget` of "
+    "tensor-dedup.toml, else half of what there is.",
 )
 @click.option(
     "--metrics",

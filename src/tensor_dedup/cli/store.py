@@ -1,6 +1,7 @@
 """The verbs of the store: import, export, list, show, stats, rename, delete, gc, verify, repair."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -57,8 +58,23 @@ def store_option(verb: _Verb) -> _Verb:
         "--store",
         type=click.Path(file_okay=False),
         metavar="DIR",
-        help=f"The store; by default ${ENVIRONMENT}, else {short(own_path())}.",
+        help=f"The store; by default ${ENVIRONMENT}, else `store` of tensor-dedup.toml, "
+        f"else {short(own_path())}.",
     )(verb)
+
+
+def stored_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the names in the store that begin so, of runs too where they go."""
+    with suppress(TensorDedupError, OSError):
+        opened = existing(context.params.get("store"))
+        runs = opened.runs() if context.info_name == "du" else []
+        return [name for name in (*runs, *opened.names()) if name.startswith(incomplete)]
+    return []
+
+
+def name_argument(verb: _Verb) -> _Verb:
+    """`NAME`, of a checkpoint in the store, as `name`."""
+    return click.argument("name", shell_complete=stored_names)(verb)
 
 
 def follow_links_option(verb: _Verb) -> _Verb:
@@ -133,7 +149,12 @@ def print_table(store: Store, table: Table) -> None:
 )
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
 @click.option("--compress", type=click.Choice(["auto"]), help="Encode what gets a tenth smaller.")
-@click.option("--base", metavar="N", help="With --compress: what to store differences from.")
+@click.option(
+    "--base",
+    metavar="N",
+    shell_complete=stored_names,
+    help="With --compress: what to store differences from.",
+)
 @click.option("--external", is_flag=True, help="Index the weights where they are; copy none.")
 @click.option("--hub-cache", is_flag=True, help="All of your Hugging Face cache, in place.")
 @follow_links_option
@@ -281,7 +302,7 @@ class _CacheImport:
 
 
 @click.command(name="export")
-@click.argument("name")
+@name_argument
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @store_option
 @json_option
@@ -363,7 +384,7 @@ _DIGITS: Final = 12  # of a digest; `find` takes the beginning of one, too
 
 
 @click.command(name="show")
-@click.argument("name")
+@name_argument
 @click.option("--digests", is_flag=True, help="Show digests in full.")
 @store_option
 @json_option
@@ -542,7 +563,7 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 
 
 @click.command(name="delete")
-@click.argument("name")
+@name_argument
 @yes_option
 @store_option
 @json_option
@@ -639,7 +660,7 @@ def repair(
 
 
 @click.command(name="rename")
-@click.argument("name")
+@name_argument
 @click.argument("new_name")
 @store_option
 @json_option
