@@ -1,10 +1,15 @@
 """The verbs of a memory manager that runs: status, top, pin, unpin, evict, stop."""
 
 import errno
+import os
 import re
+import select
+import sys
+import termios
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import PurePath
@@ -16,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli import Failure, WrongUse
+from tensor_dedup.cli import NobodyThere, WrongUse
 from tensor_dedup.cli.output import Dotted, cell, console, counted, json_option, say, short
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
@@ -59,7 +64,8 @@ def _socket_option(verb: _Verb, callback: Callable[..., Any] | None) -> _Verb:
         type=click.Path(dir_okay=False),
         metavar="PATH",
         callback=callback,
-        help=f"The manager's socket; by default ${ENVIRONMENT}, else {short(default_socket())}.",
+        help=f"The manager's socket; by default ${ENVIRONMENT}, else `socket` of "
+        f"tensor-dedup.toml, else {short(default_socket())}.",
     )(verb)
 
 
@@ -102,6 +108,7 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
             f"{counted(t.residents, 'tensor')}, {human(t.resident_bytes)}; {layers}",
         ),
         ("leased", f"{human(t.leased_bytes)}, {leases} of {_processes(overview)}"),
+        ("saved", _saving(overview)),
         ("pinned", human(t.pinned_bytes) + (f" ({', '.join(t.pins)})" if t.pins else "")),
         ("look-ups", f"{counted(t.hits, 'layer')} found, {t.misses} not; {t.published} published"),
         ("builds", f"{t.builds} under way, {waiting} waiting, {t.takeovers} taken over"),
@@ -115,10 +122,19 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
         table.add_row(
             "GPU", f"{use.name}: {human(use.used)} of {human(use.total)} in use, as NVML counts"
         )
-        table.add_row("", f"{len(use.processes)} processes on it, {others} no clients of this")
+        here = "1 process" if len(use.processes) == 1 else f"{len(use.processes)} processes"
+        table.add_row("", f"{here} on it, {others} no clients of this")
     elif use is not None:
         table.add_row("GPU", f"not available: {use.reason}")
     return table
+
+
+def _saving(overview: Overview) -> str:
+    saved, leased = overview.saved_bytes, overview.totals.leased_bytes
+    if not saved:
+        return f"{human(0)}: no two processes use the same tensor"
+    share = saved / (saved + leased)
+    return f"{human(saved)} of {human(saved + leased)} by sharing ({share:.0%})"
 
 
 def _processes(overview: Overview) -> str:
@@ -300,7 +316,10 @@ def status(socket: str | None, as_json: bool) -> None:
 @place_options
 @json_option
 def top(every: float, socket: str | None, as_json: bool) -> None:
-    """Show the manager's numbers and tables until Ctrl-C. With --json: once, as `status` does."""
+    """Show the manager's numbers and tables until q or Ctrl-C.
+
+    With --json: once, as `status` does.
+    """
     with suppress(KeyboardInterrupt), Admin(socket) as admin:
         if as_json:
             overview = admin.overview()
@@ -308,10 +327,39 @@ def top(every: float, socket: str | None, as_json: bool) -> None:
             return
         console = Console()
         live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
-        with live:
+        with live, _keys() as quits:
             while True:
                 live.update(_screen(admin), refresh=True)
-                time.sleep(every)
+                if quits(every):
+                    return
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """What waits for so many seconds, or until q is pressed: whether it was."""
+    if not sys.stdin.isatty():
+        yield _wait
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield _pressed_q
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _wait(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _pressed_q(seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and os.read(sys.stdin.fileno(), 1) in b"qQ":
+            return True
+    return False
 
 
 def _screen(admin: Admin) -> Group:
@@ -400,14 +448,14 @@ _NOBODY: Final = (errno.ENOENT, errno.ECONNREFUSED)
 def stop(socket: str | None, as_json: bool) -> None:
     """End the memory manager. Engines keep what they have mapped; new ones load from disk.
 
-    Exit status 1 when none runs.
+    Exit status 3 when none runs.
     """
     try:
         admin = Admin(socket)
     except ManagerGoneError as error:
         if error.facts.get("errno") not in _NOBODY:
             raise
-        raise Failure(
+        raise NobodyThere(
             f"no memory manager runs at {socket_path(socket)}, so there is nothing to stop; "
             f"--socket or {ENVIRONMENT} names another one"
         ) from error
