@@ -138,7 +138,7 @@ def stats(objects: Objects) -> Stats:
         logical_bytes=found.logical_bytes,
         unique_bytes=unique,
         dedup_ratio=unique / found.logical_bytes if found.logical_bytes else 1.0,
-        disk_bytes=_disk_bytes(objects),
+        disk_bytes=disk_bytes(objects),
         reclaimable_bytes=sum(
             found.tables[container].data_bytes
             for container in held.keys() - keep.containers
@@ -152,7 +152,7 @@ def stats(objects: Objects) -> Stats:
     )
 
 
-def _disk_bytes(objects: Objects) -> int:
+def disk_bytes(objects: Objects) -> int:
     root = objects.layout.root
     top = _folder_bytes(objects, "")
     nested = [
