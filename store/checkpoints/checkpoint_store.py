@@ -12,6 +12,7 @@ from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
 import logging
+import math
 import weakref
 from contextlib import suppress
 from os import PathLike
@@ -40,10 +41,12 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.notes import Notes, checked
 from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.checkpoints.retention import Mode, Retention, best
+from tensor_dedup.store.checkpoints.retention import Mode, Retention, best, goal
 from tensor_dedup.store.checkpoints.runs import (
+    Step,
     StepOrder,
     StepPlace,
+    check_no_step_s_name,
     check_not_kept,
     check_pin,
     check_replaceable,
@@ -68,6 +71,7 @@ from tensor_dedup.store.format.names import check_name, file_of
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.writing.sources import small_files
+from tensor_dedup.suggestions import perhaps
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +139,8 @@ class CheckpointStore:
         After each save, steps that no rule keeps are deleted. The rules keep the `keep_last` steps
         that were saved last, the multiples of `keep_every`, and by `keep_best=(metric, count, "min"
         or "max")` the best ones by a metric. Pinned steps and the one just saved stay, and without
-        a rule all do.
+        a rule all do. So they do while no step has the metric of `keep_best`; the first save
+        without it logs a warning, since its name may be misspelt.
 
         `config` (a folder, or texts by path) is kept with each step, so that engines can load
         `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,
@@ -167,16 +172,23 @@ class CheckpointStore:
 
         Raises:
             BadNameError: the run's name is invalid.
-            BadOptionError: an option is invalid; `kind` says which.
+            BadOptionError: an option is invalid, or one is given that needs `drain`, or the run is
+                called as a step of another run would be; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else.
             UnknownNameError: there is no checkpoint `base`.
             StoreIOError, StoreAccessError: the second store cannot be read.
         """
         _check_limits(run_id, in_flight, pool_bytes)
+        if drain is None and (keep_fast, drain_backlog) != (1, 8):
+            what = f"keep_fast={keep_fast}, drain_backlog={drain_backlog} without `drain`"
+            raise BadOptionError.of(BadOption.FAST, f"run {run_id!r}", what)
         self.run_id = check_run(run_id)
-        self.store = root if isinstance(root, Store) else Store.open(root)
-        self._adapter = adapter
         self._retention = Retention(keep_last, keep_every, keep_best)
+        self._warned: set[str] = set()
+        self.store = root if isinstance(root, Store) else Store.open(root)
+        with self.store._translated():
+            check_no_step_s_name(self.store._objects, self.run_id)
+        self._adapter = adapter
         self._config, self._weights = self._small_files(config), weights
         self._steps = StepOrder(self.store._objects, self.run_id)
         self._saver = Saver(
@@ -266,8 +278,9 @@ class CheckpointStore:
     ) -> Saved:
         """Save a step, replacing the one of this number; it is committed and durable on return.
 
-        The model must not be written to meanwhile. `metrics` are numbers by name; `files` are small
-        files by path, added to those of `config`.
+        The model must not be written to meanwhile. `metrics` are numbers by name; one that is NaN
+        is saved, is never the best, and is warned of once. `files` are small files by path, added
+        to those of `config`.
 
         Raises:
             ChangedModelError: a write to the model was noticed.
@@ -371,7 +384,8 @@ class CheckpointStore:
         adapter = self._adapter or adapter_for(model)
         # An adapter of tensorcas' own interface has no name, and needs none: it is given to `load`.
         name = getattr(adapter, "name", type(adapter).__name__)
-        notes = Notes(self.run_id, step, name, checked(metrics), self._weights)
+        numbers, goals = checked(metrics), self._retention.goals
+        notes = Notes(self.run_id, step, name, numbers, self._weights, goals=goals)
         small = {**self._config, **self._small_files(files)}
         return ExtractedStep(notes, chunks_of(adapter, model), small)
 
@@ -387,6 +401,7 @@ class CheckpointStore:
         if self._drain is not None:
             self._drain.wait_for_room()
         saved = self._saver.commit(snapshot)
+        self._warn_of_metrics(snapshot.notes)
         if self._drain is not None:  # which applies the rules to what is drained
             if snapshot.notes.run == self.run_id:
                 self._drain.add(step)
@@ -468,21 +483,29 @@ class CheckpointStore:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each step, in order."""
+        return {each.step: each.metrics for each in self._described()}
+
+    def _described(self) -> list[Step]:
         if self._drain is not None:
-            return self._drain.metrics()
+            return self._drain.described()
         with self.store._locked():
-            found = describe_all(self.store._objects, self.run_id)
-        return {each.step: each.metrics for each in found}
+            return describe_all(self.store._objects, self.run_id)
 
-    def best(self, metric: str, mode: Mode = "min") -> int:
-        """Return the step with the least metric, or with mode "max" the greatest.
+    def best(self, metric: str, mode: Mode | None = None) -> int:
+        """Return the step with the least metric (mode "min") or with the greatest ("max").
 
-        Of equal ones, the earliest is returned.
+        Without a mode, the `keep_best` of this handle says which, or else that of the steps, or
+        else the name of the metric, as `val_loss` and `accuracy` do. Of equal ones, the earliest is
+        returned.
 
         Raises:
-            BadMetricError: no step has it.
+            UnknownMetricError: no step has it.
+            UnknownGoalError: `mode` is not given, and nothing else says which is best.
         """
-        return best(self.metrics(), metric, mode, self.run_id)
+        steps = self._described()
+        noted = (step.goals for step in reversed(steps))
+        chosen = mode if mode is not None else goal(metric, (self._retention.goals, *noted))
+        return best({step.step: step.metrics for step in steps}, metric, chosen, self.run_id)
 
     def delete(self, step: int) -> None:
         """Delete a step; `gc` frees its space.
@@ -510,8 +533,7 @@ class CheckpointStore:
             try:
                 objects.files.unlink(objects.layout.refs / file_of(name))
             except FileNotFoundError as error:
-                what = f"the run {self.run_id!r} has no step {step}"
-                raise UnknownStepError.at(self.store.path, what, step=step) from error
+                raise UnknownStepError.of(self.store.path, self.run_id, step) from error
             objects.files.sync_folder(objects.layout.refs)
 
     def pin(self, step: int) -> None:
@@ -598,6 +620,22 @@ class CheckpointStore:
                 "drain_error": None if error is None else str(error),
             }
         return found
+
+    def _warn_of_metrics(self, notes: Notes) -> None:
+        """Say once what of a step's metrics is hardly meant: a rule's that is missing, and NaN."""
+        for name in (*self._retention.goals, *notes.metrics):
+            value = notes.metrics.get(name)
+            if name in self._warned or (value is not None and not math.isnan(value)):
+                continue
+            self._warned.add(name)
+            if value is None:
+                what = f"has no metric {name!r}{perhaps(name, notes.metrics)}, by which keep_best "
+                what += "chooses; while no step has it, none is deleted"
+            else:
+                what = f"has NaN as its metric {name!r}, which is never the best"
+            _LOG.warning(
+                "%s: the step %s %s", self.store.path, step_name(notes.run, notes.step), what
+            )
 
     def _delete_unretained(self, saved: int) -> None:
         """Delete the steps that no rule keeps, but none whose manifest cannot be read."""

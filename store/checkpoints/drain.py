@@ -39,6 +39,7 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.retention import Retention
 from tensor_dedup.store.checkpoints.runs import (
+    Step,
     StepOrder,
     StepPlace,
     check_not_kept,
@@ -51,6 +52,7 @@ from tensor_dedup.store.checkpoints.runs import (
     pin_step,
     step_name,
     step_numbers,
+    steps_text,
 )
 from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.errors import (
@@ -153,7 +155,7 @@ class Drain:
         self._error: StoreError | None = None
         # Attempts are numbered: who waits is told of one that began after the wait.
         self._begun = self._failed = self._pauses = 0
-        self._hurried = self._closing = self._forsaken = False
+        self._hurried = self._closing = self._forsaken = self._waited = False
 
     def forked(self) -> None:
         """Begin anew in a forked child, where the thread and the holders of locks do not exist."""
@@ -178,17 +180,15 @@ class Drain:
         """Return the numbers that the second tier was seen to have names of."""
         return {*self._seen.places, *self._seen.taken}
 
-    def metrics(self) -> dict[int, dict[str, float]]:
-        """Return the metrics of each step, in order. Raises if the second tier cannot be read."""
+    def described(self) -> list[Step]:
+        """Describe each step, in order. Raises if the second tier cannot be read."""
         with self.second._locked():
-            found = {
-                each.step: each.metrics for each in describe_all(self._there_objects, self._run)
-            }
+            found = {each.step: each for each in describe_all(self._there_objects, self._run)}
         with self._fast._locked():
             for each in describe_all(self._objects, self._run):
                 if _counts(self._order.place(each.step), self._there.place(each.step)):
-                    found[each.step] = each.metrics
-        return {step: found[step] for step in sorted(found)}
+                    found[each.step] = each
+        return [found[step] for step in sorted(found)]
 
     def read(self, step: int, read: Callable[[Store], _T]) -> _T:
         """Return what `read` makes of the store that has the step; the fast one where both do.
@@ -198,9 +198,8 @@ class Drain:
         """
         places = self.places()
         if step not in places:
-            has = f"{len(places)} steps on both tiers" if places else "none"
-            what = f"the run {self._run!r} has no step {step}; it has {has}"
-            raise UnknownStepError.at(self._fast.path, what, run=self._run, step=step)
+            has = f"{steps_text(len(places))} on both tiers" if places else "none"
+            raise UnknownStepError.of(self._fast.path, self._run, step, has)
         name = step_name(self._run, step)
         with self._fast._locked():
             near = self._order.place(step)
@@ -268,8 +267,7 @@ class Drain:
                 with suppress(DamagedFileError, MissingObjectError, UnknownStepError):
                     manifest_of(objects, self._run, step)
             if not self._remove(step):
-                what = f"the run {self._run!r} has no step {step}"
-                raise UnknownStepError.at(self._fast.path, what, step=step)
+                raise UnknownStepError.of(self._fast.path, self._run, step)
         with self._changed:
             self._queue.pop(step, None)
             self._broken.pop(step, None)
@@ -337,9 +335,12 @@ class Drain:
             if len(self._queue) < self._backlog or self._closing:
                 return
             self._run_thread()
-            what = "%s: waiting for room: %d steps of the run %r are not drained to %s yet%s"
-            why = "" if self._error is None else f": {self._error}"
-            _LOG.warning(what, self._fast.path, len(self._queue), self._run, self.second.path, why)
+            if not self._waited:  # a slow second tier makes every save wait: saying it once will do
+                self._waited = True
+                what = "%s: saves of the run %r wait while %s not drained to %s%s"
+                many = "a step is" if self._backlog == 1 else f"{self._backlog} steps are"
+                why = "" if self._error is None else f": {self._error}"
+                _LOG.warning(what, self._fast.path, self._run, many, self.second.path, why)
             self._changed.wait_for(
                 lambda: len(self._queue) < self._backlog or self._closing or self._thread is None
             )
@@ -383,8 +384,9 @@ class Drain:
             cause = self._error or next(iter(self._broken.values()), None)
         if left:
             why = f"{cause}" if in_time else f"not drained in {timeout:g} s"
-            what = f"{len(left)} steps of the run {self._run!r}, from {left[0]}, are not drained"
-            what = f"{what} to {self.second.path}: {why}"
+            many = f"{steps_text(len(left))} of the run {self._run!r}, from {left[0]},"
+            are = "is" if len(left) == 1 else "are"
+            what = f"{many} {are} not drained to {self.second.path}: {why}"
             facts = {"run": self._run, "steps": left, "second": str(self.second.path)}
             raise DrainError.at(self._fast.path, what, **facts) from cause
 
@@ -489,9 +491,10 @@ class Drain:
             left = min(_FIRST_PAUSE_S * 2 ** min(self._pauses - 1, 10), _LONGEST_PAUSE_S)
             while left > 0 and not self._hurried:
                 if self._forsaken or not threading.main_thread().is_alive():
-                    what = "%s: %d steps of the run %r are left to drain to %s: %s"
-                    many, second = len(self._queue), self.second.path
-                    _LOG.error(what, self._fast.path, many, self._run, second, error)
+                    what, many = "%s: %s of the run %r %s left to drain to %s: %s", len(self._queue)
+                    steps, are = steps_text(many), "is" if many == 1 else "are"
+                    second = self.second.path
+                    _LOG.error(what, self._fast.path, steps, self._run, are, second, error)
                     self._end()
                     return False
                 self._changed.wait(min(left, _POLL_S))
@@ -636,7 +639,7 @@ def _check_options(fast: Store, second: Store, keep_fast: int | None, backlog: i
         raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")
     if backlog < 1 or (keep_fast is not None and keep_fast < 1):
         what = f"keep_fast={keep_fast}, drain_backlog={backlog}"
-        raise BadOptionError.of(BadOption.DRAIN, where, what)
+        raise BadOptionError.of(BadOption.FAST, where, what)
 
 
 def _ahead(one: StepPlace | None, other: StepPlace | None) -> bool:

@@ -3,8 +3,11 @@
 StoreError
   - of its use:    UnknownStepError      the run has no such step
                    BadStepError          a step is not a whole number from 0 on
-                   BadMetricError        a metric is not a number, or no step has it
-                   BadOptionError        an option of CheckpointStore makes no sense (`kind`)
+                   BadMetricError        a metric is not a number
+                     - UnknownMetricError    no step has it
+                     - UnknownGoalError      nothing says which value of it is best
+                   BadOptionError        an option of CheckpointStore, or what is given to
+                                         `register_provider`, makes no sense (`kind`)
                    PinnedStepError       a kept step is neither replaced nor deleted
                    TakenStepError        an import would replace a step, or what pins one
                    NamedTwiceError       two tensors have one name, or a file a tensor's place
@@ -30,7 +33,9 @@ A StateError names the place in the object, as Python would write it. Each ends 
 The errors of the store itself are in `tensor_dedup.store.errors`.
 """
 
+import shlex
 from enum import Enum
+from pathlib import PurePath
 from typing import Any, ClassVar, Self
 
 from tensor_dedup.errors import WRONG_USE, StoreError
@@ -42,6 +47,14 @@ class UnknownStepError(UnknownNameError):
 
     advice = "see `tensor-dedup runs show`"
 
+    @classmethod
+    def of(cls, root: PurePath, run: str, step: int, has: str = "") -> Self:
+        """Return the error about a step of a run in the store at `root`, with what it `has`."""
+        verb = "list" if has == "none" else f"show {shlex.quote(run)}"
+        look = f"see `tensor-dedup runs {verb} --store {shlex.quote(str(root))}`"
+        what = f"the run {run!r} has no step {step}{has and f'; it has {has}'}; {look}"
+        return cls(f"{root}: {what}", path=str(root), run=run, step=step)
+
 
 class BadStepError(AdvisedError):
     """The step is not a whole number from 0 on."""
@@ -51,17 +64,29 @@ class BadStepError(AdvisedError):
 
 
 class BadMetricError(AdvisedError):
-    """A metric is not a number, or no step has a metric of this name."""
+    """A metric is not a number."""
 
     exit_status = WRONG_USE
-    advice = 'give metrics={"val_loss": 0.5}, and `best` the name of one that was given'
+    advice = 'give numbers by name, as in {"val_loss": 0.5}'
+
+
+class UnknownMetricError(BadMetricError):
+    """No step of the run has a metric of this name."""
+
+    advice = "name one that was saved with a step"
+
+
+class UnknownGoalError(BadMetricError):
+    """Neither the run's `keep_best` nor the name of a metric says which value of it is best."""
+
+    advice = 'say "min" or "max" (on the command line: --mode)'
 
 
 class PinnedStepError(AdvisedError):
     """The step is pinned, so it is neither replaced nor deleted."""
 
     exit_status = WRONG_USE
-    advice = "unpin it first"
+    advice = "first unpin it, or run `tensor-dedup runs keep RUN STEP --remove`"
 
 
 class TakenStepError(NameTakenError):
@@ -84,16 +109,19 @@ class NotATrainingError(AdvisedError):
 
 
 class BadOption(Enum):
-    """The options of CheckpointStore that can be invalid. The value is the next step to take."""
+    """The options of a run, or of its adapters, that can be invalid; the value is the next step."""
 
     RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
     COMPRESS = 'give "auto", "always" or None'
-    DRAIN = "drain to another folder, and let one step or more stay and one or more wait"
+    DRAIN = "drain to a folder of its own"
+    RUN = "call the run something else, and give the step to `load`"
+    FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside drain=FOLDER"
+    PROVIDER = "give a type, or its module and name, and StateProvider(name=, state=, restore=)"
 
 
 class BadOptionError(AdvisedError):
-    """An option of CheckpointStore is invalid; `kind` says which."""
+    """An option of CheckpointStore or `register_provider` is invalid; `kind` says which."""
 
     exit_status = WRONG_USE
 
@@ -192,7 +220,7 @@ class UnknownAdapterError(StateError):
 class ProviderTakenError(StateError):
     """A type or a name already has a provider; a second one would read the first one's state."""
 
-    advice = "choose another name"
+    advice = "register each type, and each name, once in a process"
 
 
 class DamagedStateError(StateError):
@@ -218,4 +246,4 @@ class ForbiddenClassError(StateError):
 class MismatchedOriginalError(StateError):
     """The `original` object cannot take this state."""
 
-    advice = "pass an `original` built like the model that was saved"
+    advice = 'pass an `original` built like what was saved, such as {"model": model}'

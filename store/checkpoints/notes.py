@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.errors import BadMetricError
+from tensor_dedup.store.checkpoints.retention import Goals
 from tensor_dedup.store.format.manifests import PART
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
-_SEQUENCE = "sequence"
+_SEQUENCE, _GOALS = "sequence", "goals"
 # What JSON has no number for.
 _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -25,7 +26,8 @@ class Notes:
 
     The run, the step, the adapter that took it apart, its metrics, which part of the tensors is the
     model that engines load ("" for all), and its place in the order of saving: greater than that of
-    every step that the run had when the save began. Steps of earlier versions have none.
+    every step that the run had when the save began. Steps of earlier versions have none. `goals`
+    says which value of a metric is best, where the run's `keep_best` said so.
     """
 
     run: str
@@ -34,6 +36,7 @@ class Notes:
     metrics: Mapping[str, float] = field(default_factory=dict)
     part: str = ""
     sequence: int | None = None
+    goals: Goals = field(default_factory=dict)
 
     def to_texts(self) -> dict[str, str]:
         """Return the texts that a manifest holds."""
@@ -46,6 +49,7 @@ class Notes:
             ),
         }
         found |= {PART: self.part} if self.part else {}
+        found |= {_GOALS: json.dumps(self.goals)} if self.goals else {}
         return found | ({} if self.sequence is None else {_SEQUENCE: str(self.sequence)})
 
     @classmethod
@@ -59,9 +63,16 @@ class Notes:
             part = texts.get(PART, "")
             place = texts.get(_SEQUENCE)
             sequence = None if place is None else int(place)
-            return cls(texts[_RUN], int(texts[_STEP]), texts[_ADAPTER], metrics, part, sequence)
+            goals = _goals(json.loads(texts.get(_GOALS, "{}")))
+            run, step = texts[_RUN], int(texts[_STEP])
+            return cls(run, step, texts[_ADAPTER], metrics, part, sequence, goals)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
+
+
+def _goals(wire: dict[str, Any]) -> Goals:
+    # What a later version may say besides is nothing that this one could use.
+    return {name: mode for name, mode in wire.items() if mode in ("min", "max")}
 
 
 def _wire(value: float) -> float | str:

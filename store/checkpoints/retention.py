@@ -1,15 +1,36 @@
 """Retention: which steps of a run are deleted after a save. No I/O."""
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from typing import Final, Literal, TypeAlias, TypedDict
 
-from tensor_dedup.store.checkpoints.errors import BadMetricError, BadOption, BadOptionError
+from tensor_dedup.store.checkpoints.errors import (
+    BadMetricError,
+    BadOption,
+    BadOptionError,
+    UnknownGoalError,
+    UnknownMetricError,
+)
+from tensor_dedup.suggestions import perhaps
 
 Mode: TypeAlias = Literal["min", "max"]
 Metrics: TypeAlias = Mapping[int, Mapping[str, float]]
 """The metrics of each step."""
+Goals: TypeAlias = Mapping[str, Mode]
+"""Which value of a metric is best, by its name."""
+
+# Parts of metrics' names that say which value is best, as frameworks and papers write them.
+_LEAST: Final = frozenset(
+    ("err", "perplexity", "ppl", "mae", "mse", "rmse", "mape", "wer", "cer", "fid", "nll", "bpb")
+)
+_GREATEST: Final = frozenset(
+    (
+        *("acc", "accuracy", "auc", "auroc", "aucpr", "map", "f1", "precision", "recall", "bleu"),
+        *("rouge", "r2", "iou", "miou", "dice", "score", "reward", "psnr", "ssim", "mcc", "ndcg"),
+    )
+)
 
 
 class Rules(TypedDict, total=False):
@@ -30,18 +51,26 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, count in (("keep_last", self.last), ("keep_every", self.every)):
-            if count is not None and count < 1:
-                raise BadOptionError.of(BadOption.RETENTION, name, f"{count} steps", count=count)
+            if count is not None and not _is_count(count):
+                what = f"{count!r} is not a number of steps, from 1 on"
+                raise BadOptionError.of(BadOption.RETENTION, name, what, count=count)
         if self.best is not None:
-            metric, count, mode = self.best
-            if count < 1 or mode not in ("min", "max"):
-                what = f"{(metric, count, mode)!r}"
-                raise BadOptionError.of(BadOption.RETENTION, "keep_best", what, metric=metric)
+            match self.best:
+                case (str(), count, "min" | "max") if _is_count(count):
+                    pass
+                case _:
+                    what = f"{self.best!r} is not (metric, number of steps, 'min' or 'max')"
+                    raise BadOptionError.of(BadOption.RETENTION, "keep_best", what)
 
     @property
     def any(self) -> bool:
         """Whether there is a rule."""
         return self.last is not None or self.every is not None or self.best is not None
+
+    @property
+    def goals(self) -> Goals:
+        """Which value is best of the metric that the rules name."""
+        return {} if self.best is None else {self.best[0]: self.best[2]}
 
     def dropped(
         self, metrics: Metrics, kept: Collection[int], saved: int, order: Iterable[int]
@@ -49,9 +78,12 @@ class Retention:
         """Return the steps to delete when `saved` has just been saved.
 
         That one stays, and so do the `kept` ones. `order` is the order of saving; `last` keeps the
-        last steps of it that are in `metrics`.
+        last steps of it that are in `metrics`. While no step has the metric of `best`, all stay:
+        its name may be misspelt, and then the other rules delete what was to be kept.
         """
         if not self.any:
+            return []
+        if self.best is not None and not any(self.best[0] in found for found in metrics.values()):
             return []
         steps = sorted(metrics)
         staying = {saved, *kept}
@@ -63,6 +95,28 @@ class Retention:
             metric, count, mode = self.best
             staying.update(ranked(metrics, metric, mode)[:count])
         return [step for step in steps if step not in staying]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def goal(metric: str, noted: Iterable[Goals] = ()) -> Mode | None:
+    """Return which value of a metric is best: as first noted, or as its name says; else None.
+
+    A name says so by its parts: those of `eval/top1_acc` are `eval`, `top1` and `acc`. Where they
+    contradict each other, it says nothing.
+    """
+    for goals in noted:
+        if metric in goals:
+            return goals[metric]
+    parts = {part for part in re.split(r"[^a-z0-9]+", metric.lower()) if part}
+    parts |= {part.rstrip("0123456789") for part in parts}  # acc1
+    least = any(part in _LEAST or part.endswith(("loss", "error")) for part in parts)
+    greatest = bool(parts & _GREATEST)
+    if least == greatest:
+        return None
+    return "min" if least else "max"
 
 
 def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
@@ -77,17 +131,26 @@ def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
     return sorted(having, key=lambda step: (sign * metrics[step][metric], step))
 
 
-def best(metrics: Metrics, metric: str, mode: Mode, run: str) -> int:
+def best(metrics: Metrics, metric: str, mode: Mode | None, run: str) -> int:
     """Return the best step by a metric.
 
     Raises:
-        BadMetricError: no step has that metric, or the mode is unknown.
+        UnknownMetricError: no step has that metric, or it is NaN in all that do.
+        UnknownGoalError: the mode is None.
+        BadMetricError: the mode is invalid.
     """
-    if mode not in ("min", "max"):
-        raise BadMetricError.at(f"run {run!r}", f"the mode {mode!r}, not 'min' or 'max'")
-    found = ranked(metrics, metric, mode)
+    where = f"run {run!r}"
+    if mode not in ("min", "max", None):
+        raise BadMetricError.at(where, f"the mode {mode!r} is neither 'min' nor 'max'")
+    found = ranked(metrics, metric, mode or "min")
     if not found:
         known = sorted({name for each in metrics.values() for name in each})
-        what = f"no step has the metric {metric!r}, they have {', '.join(known) or 'none'}"
-        raise BadMetricError.at(f"run {run!r}", what, metric=metric)
+        what = f"no step has the metric {metric!r}{perhaps(metric, known)}; "
+        what += f"they have {', '.join(known) or 'none'}"
+        if metric in known:
+            what = f"the metric {metric!r} is NaN in every step that has it"
+        raise UnknownMetricError.at(where, what, metric=metric)
+    if mode is None:
+        what = f"nothing says whether the least or the greatest {metric!r} is best"
+        raise UnknownGoalError.at(where, what, metric=metric)
     return found[0]

@@ -19,11 +19,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import (
+    BadOption,
+    BadOptionError,
     BadStepError,
     NotATrainingError,
     PinnedStepError,
@@ -31,6 +34,7 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.notes import Notes, shown
+from tensor_dedup.store.checkpoints.retention import Goals
 from tensor_dedup.store.errors import (
     BadNameError,
     DamagedFileError,
@@ -40,7 +44,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.format.manifests import Manifest, Piece
-from tensor_dedup.store.format.names import check_form, check_name, file_of
+from tensor_dedup.store.format.names import MAX_NAME, check_form, check_name, file_of
 from tensor_dedup.store.objects import Objects
 
 _LOG = logging.getLogger("tensor_dedup")
@@ -76,7 +80,7 @@ def step_name(run: str, step: int, *, kept: bool = False) -> str:
     return check_name(f"{run}@{step}{_PIN if kept else ''}")
 
 
-def check_run(run: str) -> str:
+def check_run(run: object) -> str:
     """Return `run` if it is a valid name of a run.
 
     Raises:
@@ -84,8 +88,32 @@ def check_run(run: str) -> str:
     """
     # With the longest step, so that a run that began can go on. Whether the file of a step can be
     # called so is for that step to say: steps with shorter numbers may be there, to be read.
-    check_form(f"{run}@{_LARGEST}{_PIN}")
-    return run
+    longest = f"@{_LARGEST}{_PIN}"
+    try:
+        if isinstance(run, str):
+            check_form(run + longest)
+            return run
+    except BadNameError:  # about a name that nobody has given
+        pass
+    most = MAX_NAME - len(longest)
+    if isinstance(run, str) and len(run) > most:
+        what = f"it has {len(run)} characters, and a run's name {most} at most; give a shorter one"
+        raise BadNameError(f"{run[:most]!r}...: {what}", name=run)
+    raise BadNameError.at(repr(run), "no name for a run", name=run)
+
+
+def check_no_step_s_name(objects: Objects, run: str) -> None:
+    """Check that a run that begins is not called like a step, as what names a step would be.
+
+    Earlier versions let runs be called so; those that have steps go on.
+
+    Raises:
+        BadOptionError: it is.
+    """
+    found = parse_step_name(run)
+    if found is not None and not found.kept and not step_numbers(objects, run):
+        what = f"that is the name of the step {found.step} of the run {found.run!r}"
+        raise BadOptionError.of(BadOption.RUN, f"run {run!r}", what, run=run)
 
 
 def parse_step_name(name: str) -> StepName | None:
@@ -98,7 +126,8 @@ def parse_step_name(name: str) -> StepName | None:
 class Step:
     """A step of a run.
 
-    `nbytes` counts its tensors and small files; `saved_at` is in seconds since 1970.
+    `nbytes` counts its tensors and small files; `saved_at` is in seconds since 1970. `goals` says
+    which value of a metric is best, where the run's `keep_best` said so.
     """
 
     run: str
@@ -110,6 +139,7 @@ class Step:
     nbytes: int
     pinned: bool
     saved_at: int
+    goals: Goals = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Return the step as a JSON object."""
@@ -118,7 +148,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two steps differ: names of tensors, and the bytes of those that differ."""
+    """How two steps differ: names of tensors, and the bytes of those that differ.
+
+    `renamed` has, by their names in the first step, the names of equal tensors that the second one
+    has under another name only. They are neither added nor removed.
+    """
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
@@ -126,6 +160,7 @@ class Difference:
     unchanged: int
     changed_bytes: int
     metrics: dict[str, tuple[float | None, float | None]]
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Return the difference as a JSON object."""
@@ -134,6 +169,11 @@ class Difference:
             for name, both in self.metrics.items()
         }
         return asdict(self) | {"metrics": metrics}
+
+
+def steps_text(count: int) -> str:
+    """Return a number of steps, for people."""
+    return f"{count} step{'s' * (count != 1)}"
 
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
@@ -289,10 +329,9 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
         manifest = objects.ref(name)
     except UnknownNameError as error:
         known = step_numbers(objects, run)
-        has = f"{len(known)} steps, from {known[0]} to {known[-1]}" if known else "none"
+        has = f"{steps_text(len(known))}, from {known[0]} to {known[-1]}" if known else "none"
         has = f"step {known[0]} only" if len(known) == 1 else has
-        what = f"the run {run!r} has no step {step}; it has {has}"
-        raise UnknownStepError.at(objects.layout.root, what, run=run, step=step) from error
+        raise UnknownStepError.of(objects.layout.root, run, step, has) from error
     content = objects.manifest(manifest)
     notes = Notes.from_texts(content.notes)
     if notes is None or (notes.run, notes.step) != (run, step):
@@ -337,9 +376,17 @@ def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
     saved_at = saved_ns(objects, run, step) // 10**9
-    metrics = dict(notes.metrics)
     return Step(
-        run, step, name, manifest, notes.adapter, metrics, content.nbytes, step in kept, saved_at
+        run,
+        step,
+        name,
+        manifest,
+        notes.adapter,
+        dict(notes.metrics),
+        content.nbytes,
+        step in kept,
+        saved_at,
+        notes.goals,
     )
 
 
@@ -400,14 +447,41 @@ def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> 
         name: (old_notes.metrics.get(name), new_notes.metrics.get(name))
         for name in sorted({*old_notes.metrics, *new_notes.metrics})
     }
+    renamed = _renamed(
+        [piece for name, piece in old.items() if name not in new],
+        [piece for name, piece in new.items() if name not in old],
+    )
+    there = {*renamed.values()}
     return Difference(
-        tuple(name or "" for name in new if name not in old),
-        tuple(name or "" for name in old if name not in new),
+        tuple(name or "" for name in new if name not in old and name not in there),
+        tuple(name or "" for name in old if name not in new and name not in renamed),
         tuple(sorted(both[False])),
         len(both[True]),
         sum(new[name].nbytes for name in both[False]),
         metrics,
+        renamed,
     )
+
+
+def _renamed(removed: Iterable[Piece], added: Iterable[Piece]) -> dict[str, str]:
+    """Pair tensors of equal content, each once; of several, those whose names end alike."""
+    alike = defaultdict[tuple[object, ...], list[str]](list)
+    for piece in removed:
+        alike[piece.digest, piece.dtype, piece.shape].append(piece.name or "")
+    found = {}
+    for piece in added:
+        names = alike.get((piece.digest, piece.dtype, piece.shape))
+        if piece.name and names:
+            _, name = max((_same_ending(name, piece.name), name) for name in names)
+            names.remove(name)
+            found[name] = piece.name
+    return found
+
+
+def _same_ending(one: str, other: str) -> int:
+    """How many characters at the ends of two names are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class StepOrder:

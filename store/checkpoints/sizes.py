@@ -5,19 +5,21 @@ is decoded once, however many steps have it.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import manifests_of_run, parse_step_name, tensors_of
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
+from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.format.tables import Table
-from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.upkeep.gc import file_bytes, held_in, needed, refuse_unless_certain
+from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.upkeep.gc import Held, file_bytes, held_in, needed, refuse_unless_certain
 from tensor_dedup.store.upkeep.inventory import take_containers
+from tensor_dedup.store.upkeep.stats import disk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +68,31 @@ class Growth:
 class RunCost:
     """What a run costs beside everything else in the store, or what all runs cost together.
 
+    `disk_bytes` is what all that the run needs takes on disk, encoded as it is: its pieces, and the
+    bases of those that are stored as differences. Of these, `unique_bytes` are needed by nothing
+    else, and `shared_bytes` by another run or checkpoint as well. What lies only in files that were
+    indexed in place takes nothing. `store_bytes` are all files of the store: bookkeeping, what is
+    unused and the trash, too.
+
     If only the run were deleted, `gc` would give back `reclaimable_bytes`: whole containers, and
     the run's own manifests and references. `dead_bytes` nobody would use either, but they lie in
-    containers that others need. `shared_bytes` are what those of its pieces take that another run
-    or checkpoint has as well.
+    containers that others need.
     """
 
     reclaimable_bytes: int
     dead_bytes: int
+    unique_bytes: int
     shared_bytes: int
+    store_bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """What all that the run needs takes on disk."""
+        return self.unique_bytes + self.shared_bytes
 
     def to_dict(self) -> dict[str, object]:
         """Return the cost as a JSON object."""
-        return asdict(self)
+        return asdict(self) | {"disk_bytes": self.disk_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +263,28 @@ def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
     freed += references + sum(status.size for status in sizes if status is not None)
     unused = ours.keys() - theirs.keys() - then.anchors
     dead = sum(record.stored for record in held_in(found, then) if record.digest in unused)
-    shared = stored_bytes(found.tables.values(), ours.keys() & theirs.keys())
-    return RunCost(max(0, freed), dead, sum(shared.values()))
+    records = _own_records(held, now.containers)
+    mine = _with_bases(ours, records)
+    others_too = mine.keys() & _with_bases(theirs, records).keys()
+    shared = sum(mine[digest] for digest in others_too)
+    return RunCost(max(0, freed), dead, sum(mine.values()) - shared, shared, disk_bytes(objects))
+
+
+def _own_records(held: Held, containers: Collection[ContainerId]) -> dict[bytes, Record]:
+    """The records of the pieces that the store itself holds, each where it takes least."""
+    found: dict[bytes, Record] = {}
+    for container in containers:
+        for digest, record in held[container].items() if container.kind != EXTERNAL else ():
+            if digest not in found or record.stored < found[digest].stored:
+                found[digest] = record
+    return found
+
+
+def _with_bases(live: Iterable[bytes], own: Mapping[bytes, Record]) -> dict[bytes, int]:
+    """What these pieces take on disk, with the bases that they are differences from."""
+    needing = {digest: own[digest] for digest in live if digest in own}
+    bases = {record.base for record in needing.values() if record.base in own}
+    return {d: own[d].stored for d in needing.keys() | bases if d is not None}
 
 
 def _is_of(name: str, manifest: Manifest, runs: Collection[str]) -> bool:

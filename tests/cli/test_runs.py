@@ -12,11 +12,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import package_source
-from stores import handle, network, train
+from stores import handle, network, size_on_disk, train
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.text_table import human
 
 
 class Runs:
@@ -76,7 +77,18 @@ def test_a_run_is_drained_to_another_store(runs: Runs, tmp_path: Path) -> None:
     assert second.steps("a/one")[0].manifest == first.steps("a/one")[0].manifest
     assert len(first.steps("a/one")) == 4
     assert runs.run("drain", "none", str(folder)).exit_code == 2
-    assert runs.run("drain", "a/one", str(runs.store)).exit_code != 0
+    itself = runs.run("drain", "a/one", str(runs.store))
+    assert itself.exit_code == 2
+    assert itself.stderr.endswith("that is the store itself; drain to a folder of its own\n")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note.txt").write_text("mine")
+    full = runs.run("drain", "a/one", str(tmp_path / "full"))
+    assert full.exit_code == 2
+    assert "holds other files, and no store; name a folder that is new or empty" in full.stderr
+    assert runs.run("drain", "a/one", str(tmp_path / "full" / "note.txt")).exit_code == 2
+    address = runs.run("drain", "a/one", "s3://bucket/x")
+    assert address.exit_code == 2
+    assert "it is no folder" in address.stderr
 
 
 def test_a_damaged_step_hides_no_other(runs: Runs) -> None:
@@ -122,7 +134,40 @@ def test_stats_of_one_run_and_of_all(kept: Runs) -> None:
     assert one["dedup_ratio"] == round(9 / 24, 4)
     # The first step of both is the same.
     assert (all_["run_id"], all_["total_chunks"], all_["unique_chunks"]) == (None, 30, 9)
-    assert "dedup ratio" in kept.text("stats")
+    assert one["logical_bytes"] == sum(
+        step["nbytes"] for step in kept.document("show", "a/one")["steps"]
+    )
+    lines = dict(line.split(maxsplit=1) for line in kept.text("stats", "a/one").splitlines())
+    size, disk = human(one["logical_bytes"] // 4), human(one["disk_bytes"])
+    saved = round(100 * (1 - one["disk_bytes"] / one["logical_bytes"]))
+    whole = human(one["logical_bytes"])
+    assert lines["checkpoints"] == f"4 x {size} = {whole} kept in {disk} ({saved} % saved)"
+
+
+def test_a_run_of_nothing_shared_takes_no_less_than_it_is(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, "run", compress=None) as run:
+        for step in range(2):
+            run.save({"w": numpy.full(9000 + 900 * step, step)}, step)
+    arguments = ["runs", "stats", "run", "--store", str(tmp_path)]
+    assert ", with what differences are from" not in CliRunner().invoke(main, arguments).stdout
+    assert "2 x (" in CliRunner().invoke(main, arguments).stdout
+    empty = CliRunner().invoke(
+        main, ["runs", "stats", "--store", str(Store.open(tmp_path / "x").path)]
+    )
+    assert (empty.exit_code, "checkpoints   none" in empty.stdout) == (0, True)
+
+
+def test_one_number_for_the_disk_everywhere(kept: Runs) -> None:
+    one = kept.document("stats", "a/one")
+    assert one["disk_bytes"] == one["unique_bytes"] + one["shared_bytes"]
+    stats = json.loads(
+        CliRunner().invoke(main, ["stats", "--json", "--store", str(kept.store)]).stdout
+    )
+    assert one["store_bytes"] == stats["disk_bytes"] == size_on_disk(kept.store)
+    # Of all runs nothing is shared with others, and bases count: it is what the pieces take.
+    everything = kept.document("stats")
+    stored = sum(codec["stored_bytes"] for codec in stats["codecs"].values())
+    assert (everything["shared_bytes"], everything["disk_bytes"]) == (0, stored)
 
 
 def test_stats_of_each_tensor(kept: Runs) -> None:
@@ -142,7 +187,7 @@ def test_stats_of_each_tensor(kept: Runs) -> None:
         for line in kept.text("stats", "a/one", "--tensors").splitlines()
     ]
     assert ["layer0.bias", "0", "3", "0.0"] in rows
-    assert ["all", "15", "3", "83.3"] in rows
+    assert ["all", "tensors,", "all", "steps", "15", "3", "83.3"] in rows
     alone = kept.document("stats", "two", "--tensors")
     assert {each["identical_percent"] for each in alone["tensors"]} == {None}
     result = kept.run("stats", "--tensors")
@@ -156,18 +201,38 @@ def test_stats_say_what_a_run_costs(runs: Runs) -> None:
     assert one["shared_bytes"] == two["shared_bytes"] == two["total_bytes"] > 0
     assert 0 < two["reclaimable_bytes"] < one["reclaimable_bytes"] < all_["reclaimable_bytes"]
     assert all_["shared_bytes"] == 0
-    assert "go if only it is deleted" in runs.text("stats", "two")
+    assert "when it is deleted" in runs.text("stats", "two")
     for path in (runs.store / "containers").rglob("*.pack"):
         path.unlink()
     assert runs.document("stats", "two")["reclaimable_bytes"] is None
-    assert "not known: " in runs.text("stats", "two")
+    assert "on disk       not known: " in runs.text("stats", "two")
 
 
 def test_the_best_step(kept: Runs) -> None:
     assert kept.document("best", "a/one", "loss")["step"] == 30
     assert kept.document("best", "a/one", "loss", "--mode", "max")["value"] == 1.0
-    assert kept.text("best", "a/one", "loss").startswith("a/one@30")
-    assert kept.run("best", "a/one", "accuracy").exit_code == 2
+    assert kept.text("best", "a/one", "loss") == "a/one@30: loss 0.25, the least\n"
+    unknown = kept.run("best", "a/one", "lost")
+    assert unknown.exit_code == 2
+    assert "no step has the metric 'lost', perhaps 'loss'; they have bad, loss" in unknown.stderr
+
+
+def test_the_direction_of_best_is_known_or_asked_for(tmp_path: Path) -> None:
+    for name, rule in (("plain", None), ("ruled", ("speed", 9, "max"))):
+        with CheckpointStore(tmp_path, name, keep_best=rule) as run:  # type: ignore[arg-type]
+            for step, value in enumerate([1.0, 3.0, 2.0]):
+                run.save(network(step), step, {"speed": value, "acc": value})
+
+    def best(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["runs", "best", *arguments, "--store", str(tmp_path)])
+
+    assert best("plain", "acc").stdout == "plain@1: acc 3, the greatest\n"
+    assert json.loads(best("ruled", "speed", "--json").stdout)["step"] == 1
+    asked = best("plain", "speed")
+    assert (asked.exit_code, asked.stdout) == (2, "")
+    assert "whether the least or the greatest 'speed' is best" in asked.stderr
+    assert "--mode" in asked.stderr
+    assert best("plain", "speed", "--mode", "min").stdout.startswith("plain@0: ")
 
 
 def test_what_differs_between_steps(kept: Runs) -> None:
@@ -175,8 +240,25 @@ def test_what_differs_between_steps(kept: Runs) -> None:
     assert (found["changed"], found["unchanged"]) == (["layer0.bias"], 5)
     assert found["metrics"] == {"loss": [1.0, 0.25], "bad": [None, None]}
     assert "layer0.bias" in kept.text("diff", "a/one@0", "a/one@30")
-    assert kept.run("diff", "a/one", "two@0").exit_code == 2
-    assert kept.run("diff", "a/one@0", "two@7").exit_code == 2
+    assert "is not a training step; name one as RUN@STEP" in kept.run("diff", "a/one", "x").stderr
+    for wrong in (["a/one", "two@0"], ["a/one@0", "two@7"], ["a/one@0", "three@0"]):
+        assert kept.run("diff", *wrong).exit_code == 2
+    hint = kept.run("diff", "a/one@0", "two@7").stderr
+    assert f"see `tensor-dedup runs show two --store {kept.store}`" in hint
+
+
+def test_tensors_under_other_names_are_renamed(tmp_path: Path) -> None:
+    bare = {f"{n}.{part}": numpy.full(4, n) for n in range(3) for part in ("weight", "bias")}
+    with CheckpointStore(tmp_path, "run") as run:
+        run.save(bare, 0)
+        run.save({"model": bare | {"1.bias": numpy.ones(5)}, "more": numpy.zeros(7)}, 1)
+    arguments = ["runs", "diff", "run@0", "run@1", "--store", str(tmp_path)]
+    found = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    # Weight and bias of a layer are equal: names decide which is which.
+    assert found["renamed"] == {name: f"model.{name}" for name in bare if name != "1.bias"}
+    assert (found["added"], found["removed"]) == (["model.1.bias", "more"], ["1.bias"])
+    text = CliRunner().invoke(main, arguments).stdout
+    assert "renamed       5 tensors\n  0.bias -> model.0.bias\n" in text
 
 
 def test_tensors_that_differ_stand_in_their_order(tmp_path: Path) -> None:
@@ -193,9 +275,15 @@ def test_tensors_that_differ_stand_in_their_order(tmp_path: Path) -> None:
 
 def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:
     assert runs.run("delete", "a/one", "--step", "0").exit_code == 2  # nobody to ask
+    # Not even the first goes where another one cannot.
+    wrong = runs.run("delete", "a/one", "--step", "10", "--step", "77")
+    assert wrong.exit_code == 2
+    assert "no step 77; it has 4 steps, from 0 to 30; see `tensor-dedup runs sho" in wrong.stderr
     assert runs.document("delete", "a/one", "--step", "0", "--yes")["deleted"] == [0]
     handle(runs.store, "a/one").pin(20)
-    assert runs.run("delete", "a/one", "--step", "20", "--yes").exit_code == 2
+    kept = runs.run("delete", "a/one", "--step", "10", "--step", "20", "--yes")
+    assert kept.exit_code == 2
+    assert "runs keep RUN STEP --remove" in kept.stderr
     assert runs.document("delete", "a/one", "--all", "--yes")["deleted"] == [10, 30]
     found = runs.document("list")["runs"]
     assert [(each["run"], each["steps"]) for each in found] == [("a/one", [20]), ("two", [0])]
@@ -203,7 +291,10 @@ def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:
     assert runs.run("delete", "three", "--all", "--yes").exit_code == 2
     unknown = runs.run("show", "a/ona")
     assert unknown.exit_code == 2
-    assert "no run 'a/ona', perhaps 'a/one'; see" in unknown.stderr
+    assert (
+        f"no run 'a/ona', perhaps 'a/one'; see `tensor-dedup runs list --store {runs.store}`"
+        in (unknown.stderr)
+    )
 
 
 def test_a_plot_is_a_page_of_its_own(kept: Runs, tmp_path: Path) -> None:
@@ -233,10 +324,16 @@ def test_the_verbs_of_tensorcas(runs: Runs) -> None:
         "dedup_ratio",
         "total_bytes",
     ]
+    assert json.loads(cas(runs, "stats", "--run", "a/one", "--json").stdout) == found
+    listed = json.loads(cas(runs, "list", "--json").stdout)
+    assert listed["runs"][0] == {"run": "a/one", "steps": [0, 10, 20, 30]}
     assert cas(runs, "delete", "--run", "a/one", "--step", "10").exit_code == 2
+    assert cas(runs, "delete", "--run", "a/one", "--step", "11", "--yes").exit_code == 2
+    deleted = cas(runs, "delete", "--run", "a/one", "--step", "30", "--yes", "--json").stdout
+    assert json.loads(deleted) == {"run": "a/one", "deleted": [30]}
     assert cas(runs, "delete", "--run", "a/one", "--step", "10", "--yes").exit_code == 0
-    assert cas(runs, "gc", "--grace", "0", "--yes").exit_code == 0
-    assert cas(runs, "list", "--run", "a/one").stdout == "a/one: 0, 20, 30\n"
+    assert json.loads(cas(runs, "gc", "--grace", "0", "--yes", "--json").stdout)["done"]
+    assert cas(runs, "list", "--run", "a/one").stdout == "a/one: 0, 20\n"
     assert Store.open(runs.store).verify(full=True).fine
     assert cas(runs, "list", "--run", "three").exit_code == 2
 

@@ -2,10 +2,13 @@
 
 import html
 import math
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import click
 from rich.table import Table
@@ -35,10 +38,13 @@ from tensor_dedup.cli.store import (
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.checkpoints.notes import shown
-from tensor_dedup.store.checkpoints.retention import Mode
+from tensor_dedup.store.checkpoints.retention import Mode, goal
+from tensor_dedup.store.checkpoints.retention import best as best_step
 from tensor_dedup.store.checkpoints.runs import Step, parse_step_name
-from tensor_dedup.store.checkpoints.sizes import Growth, RunStats, TensorChanges
+from tensor_dedup.store.checkpoints.sizes import Growth, TensorChanges
+from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
@@ -102,7 +108,9 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
 
 
 def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
-    table = listing("run", "steps", "first", "latest", "saved")
+    table = listing("run")
+    for heading in ("steps", "first", "latest", "saved"):
+        table.add_column(heading, justify="left" if heading == "saved" else "right", no_wrap=True)
     for run, steps in runs.items():
         last = _latest(opened, run, steps)
         table.add_row(
@@ -116,7 +124,8 @@ def steps_of(store: Store, run: str) -> list[Step]:
     found = store.steps(run)
     if not found:
         near = perhaps(run, store.runs())
-        raise WrongUse(f"{store.path}: no run {run!r}{near}; see `tensor-dedup runs list`")
+        look = f"tensor-dedup runs list --store {shlex.quote(str(store.path))}"
+        raise WrongUse(f"{store.path}: no run {run!r}{near}; see `{look}`")
     return found
 
 
@@ -147,16 +156,16 @@ def show(run: str, store: str | None, as_json: bool) -> None:
         say({"run": run, "steps": [step.to_dict() for step in steps]}, as_json)
         return
     table = Table()
-    for heading in ("step", "saved", "size", "metrics", "pinned", "adapter"):
-        table.add_column(heading, no_wrap=heading in ("step", "size"), overflow="fold")
+    for heading in ("step", "saved", "size", "metrics", "kept", "adapter"):
+        number = heading in ("step", "size")
+        side: Literal["left", "right"] = "right" if number else "left"
+        table.add_column(heading, justify=side, no_wrap=number, overflow="fold")
     for step in steps:
         # One a line: a table breaks lines where it likes.
         metrics = Text("\n").join(cell(f"{n} {value:g}") for n, value in step.metrics.items())
-        pinned = "yes" if step.pinned else ""
+        kept = "yes" if step.pinned else ""
         size = human(step.nbytes)
-        table.add_row(
-            str(step.step), when(step.saved_at), size, metrics, pinned, cell(step.adapter)
-        )
+        table.add_row(str(step.step), when(step.saved_at), size, metrics, kept, cell(step.adapter))
     console().print(table)
 
 
@@ -170,9 +179,12 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
     if tensors and run is None:
         raise WrongUse("say which run's tensors: runs stats RUN --tensors")
     opened = existing(store)
-    found = measured(opened, run)
-    cost, lines = _cost(opened, run)
-    document = {**found.to_dict(), **cost}
+    names = opened.runs() if run is None else [run]
+    steps = [step for name in names for step in steps_of(opened, name)]
+    found = opened.run_stats(run)
+    logical = sum(step.nbytes for step in steps)
+    cost, lines = _cost(opened, run, [step.nbytes for step in steps])
+    document = {**found.to_dict(), "logical_bytes": logical, **cost}
     changes = opened.tensor_changes(run) if tensors and run is not None else None
     if changes is not None:
         overall = TensorChanges(
@@ -180,52 +192,59 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
         )
         document["tensors"] = [each.to_dict() for each in changes]
         document["identical_percent"] = overall.percent
-    say(document, as_json, *stats_lines(found), *lines)
+    say(document, as_json, f"run           {run or 'all'}", *lines)
     if changes is not None and not as_json:
-        console().print(_changes_table([*changes, overall]))
+        console().print(_changes_table(changes, overall))
 
 
-def _cost(store: Store, run: str | None) -> tuple[dict[str, object], list[str]]:
-    """What runs cost beside the rest of a store: for JSON, and for people."""
+def _cost(
+    store: Store, run: str | None, sizes: Sequence[int]
+) -> tuple[dict[str, object], list[str]]:
+    """What steps of these sizes cost beside the rest of a store: for JSON, and for people."""
+    saved = f"checkpoints   {_total(sizes)}"
     try:
         cost = store.run_cost(run)
     except StoreError as error:
-        return {"reclaimable_bytes": None}, [f"alone         not known: {error}"]
-    what = "it is" if run is not None else "all runs are"
-    dead = f", and {human(cost.dead_bytes)} lie in what others need" if cost.dead_bytes else ""
+        return {"reclaimable_bytes": None}, [saved, f"on disk       not known: {error}"]
+    logical, kept = sum(sizes), cost.disk_bytes
+    if kept <= logical:
+        share = f"{(logical - kept) / logical if logical else 0:.0%}".replace("%", " %")
+        saved += f" kept in {human(kept)} ({share} saved)"
+    else:
+        saved += f" kept in {human(kept)}, with what differences are from"
+    whose = "this run" if run is not None else "runs"
+    gone = "it is" if run is not None else "all runs are"
+    dead = f"; {human(cost.dead_bytes)} more stay unused" if cost.dead_bytes else ""
     return cost.to_dict(), [
-        f"alone         {human(cost.reclaimable_bytes)} go if only {what} deleted{dead}",
-        f"shared        {human(cost.shared_bytes)} that others need, too",
+        saved,
+        f"alone         {human(cost.unique_bytes)} that only {whose} need{'s' * (run is not None)}",
+        f"shared        {human(cost.shared_bytes)} that others need too",
+        f"if deleted    gc gives back {human(cost.reclaimable_bytes)} when {gone} deleted{dead}",
+        f"store         {human(cost.store_bytes)} on disk, with all else that is in it",
     ]
 
 
-def _changes_table(changes: Sequence[TensorChanges]) -> Table:
-    """How often tensors changed; the last row is all of them together."""
-    table = listing("tensor", "identical", "changed", "identical %")
-    for each in changes:
+def _total(sizes: Sequence[int]) -> str:
+    """The sizes of steps and their sum, for people: `4 x 3.6 MiB = 14.4 MiB`."""
+    if not sizes:
+        return "none"
+    least, most = human(min(sizes)), human(max(sizes))
+    each = most if least == most else f"({least} to {most})"
+    return f"{len(sizes)} x {each} = {human(sum(sizes))}"
+
+
+def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> Table:
+    """How often tensors changed between a step and the one before; last, all of them together."""
+    table = listing("tensor")
+    for heading in ("identical", "changed", "identical %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in (*changes, overall):
+        if each is overall:
+            table.add_section()
         share = "-" if each.percent is None else f"{each.percent:.1f}"
-        name = Dotted(each.name) if each is not changes[-1] else "all"
+        name = Dotted(each.name) if each is not overall else "all tensors, all steps"
         table.add_row(name, str(each.identical), str(each.changed), share)
     return table
-
-
-def measured(store: Store, run: str | None) -> RunStats:
-    """Sizes of a run, or of all. WrongUse: there is no such run."""
-    if run is not None:
-        steps_of(store, run)
-    return store.run_stats(run)
-
-
-def stats_lines(found: RunStats) -> list[str]:
-    """Sizes, for people."""
-    return [
-        f"run           {found.run_id or 'all'}",
-        f"checkpoints   {found.checkpoints}",
-        # With those that hold an object's structure and its plain values: what a step refers to.
-        f"pieces        {found.total_chunks}, {found.unique_chunks} of them distinct",
-        f"dedup ratio   {found.dedup_ratio:.4f} (distinct / all: lower is more reuse)",
-        f"on disk       {human(found.total_bytes)}",
-    ]
 
 
 @command.command()
@@ -234,39 +253,43 @@ def stats_lines(found: RunStats) -> list[str]:
 @click.option(
     "--mode",
     type=click.Choice(["min", "max"]),
-    default="min",
-    show_default=True,
-    help="Which value of the metric is best: the least or the greatest.",
+    help="Which value is best; by default as keep_best of the run says, or the metric's name.",
 )
 @store_option
 @json_option
-def best(run: str, metric: str, mode: Mode, store: str | None, as_json: bool) -> None:
-    """Say which step of RUN has the least (or, with --mode max, greatest) METRIC."""
+def best(run: str, metric: str, mode: Mode | None, store: str | None, as_json: bool) -> None:
+    """Say which step of RUN has the best METRIC: the least loss, the greatest accuracy."""
     opened = existing(store)
     steps = {step.step: step for step in steps_of(opened, run)}
-    found = steps[CheckpointStore(opened, run).best(metric, mode)]
-    document = {"run": run, "step": found.step, "metric": metric, **shown_metric(found, metric)}
-    say(document, as_json, f"{found.name}: {metric} {found.metrics[metric]:g}")
-
-
-def shown_metric(step: Step, metric: str) -> dict[str, object]:
-    """A metric, as JSON has it."""
-    return {"value": shown(step.metrics)[metric]}
+    chosen = mode or goal(metric, [step.goals for step in reversed(steps.values())])
+    found = steps[best_step({n: step.metrics for n, step in steps.items()}, metric, chosen, run)]
+    document = {"run": run, "step": found.step, "metric": metric, "mode": chosen}
+    value = shown(found.metrics)[metric]
+    which = "least" if chosen == "min" else "greatest"
+    line = f"{found.name}: {metric} {found.metrics[metric]:g}, the {which}"
+    say({**document, "value": value}, as_json, line)
 
 
 @command.command()
 @click.argument("run")
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", type=click.Path(file_okay=False))
 @store_option
 @json_option
-def drain(run: str, folder: Path, store: str | None, as_json: bool) -> None:
-    """Copy the steps of RUN that the store in FOLDER lacks, as they are; nothing is deleted."""
+def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
+    """Copy the steps of RUN that the store in FOLDER lacks, as they are; nothing is deleted.
+
+    FOLDER is a store, or a folder that is empty or not there, which becomes one.
+    """
     opened = existing(store)
     steps_of(opened, run)
-    with CheckpointStore(opened, run, drain=folder, keep_fast=None) as handle:
-        handle.drain()
+    try:
+        with CheckpointStore(opened, run, drain=folder, keep_fast=None) as handle:
+            handle.drain()
+    except NotAStoreError as error:
+        what = "it holds other files, and no store; name a folder that is new or empty, or a store"
+        raise WrongUse(f"{folder}: {what}") from error
     there = [step.step for step in Store.open(folder, create=False).steps(run)]
-    document = {"run": run, "folder": str(folder), "steps": there}
+    document = {"run": run, "folder": folder, "steps": there}
     say(document, as_json, f"{folder}: {counted(len(there), 'step')} of {run}")
 
 
@@ -283,14 +306,19 @@ def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
     unchanged = counted(found.unchanged, "piece")
     lines = [f"unchanged     {unchanged} (tensors, structure, plain values)"]
     for title, names, size in (
+        ("renamed", found.renamed, ""),
         ("changed", found.changed, f", {human(found.changed_bytes)}"),
         ("added", found.added, ""),
         ("removed", found.removed, ""),
     ):
         # What describes an object, and its plain values, are no tensors but among the bytes.
         held = sorted((n for n in names if not n.startswith(STATE_MARK)), key=natural)
+        if title == "renamed" and not held:
+            continue
         lines.append(f"{title:<14}{counted(len(held), 'tensor')}{size}")
-        lines += [f"  {name}" for name in held[:_SHOWN_NAMES]]
+        for name in held[:_SHOWN_NAMES]:
+            now = f" -> {found.renamed[name]}" if title == "renamed" else ""
+            lines.append(f"  {name}{now}")
         lines += [f"  ... {len(held) - _SHOWN_NAMES} more"] if len(held) > _SHOWN_NAMES else []
     if any(name.startswith(STATE_MARK) for name in (*found.changed, *found.added)):
         lines.append("other         plain values or the structure")
@@ -304,9 +332,9 @@ def _number(value: float | None) -> str:
 
 
 def _step(name: str) -> tuple[str, int]:
-    found = parse_step_name(name)
+    found = parse_step_name(name.removeprefix("store://"))
     if found is None or found.kept:
-        raise WrongUse(f"{name!r} is no step; write RUN@STEP, as `tensor-dedup list` does")
+        raise WrongUse(f"{name!r} is not a training step; name one as RUN@STEP")
     return found.run, found.step
 
 
@@ -315,7 +343,7 @@ def _step(name: str) -> tuple[str, int]:
 @click.option(
     "--step", "steps", type=int, multiple=True, metavar="N", help="This step; can be repeated."
 )
-@click.option("--all", "every", is_flag=True, help="All steps that are not pinned.")
+@click.option("--all", "every", is_flag=True, help="All steps that are not kept (`runs keep`).")
 @yes_option
 @store_option
 @json_option
@@ -336,12 +364,27 @@ def delete(
 
 
 def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
-    """Ask, and delete."""
-    what = ", ".join(map(str, steps[:_SHOWN_NAMES])) + (", ..." * (len(steps) > _SHOWN_NAMES))
-    ask(f"Delete {counted(len(steps), 'step')} of {run} ({what}) from {store.path}?", yes)
+    """Ask, and delete; nothing is asked or deleted unless all of them can be."""
+    steps_of(store, run)
     handle = CheckpointStore(store, run)
+    kept = handle.pinned()
+    for step in steps:
+        with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
+            handle.manifest(step)
+        if step in kept:
+            what = f"the step {step} of {run!r} is kept"
+            raise PinnedStepError.at(store.path, what, run=run, step=step)
+    if not steps:
+        return
+    ask(f"Delete {_steps_text(steps)} of {run} from {store.path}?", yes)
     for step in steps:
         handle.delete(step)
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    """How many steps, and which: `3 steps (4, 5, 6)`."""
+    which = ", ".join(map(str, steps[:_SHOWN_NAMES])) + ", ..." * (len(steps) > _SHOWN_NAMES)
+    return f"{counted(len(steps), 'step')} ({which})"
 
 
 @command.command()

@@ -1,14 +1,15 @@
-"""`tensorcas`: the verbs and flags of tensorcas, on a store of ours."""
+"""`tensorcas`: the verbs and flags of tensorcas, on a store of ours, and `--json`."""
 
 from pathlib import Path
 
 import click
 
 from tensor_dedup.cli import Program
-from tensor_dedup.cli.output import ask, say, yes_option
-from tensor_dedup.cli.runs import delete_steps, measured, stats_lines, steps_of
+from tensor_dedup.cli.output import ask, json_option, say, yes_option
+from tensor_dedup.cli.runs import delete_steps, steps_of
 from tensor_dedup.cli.store import existing, gc_lines, grace_option
 from tensor_dedup.store import Store
+from tensor_dedup.text_table import human
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,16 +28,17 @@ def main(context: click.Context, root: Path) -> None:
 
 @main.command(name="list")
 @click.option("--run", help="Only this run.")
+@json_option
 @click.pass_obj
-def list_(root: Path, run: str | None) -> None:
+def list_(root: Path, run: str | None, as_json: bool) -> None:
     """List all runs and their steps."""
     store = _opened(root)
-    found = store.runs() if run is None else [run]
-    if not found:
-        say({}, False, f"{store.path} holds no training runs; --root names another folder")
-    for name in found:
-        steps = ", ".join(str(step.step) for step in steps_of(store, name))
-        say({}, False, f"{name}: {steps}")
+    names = store.runs() if run is None else [run]
+    found = {name: [step.step for step in steps_of(store, name)] for name in names}
+    document = {"runs": [{"run": name, "steps": steps} for name, steps in found.items()]}
+    lines = [f"{name}: {', '.join(map(str, steps))}" for name, steps in found.items()]
+    nothing = f"{store.path} holds no training runs; --root names another folder"
+    say(document, as_json, *(lines or [nothing]))
 
 
 @main.command()
@@ -49,35 +51,51 @@ def list_(root: Path, run: str | None) -> None:
     show_default=True,
     help="For people, or one JSON document.",
 )
+@json_option
 @click.pass_obj
-def stats(root: Path, run: str | None, form: str) -> None:
+def stats(root: Path, run: str | None, form: str, as_json: bool) -> None:
     """Chunk counts, unique chunks, dedup ratio, total bytes. A chunk is a tensor here."""
-    found = measured(_opened(root), run)
-    say(found.to_dict(), form == "json", *stats_lines(found))
+    store = _opened(root)
+    if run is not None:
+        steps_of(store, run)
+    found = store.run_stats(run)
+    say(
+        found.to_dict(),
+        as_json or form == "json",
+        f"run           {found.run_id or 'all'}",
+        f"checkpoints   {found.checkpoints}",
+        # With those that hold an object's structure and its plain values: what a step refers to.
+        f"chunks        {found.total_chunks}, {found.unique_chunks} of them unique",
+        f"dedup ratio   {found.dedup_ratio:.4f} (unique / all: lower is more reuse)",
+        f"total bytes   {human(found.total_bytes)}",
+    )
 
 
 @main.command()
 @grace_option
 @yes_option
+@json_option
 @click.pass_obj
-def gc(root: Path, grace: float, yes: bool) -> None:
+def gc(root: Path, grace: float, yes: bool, as_json: bool) -> None:
     """Move what no checkpoint uses to the trash, and delete what was there for the grace."""
     store = _opened(root)
     plan = store.gc(grace, dry_run=True)
     if plan.trash or plan.delete or plan.unfinished:
         ask(f"{'. '.join(gc_lines(plan, grace))}. Do it?", yes)
-    say({}, False, *gc_lines(store.gc(grace), grace))
+    plan = store.gc(grace)
+    say(plan.to_dict(), as_json, *gc_lines(plan, grace))
 
 
 @main.command()
 @click.option("--run", required=True, help="The run.")
 @click.option("--step", type=int, required=True, metavar="N", help="Its step.")
 @yes_option
+@json_option
 @click.pass_obj
-def delete(root: Path, run: str, step: int, yes: bool) -> None:
+def delete(root: Path, run: str, step: int, yes: bool, as_json: bool) -> None:
     """Delete a single checkpoint; its space comes back with the next gc."""
     delete_steps(_opened(root), run, [step], yes)
-    say({}, False, f"step {step} of {run} is deleted")
+    say({"run": run, "deleted": [step]}, as_json, f"step {step} of {run} is deleted")
 
 
 def _opened(root: Path) -> Store:

@@ -34,7 +34,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from tensor_dedup.store.checkpoints.errors import ProviderTakenError, StateError
+from tensor_dedup.store.checkpoints.errors import (
+    BadOption,
+    BadOptionError,
+    ProviderTakenError,
+    StateError,
+)
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
@@ -126,8 +131,16 @@ class Providers:
         """Register a provider, which may serve several types.
 
         Raises:
+            BadOptionError: `kind` is no type, or `provider` no StateProvider.
             ProviderTakenError: the name or the type already has another provider.
         """
+        given: tuple[object, object] = (kind, provider)
+        if not isinstance(given[0], type | str):
+            what = f"{kind!r} is neither a type nor the name of one"
+            raise BadOptionError.of(BadOption.PROVIDER, "register_provider", what)
+        if not isinstance(given[1], StateProvider):
+            what = f"{provider!r} is no StateProvider"
+            raise BadOptionError.of(BadOption.PROVIDER, "register_provider", what)
         text = kind if isinstance(kind, str) else full_name(kind)
         self._add(self._of_type, text, provider)
 
@@ -169,6 +182,7 @@ def register_provider(kind: type | str, provider: StateProvider) -> None:
     in every process, from any thread.
 
     Raises:
+        BadOptionError: `kind` is no type, or `provider` no StateProvider.
         ProviderTakenError: the type or the name already has another provider.
     """
     providers.register(kind, provider)

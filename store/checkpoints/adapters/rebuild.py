@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
 
 
+_NAMED = 5
+
+
 def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any:
     """Return the structure that `take_apart` took apart.
 
@@ -143,7 +146,14 @@ class _Rebuild:
             key = keys[number] if keys else number
             at = place.key(key) if keys else place.item(number)
             items.append(self.node(item, at, _at(original, key)))
-        filled = _filled(_built(node, keys, items), original)
+        made = _built(node, keys, items)
+        try:
+            filled = _filled(made, original)
+        except MismatchedOriginalError as error:  # which says at length which tensors it lacks
+            parts = ", ".join(repr(key) for key in keys[:_NAMED]) + ", ..." * (len(keys) > _NAMED)
+            found = type(original).__qualname__
+            what = f"`original` is a {found}, and what was saved there is a dict of {parts}"
+            raise MismatchedOriginalError.at(str(place), what, type=found) from error
         if filled is original and hasattr(original, "load_state_dict"):
             self._originals.restored(original, place)
         return filled

@@ -28,6 +28,8 @@ from tensor_dedup.store.checkpoints.adapters import (
 )
 from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter, Providers
 from tensor_dedup.store.checkpoints.errors import (
+    BadOption,
+    BadOptionError,
     CyclicStateError,
     DamagedStateError,
     ProviderTakenError,
@@ -448,10 +450,19 @@ def test_a_second_provider_of_a_name_or_type_is_refused() -> None:
     other = StateProvider("other", SCALER.state, SCALER.restore)
     held.register(Scaler, SCALER)
     held.register(Scaler, SCALER)
-    with pytest.raises(ProviderTakenError):
+    with pytest.raises(ProviderTakenError, match="this type has a provider; register each type"):
         held.register(Scaler, other)
-    with pytest.raises(ProviderTakenError):
+    with pytest.raises(ProviderTakenError, match=r"of this name .* each name, once"):
         held.register(Special, StateProvider("tests.scaler", SCALER.state, SCALER.restore))
+
+
+@pytest.mark.parametrize(
+    "given", [(Scaler, SCALER.state), (Scaler, None), (SCALER, Scaler), (np.ones(2), SCALER)]
+)
+def test_what_is_no_provider_is_refused(given: tuple[Any, ...]) -> None:
+    with pytest.raises(BadOptionError, match=r"StateProvider\(name=, state=, restore=\)") as caught:
+        register_provider(*given)
+    assert caught.value.kind is BadOption.PROVIDER
 
 
 def test_a_provider_that_is_not_there_is_named() -> None:

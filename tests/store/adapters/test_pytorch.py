@@ -313,7 +313,7 @@ def test_an_expanded_original_is_replaced() -> None:
     ids=["another module", "a dict", "an optimizer", "text"],
 )
 def test_an_original_of_another_kind_is_refused(original: Any) -> None:
-    with pytest.raises(MismatchedOriginalError, match="built like the model"):
+    with pytest.raises(MismatchedOriginalError, match="built like what was saved"):
         there_and_back(ADAPTER, Net(), original)
 
 
@@ -356,3 +356,16 @@ def test_a_module_without_memory_is_refused() -> None:
         ADAPTER.extract({"model": net})
     with pytest.raises(UnsupportedArrayError, match="UninitializedParameter"):
         ADAPTER.extract(nn.LazyLinear(3))
+
+
+def test_a_model_does_not_take_a_dict_of_parts_and_is_told_of_them() -> None:
+    model = torch.nn.Linear(2, 2)
+    held = frozen(
+        ADAPTER, {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "n": 1}
+    )
+    with pytest.raises(MismatchedOriginalError) as caught:
+        thawed(ADAPTER, held, model)
+    told = str(caught.value)
+    assert "`original` is a Linear, and what was saved there is a dict of 'model', 'opti" in told
+    assert told.endswith('such as {"model": model}')
+    thawed(ADAPTER, held, {"model": model})

@@ -275,7 +275,7 @@ def test_another_state_with_the_same_place_is_reported_and_not_lost(tmp_path: Pa
     diverge(tmp_path)
     run = tiers(tmp_path, keep_last=2)
     save(run, 5, 6, 7)  # so that keep_fast=1 lets go of the others, and no rule keeps 3
-    with pytest.raises(DrainError, match=r"1 steps of the run 'run', from 3") as caught:
+    with pytest.raises(DrainError, match=r"1 step of the run 'run', from 3, is not") as caught:
         run.close()
     assert isinstance(caught.value.__cause__, DivergedStepError)
     assert isinstance(run._drain and run._drain.error, DivergedStepError)
@@ -393,6 +393,7 @@ def test_a_second_tier_that_is_away_holds_up_nobody_until_the_bound(
             run.drain()
     assert isinstance(caught.value.__cause__, StoreError)
     assert caught.value.facts["steps"] == [1, 2, 3]
+    assert not any("saves of the run" in message for message in caplog.messages)
     assert (run.latest(), run.steps()) == (3, [0, 1, 2, 3])
     assert_same(run.load(2), model_of(2))
     assert repr(run).endswith("undrained=3)")
@@ -445,6 +446,22 @@ def test_a_closed_handle_that_saves_again_drains_again(tmp_path: Path) -> None:
     assert alone(tmp_path).steps() == [0, 1]
 
 
+def test_waiting_for_room_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mount = Mount()
+    with tiers(tmp_path, mount, drain_backlog=1) as run:
+        for step in range(0, 6, 2):
+            mount.open_.clear()
+            save(run, step)
+            waiting = run.save_async(model_of(step), step + 1)
+            assert not waiting.done()
+            mount.open_.set()
+            waiting.wait()
+            run.drain()
+    said = [message for message in caplog.messages if "wait while" in message]
+    assert len(said) == 1
+    assert "saves of the run 'run' wait while a step is not drained to" in said[0]
+
+
 def test_closing_does_not_wait_for_room(tmp_path: Path) -> None:
     mount = Mount()
     run = tiers(tmp_path, mount, drain_backlog=1)
@@ -481,7 +498,7 @@ def test_a_damaged_step_holds_up_no_other(tmp_path: Path) -> None:
     damage_piece(run.store, "run@0", "layer0.weight")
     run.save({"other": network(9)["layer0.weight"]}, 1)
     run = tiers(tmp_path)
-    with pytest.raises(DrainError, match=r"1 steps of the run 'run', from 0"):
+    with pytest.raises(DrainError, match=r"1 step of the run 'run', from 0"):
         run.drain()
     assert run.undrained() == [0]
     assert alone(tmp_path).steps() == [1]
@@ -577,7 +594,9 @@ def test_a_forked_child_drains_what_it_saves(tmp_path: Path) -> None:
     assert alone(tmp_path).steps() == [0, 1]
 
 
-@pytest.mark.parametrize("what", ["drain://x", "itself", "keep_fast", "backlog"])
+@pytest.mark.parametrize(
+    "what", ["drain://x", "itself", "keep_fast", "backlog", "no drain", "no drain, backlog"]
+)
 def test_options_that_make_no_sense(tmp_path: Path, what: str) -> None:
     root, second = tmp_path / "fast", tmp_path / "second"
     options: dict[str, dict[str, Any]] = {
@@ -585,10 +604,13 @@ def test_options_that_make_no_sense(tmp_path: Path, what: str) -> None:
         "itself": {"drain": root},
         "keep_fast": {"drain": second, "keep_fast": 0},
         "backlog": {"drain": second, "drain_backlog": 0},
+        "no drain": {"keep_fast": 3},
+        "no drain, backlog": {"drain_backlog": 1},
     }
     with pytest.raises(BadOptionError) as caught:
         CheckpointStore(root, "run", Arrays(), **options[what])
-    assert caught.value.kind is BadOption.DRAIN
+    folder = what in ("drain://x", "itself")
+    assert caught.value.kind is (BadOption.DRAIN if folder else BadOption.FAST)
 
 
 _PROGRAM = """

@@ -1,5 +1,6 @@
 """Names that two things may want: of steps, imports and pins, and of the files of an export."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.checkpoints.errors import (
+    BadOptionError,
     NamedTwiceError,
     NotATrainingError,
     PinnedStepError,
     TakenStepError,
 )
-from tensor_dedup.store.errors import DamagedFileError, NameTakenError
+from tensor_dedup.store.errors import BadNameError, DamagedFileError, NameTakenError
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS, free_path
 from tensor_dedup.store.writing import import_ as import_module
 
@@ -33,6 +35,40 @@ def imported(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(tmp_path: Path) -> CheckpointStore:
     return handle(tmp_path / "store")
+
+
+# --- runs
+
+
+@pytest.mark.parametrize("name", ["my run", "", "run/", "-run", "a/../b", 7, "x" * 178, "x" * 300])
+def test_a_bad_name_of_a_run_is_the_one_that_was_given(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(BadNameError) as caught:
+        CheckpointStore(tmp_path, name)
+    told = str(caught.value)
+    assert "@" not in told.partition("; ")[0]
+    assert caught.value.__context__ is None
+    assert caught.value.facts["name"] == name
+    if len(str(name)) > 177:
+        assert f"it has {len(name)} characters, and a run's name 177 at most" in told
+    else:
+        assert told.startswith(f"{name!r}: no name for a run; use letters")
+    assert CheckpointStore(tmp_path, "x" * 177).steps() == []
+
+
+def test_no_run_begins_under_the_name_of_a_step(run: CheckpointStore) -> None:
+    run.save(network(1), 4)
+    for name in ("run@4", "run@5"):
+        with pytest.raises(BadOptionError, match=f"run '{name}': that is the name of the step"):
+            CheckpointStore(run.store, name)
+    assert CheckpointStore(run.store, "run@x").steps() == []
+    # Earlier versions let it begin: such a run goes on.
+    run.commit(renamed(run.snapshot(network(2), 3), "run@7"))
+    assert CheckpointStore(run.store, "run@7").steps() == [3]
+
+
+def renamed(snapshot: StepSnapshot, run: str) -> StepSnapshot:
+    notes = dataclasses.replace(snapshot.notes, run=run)
+    return dataclasses.replace(snapshot, notes=notes)
 
 
 # --- steps and imports

@@ -1,5 +1,6 @@
 """Which steps stay: by rule, by pin, by name; what stays can be read when the rest is gone."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stores import assert_same, copied, handle, network, shares, train
+from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
     PinnedStepError,
+    UnknownGoalError,
+    UnknownMetricError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.retention import Retention, ranked
+from tensor_dedup.store.checkpoints.retention import Retention, goal, ranked
 from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
 
 
@@ -31,7 +35,9 @@ def metrics(*losses: float) -> dict[int, dict[str, float]]:
         (Retention(last=1, every=3), [1, 2, 4]),
         (Retention(best=("loss", 2, "min")), [0, 2, 4]),
         (Retention(best=("loss", 1, "max")), [1, 2, 3, 4]),
-        (Retention(best=("other", 1, "min")), [0, 1, 2, 3, 4]),
+        # A name that no step has: nothing goes, whatever the other rules say.
+        (Retention(best=("other", 1, "min")), []),
+        (Retention(last=1, best=("other", 1, "min")), []),
     ],
 )
 def test_rules(rules: Retention, dropped: list[int]) -> None:
@@ -60,7 +66,7 @@ def test_what_a_rule_keeps_stays(
     left = set(losses) - set(rules.dropped(found, pinned, saved, sorted(losses)))
     assert saved in left
     assert left >= pinned & set(losses)
-    if rules.any:
+    if rules.any and (best is None or any("loss" in each for each in found.values())):
         most = len(pinned) + 1 + (last or 0) + (best or 0)
         most += sum(step % every == 0 for step in losses) if every else 0
         assert len(left) <= most
@@ -71,12 +77,101 @@ def test_what_a_rule_keeps_stays(
 
 
 @pytest.mark.parametrize(
-    "options", [{"keep_last": 0}, {"keep_every": 0}, {"keep_best": ("loss", 0, "min")}]
+    "options",
+    [
+        {"keep_last": 0},
+        {"keep_last": "5"},
+        {"keep_last": True},
+        {"keep_every": 0},
+        {"keep_every": 2.5},
+        {"keep_best": ("loss", 0, "min")},
+        {"keep_best": "val_loss"},
+        {"keep_best": ("a", 3)},
+        {"keep_best": ("a", "3", "min")},
+        {"keep_best": ("a", 3, "least")},
+        {"keep_best": 3},
+    ],
+    ids=str,
 )
 def test_rules_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(BadOptionError) as error:
-        handle(tmp_path, **options)
+    with pytest.raises(BadOptionError, match=r'keep_best=\("val_loss", 3, "min"\)') as error:
+        CheckpointStore(tmp_path / "store", "run", **options)
     assert error.value.kind is BadOption.RETENTION
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_misspelt_metric_deletes_nothing_and_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = [3.0, 1.0, 2.0, 4.0]
+    rules: dict[str, Any] = {"keep_last": 1}
+    with handle(tmp_path, keep_best=("val_los", 1, "min"), **rules) as run:
+        for step, loss in enumerate(losses):
+            run.save(network(step), step, {"val_loss": loss})
+        assert run.steps() == [0, 1, 2, 3]
+    [warning] = caplog.messages
+    assert "step run@0 has no metric 'val_los', perhaps 'val_loss'" in warning
+    with handle(tmp_path, keep_best=("val_loss", 1, "min"), **rules) as run:
+        run.save(network(9), 4, {"val_loss": 9.0})
+        assert run.steps() == [1, 4]
+    assert caplog.messages == [warning]
+
+
+def test_a_metric_that_comes_late_lets_go_from_then_on(tmp_path: Path) -> None:
+    with handle(tmp_path, keep_best=("loss", 1, "min")) as run:
+        for step in range(3):
+            run.save(network(step), step)
+        assert run.steps() == [0, 1, 2]
+        run.save(network(3), 3, {"loss": 1.0})
+        assert run.steps() == [3]
+
+
+def test_nan_is_warned_of_once_and_never_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with handle(tmp_path, keep_best=("loss", 1, "min")) as run:
+        for step, loss in enumerate([2.0, math.nan, math.nan, 3.0]):
+            run.save(network(step), step, {"loss": loss})
+        assert run.steps() == [0, 3]
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "the step run@1 has NaN as its metric 'loss', which is never the best"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        ("val_loss", "min"),
+        ("eval/mlogloss", "min"),
+        ("validation_0-rmse", "min"),
+        ("word error", "min"),
+        ("acc", "max"),
+        ("eval_Accuracy", "max"),
+        ("top1/acc1", "max"),
+        ("f1-macro", "max"),
+        ("loss_accuracy", None),
+        ("steps_per_second", None),
+        ("faccia", None),
+    ],
+)
+def test_names_that_say_which_value_is_best(metric: str, best: str | None) -> None:
+    assert goal(metric) == best
+
+
+def test_the_best_step_goes_by_what_is_known_of_its_metric(tmp_path: Path) -> None:
+    with handle(tmp_path, keep_best=("speed", 9, "max")) as run:
+        for step, value in enumerate([1.0, 3.0, 2.0]):
+            run.save(network(step), step, {"speed": value, "acc": value, "x": value})
+        assert run.best("speed") == 1
+    later = handle(tmp_path)
+    # What the rule said is noted in the steps, for those who come without it.
+    assert [step.goals for step in later.store.steps("run")] == [{"speed": "max"}] * 3
+    assert (later.best("speed"), later.best("speed", "min"), later.best("acc")) == (1, 0, 1)
+    with pytest.raises(UnknownGoalError, match="least or the greatest 'x' is best"):
+        later.best("x")
+    assert later.best("x", "max") == 1
+    with pytest.raises(UnknownMetricError, match=r"'spead', perhaps 'speed'; they have acc, speed"):
+        later.best("spead")
 
 
 def test_what_stays_can_be_read_when_the_rest_is_gone(tmp_path: Path) -> None:
