@@ -14,6 +14,7 @@ from tensor_dedup.memory_manager.protocol.tables import (
     Page,
     ResidentRow,
     Totals,
+    saved_bytes,
 )
 
 _MAX_PINS = 64
@@ -51,6 +52,13 @@ def totals(state: ManagerState, now: float, started: float) -> Totals:
         refusals=count["refusals"],
         pins=sorted(ledger.pins),
     )
+
+
+def saved(state: ManagerState, now: float) -> int:
+    """Return the bytes that sharing saves now."""
+    clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
+    leased = _nbytes(r for r in state.ledger.residents.values() if r.leases)
+    return saved_bytes(clients, leased)
 
 
 def _nbytes(residents: "list[ResidentEntry] | Iterator[ResidentEntry]") -> int:

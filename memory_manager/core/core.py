@@ -255,6 +255,10 @@ class Core:
         """Return the totals as they are now."""
         return admin.totals(self._state, now, 0.0)
 
+    def saved_bytes(self, now: float) -> int:
+        """Return the bytes that sharing saves now."""
+        return admin.saved(self._state, now)
+
     def _effects(self) -> list[Effect]:
         self._state.settle()
         effects, self._state.effects = self._state.effects, []

@@ -1,5 +1,7 @@
 """What a manager reports about itself: its totals, and the rows of its tables. Sizes in bytes."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from tensor_dedup.memory_manager.protocol.limits import Message, Number, WirePart
@@ -42,6 +44,18 @@ class ClientRow(WirePart, frozen=True):
     leased_bytes: int
     builds: int
     connected_s: float
+
+
+def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
+    """Return the bytes that sharing saves: what each process uses, less what is there once for all.
+
+    Of a process with several connections only the one that leases most counts, since two may lease
+    the same: sharing saves at least this. `leased_bytes`: of all tensors in use, each once.
+    """
+    used: dict[int, int] = {}
+    for row in clients:
+        used[row.pid] = max(used.get(row.pid, 0), row.leased_bytes)
+    return max(0, sum(used.values()) - leased_bytes)
 
 
 class CheckpointRow(WirePart, frozen=True):

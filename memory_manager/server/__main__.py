@@ -17,6 +17,7 @@ from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.errors import ManagerRunningError
 from tensor_dedup.memory_manager.protocol import paths
 from tensor_dedup.memory_manager.server.main import Start, backend_for, log_to, serve
+from tensor_dedup.memory_manager.server.metrics import LOOPBACK
 
 RUNNING: Final = 3
 _MAX_LOG: Final = 8 << 20
@@ -27,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--socket")
     parser.add_argument("--budget", type=int)
     parser.add_argument("--metrics", type=int)
+    parser.add_argument("--metrics-address", default=LOOPBACK)
     parser.add_argument("--idle-exit", type=float)
     parser.add_argument("--build-timeout", type=float, default=30.0)
     parser.add_argument("--stall-timeout", type=float, default=10.0)
@@ -51,6 +53,7 @@ def main(make: Callable[[Start], Backend] = backend_for) -> int:
             given.device,
             given.backend,
             given.handle,
+            given.metrics_address,
         )
         if given.detach:
             return _detached(start)

@@ -3,6 +3,7 @@
 `tensor-dedup serve` runs it in the foreground; `__main__` runs it in the background.
 """
 
+import json
 import logging
 import os
 import resource
@@ -11,6 +12,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +26,7 @@ from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.protocol.paths import device_socket
 from tensor_dedup.memory_manager.server.acceptor import SocketFile
-from tensor_dedup.memory_manager.server.metrics import MAX_DESCRIPTORS, Metrics
+from tensor_dedup.memory_manager.server.metrics import LOOPBACK, MAX_DESCRIPTORS, Metrics
 from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
 from tensor_dedup.settings import configured_budget
@@ -54,6 +56,7 @@ class Start:
     device: str = ""
     backend: str = "vmm"
     handle: int = 0
+    metrics_address: str = LOOPBACK
 
 
 def backend_for(start: Start) -> Backend:
@@ -102,7 +105,7 @@ def serve(
         undo.pop_all()
     servers.append(server)
     _warn_of(settings.budget, backend.capabilities)
-    with Metrics(server, start.metrics_port) as metrics:
+    with Metrics(server, start.metrics_port, start.metrics_address) as metrics:
         log.info(
             "serving socket=%s pid=%d budget=%d%s",
             path,
@@ -147,10 +150,36 @@ def _settings(start: Start, backend: Backend, path: Path, descriptors: int) -> S
     )
 
 
-def log_to(*, details: bool = False) -> None:
-    """Log readable lines with the time to stderr; with `details`, for every put and layer too."""
+class JsonFormatter(logging.Formatter):
+    """A JSON object a line: `time` (UTC), `level`, `message`, and what it tells as `facts`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        facts = {k: v if isinstance(v, int | float) else str(v) for k, v in _facts(record).items()}
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", ""),
+            "message": record.getMessage().strip(),
+            "facts": facts,
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _facts(record: logging.LogRecord) -> Mapping[str, object]:
+    return getattr(record, "facts", {})
+
+
+def log_to(*, details: bool = False, as_json: bool = False) -> None:
+    """Log lines with the time to stderr, for people or as JSON.
+
+    With `details`, for every put and layer too.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
+    readable = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
+    handler.setFormatter(JsonFormatter() if as_json else readable)
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if details else logging.INFO)
     log.propagate = False

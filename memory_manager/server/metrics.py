@@ -1,17 +1,28 @@
-"""The totals for Prometheus, on the loopback address only. They contain sizes and counts only."""
+"""HTTP for operators: the totals for Prometheus, and whether the manager lives and serves.
+
+Any user of the machine may ask: the metrics contain sizes and counts, and no names of checkpoints
+or clients.
+"""
 
 import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from tensor_dedup.memory_manager.protocol.codec import VERSION
 from tensor_dedup.memory_manager.protocol.tables import Totals
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
@@ -22,7 +33,10 @@ _MAX_CONNECTIONS: Final = 32
 _MAX_REQUEST: Final = 8 << 10
 _PATIENCE_S: Final = 5.0
 _END_S: Final = 1.0
-ADDRESS: Final = "127.0.0.1"
+_STALLED_S: Final = 30.0  # the event loop goes round once a second when nothing happens
+LOOPBACK: Final = "127.0.0.1"
+_HOST: Final = "host"  # the label of a manager of the machine's memory
+_TEXT: Final = "text/plain; charset=utf-8"
 _PREFIX: Final = "tensor_dedup_"
 _GAUGES: Final = {
     "budget": ("budget_bytes", "Bytes that may be charged."),
@@ -64,39 +78,66 @@ class MetricsSource(Protocol):
     def bookkeeping(self) -> int:
         """Return how many of the charged bytes are the manager's own. Safe from any thread."""
 
+    @property
+    def saved_bytes(self) -> int:
+        """Return the bytes that sharing saves. Safe from any thread."""
+
+    @property
+    def device(self) -> str:
+        """Return the UUID of the GPU, "" for the machine's memory. Safe from any thread."""
+
+    @property
+    def silence_s(self) -> float | None:
+        """Return the seconds since the event loop last went round; None while it does not run."""
+
 
 class TotalsCollector(Collector):
-    """A collector with one metric family for each number of `Totals`."""
+    """A collector with one metric family for each number of `Totals`, labelled by device."""
 
     def __init__(self, source: MetricsSource) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of one copy of the totals."""
-        totals = self._source.totals
+        source = self._source
+        totals, device = source.totals, source.device or _HOST
         for field, (name, text) in _GAUGES.items():
-            yield GaugeMetricFamily(_PREFIX + name, text, value=getattr(totals, field))
+            yield _gauge(name, text, device, getattr(totals, field))
         for field, (name, text) in _COUNTERS.items():
-            yield CounterMetricFamily(_PREFIX + name, text, value=getattr(totals, field))
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=["device"])
+            counter.add_metric([device], getattr(totals, field))
+            yield counter
         # Not in Totals, whose fields clients of other builds know.
         text = "Bytes that are charged for what the manager remembers of tensors and clients."
-        yield GaugeMetricFamily(_PREFIX + "bookkeeping_bytes", text, value=self._source.bookkeeping)
+        yield _gauge("bookkeeping_bytes", text, device, source.bookkeeping)
+        text = "Bytes that clients would use beyond those that are there if nothing were shared."
+        yield _gauge("saved_bytes", text, device, source.saved_bytes)
+        build = InfoMetricFamily(_PREFIX + "build", "What runs.", labels=["device"])
+        build.add_metric([device], {"version": version("tensor-dedup"), "protocol": str(VERSION)})
+        yield build
+
+
+def _gauge(name: str, text: str, device: str, value: float) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["device"])
+    gauge.add_metric([device], value)
+    return gauge
 
 
 class Metrics:
     """An HTTP server that runs while the context is open; without a port it does nothing.
 
-    Any user of the machine can connect to it: one thread serves all, and a connection that comes
-    when there are too many takes the place of the oldest.
+    Whoever reaches the address can connect to it: one thread serves all, and a connection that
+    comes when there are too many takes the place of the oldest.
     """
 
-    def __init__(self, source: MetricsSource, port: int | None) -> None:
-        """Start serving.
+    def __init__(self, source: MetricsSource, port: int | None, address: str = LOOPBACK) -> None:
+        """Start serving; port 0 is any that is free.
 
         Raises:
             NoMemoryError: The system starts no thread.
-            OSError: The port is taken.
+            OSError: The port is taken, or the address is none of this machine's.
         """
+        self._source = source
         self.where = ""
         self._end: Callable[[], object] | None = None
         if port is None:
@@ -107,13 +148,17 @@ class Metrics:
         self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         with ExitStack() as undo:
             undo.callback(self._loop.close)
-            listener = socket.create_server((ADDRESS, port), backlog=_MAX_CONNECTIONS)
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server(
+                (address, port), family=family, backlog=_MAX_CONNECTIONS
+            )
             undo.callback(listener.close)
             self._server = self._loop.run_until_complete(self._listen(listener))
             [self._thread] = start_threads("tensor-dedup-metrics", 1, self._run)
             undo.pop_all()
         self._end = lambda: self._loop.call_soon_threadsafe(self._loop.stop)
-        self.where = f" metrics=http://{ADDRESS}:{listener.getsockname()[1]}/metrics"
+        host = f"[{address}]" if ":" in address else address
+        self.where = f" metrics=http://{host}:{listener.getsockname()[1]}/metrics"
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         return await asyncio.start_server(
@@ -150,16 +195,25 @@ class Metrics:
             self._open.pop(writer, None)
 
     def _reply(self, request: bytes) -> bytes:
-        status, body = "200 OK", b""
-        if request.startswith(b"GET "):
-            body = generate_latest(self._registry)
-        else:
-            status = "405 Method Not Allowed"
-        head = (
-            f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE_LATEST}\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        return head.encode() + body
+        verb, _, rest = request.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if verb != b"GET":
+            return _response("405 Method Not Allowed", "only GET is answered here")
+        if path == b"/metrics":
+            body = generate_latest(self._registry).decode()
+            return _response("200 OK", body, CONTENT_TYPE_LATEST)
+        if path not in (b"/healthz", b"/readyz"):
+            return _response("404 Not Found", "ask for /metrics, /healthz or /readyz")
+        wrong = self._wrong(ready=path == b"/readyz")
+        return _response("503 Service Unavailable" if wrong else "200 OK", wrong or "ok")
+
+    def _wrong(self, *, ready: bool) -> str:
+        silence = self._source.silence_s
+        if silence is None:
+            return "clients cannot connect: the manager starts or ends" if ready else ""
+        if silence > _STALLED_S:
+            return f"the event loop has not gone round for {silence:.0f} s"
+        return ""
 
     def __enter__(self) -> Self:
         return self
@@ -173,6 +227,15 @@ class Metrics:
         if self._end is not None:
             self._end()
             self._thread.join()
+
+
+def _response(status: str, body: str, kind: str = _TEXT) -> bytes:
+    data = body.encode()
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + data
 
 
 async def _pause() -> None:

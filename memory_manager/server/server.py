@@ -162,6 +162,10 @@ class Server:
         """A copy of the numbers for other threads, at most about a second old."""
         self.bookkeeping = 0
         """The part of `totals.charged` that is the manager's own memory, in bytes; likewise."""
+        self.saved_bytes = 0
+        """The bytes that sharing saves; likewise."""
+        self.device: Final = settings.device
+        self._turned_at: float | None = None
 
     def stop(self) -> None:
         """Make `run` end soon. Safe from any thread and from signal handlers."""
@@ -175,9 +179,20 @@ class Server:
         self._selector.register(self._jobs.wake_up, selectors.EVENT_READ, self._jobs_done)
         try:
             while not self._ending:
+                self._turned_at = self._now()
                 self._turn()
         finally:
+            self._turned_at = None
             self._close()
+
+    @property
+    def silence_s(self) -> float | None:
+        """The seconds since the event loop last went round; None while it does not run.
+
+        Safe from any thread.
+        """
+        turned_at = self._turned_at
+        return None if turned_at is None else self._now() - turned_at
 
     def inherit(self, left: Inherited) -> None:
         """Take over what the last manager of this service left with systemd, before `run`."""
@@ -214,6 +229,7 @@ class Server:
         if now - self._totals_at >= _TOTALS_EVERY_S:
             self.totals, self._totals_at = self._core.totals(now), now
             self.bookkeeping = self._core.state.ledger.bookkeeping
+            self.saved_bytes = self._core.saved_bytes(now)
 
     def _patience(self) -> float:
         """Return the seconds until something is due if nothing happens; at most one."""
@@ -433,7 +449,8 @@ class Server:
                 self._forget(process)
             case Note(event, facts, detail):
                 level = logging.DEBUG if detail else logging.INFO
-                log.log(level, "%s %s", event, " ".join(f"{k}={v!s}" for k, v in facts.items()))
+                text = " ".join(f"{k}={v!s}" for k, v in facts.items())
+                log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
             case End():
                 self._ending = True
             case _:

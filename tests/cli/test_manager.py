@@ -143,17 +143,20 @@ def test_stop_ends_it(manager: managers.Manager) -> None:
 def test_metrics_are_the_totals(manager: managers.Manager) -> None:
     with manager.client() as client:
         managers.build(client, "layer", bytes(SIZE), checkpoint="base")
+        managers.until(lambda: "metrics=" in manager.log.read_text())
         address = re.search(r"metrics=(\S+)", manager.log.read_text())
         assert address is not None
         assert address[1].startswith("http://127.0.0.1:")
+
+        host = '{device="host"}'
 
         def numbers() -> dict[str, str]:
             text = urllib.request.urlopen(address[1]).read().decode()
             lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
             return dict(lines)
 
-        managers.until(lambda: float(numbers()["tensor_dedup_resident_bytes"]) == SIZE)
-        assert float(numbers()["tensor_dedup_layers_published_total"]) == 1
+        managers.until(lambda: float(numbers()[f"tensor_dedup_resident_bytes{host}"]) == SIZE)
+        assert float(numbers()[f"tensor_dedup_layers_published_total{host}"]) == 1
 
 
 def test_top_draws_until_it_is_interrupted(manager: managers.Manager) -> None:

@@ -9,6 +9,7 @@ from tensor_dedup.cli.manager import socket_option
 from tensor_dedup.cli.output import byte_size, json_option
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
+from tensor_dedup.memory_manager.server.metrics import LOOPBACK
 from tensor_dedup.memory_manager.server.preload import Preload
 from tensor_dedup.text_table import human
 
@@ -44,7 +45,14 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     "--metrics",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Serve Prometheus metrics on this port of the loopback address; 0: any; by default none.",
+    help="Serve Prometheus metrics, /healthz and /readyz on this port; 0: any; by default none.",
+)
+@click.option(
+    "--metrics-address",
+    default=LOOPBACK,
+    show_default=True,
+    metavar="ADDRESS",
+    help="The address that --metrics listens on; 0.0.0.0 or :: lets other machines ask.",
 )
 @click.option(
     "--idle-exit",
@@ -93,6 +101,13 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     callback=_json_object,
     help='The engine arguments that --preload builds for, for example {"dtype": "bfloat16"}.',
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Lines to read, or a JSON object a line.",
+)
 @click.option("--verbose", is_flag=True, help="Log every tensor too, not only every checkpoint.")
 @click.argument("more", nargs=-1, metavar="")
 @socket_option
@@ -103,11 +118,13 @@ def command(
     more: tuple[str, ...],
     budget: int | None,
     metrics: int | None,
+    metrics_address: str,
     idle_exit: float | None,
     build_timeout: float,
     device: str,
     backend: str,
     handle: int,
+    log_format: str,
     verbose: bool,
     socket: str | None,
     as_json: bool,
@@ -131,8 +148,9 @@ def command(
         device=device,
         backend=backend,
         handle=handle,
+        metrics_address=metrics_address,
     )
-    log_to(details=verbose)
+    log_to(details=verbose, as_json=log_format == "json")
     helpers = Preload(start.socket, (*preload, *more), engine_args)
 
     def ready() -> None:
