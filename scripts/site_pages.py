@@ -20,7 +20,9 @@ class _Idle:
     """A manager that holds nothing: its metrics have names and meanings all the same."""
 
     totals = msgspec.convert({f.name: f.type() for f in msgspec.structs.fields(Totals)}, Totals)
-    bookkeeping = 0
+    bookkeeping = saved_bytes = 0
+    device = ""
+    silence_s: float | None = None
 
 
 def metrics() -> str:
