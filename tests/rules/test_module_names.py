@@ -39,9 +39,15 @@ def test_a_module_that_is_named_in_text_is_there(name: str) -> None:
     assert name.partition(":")[0] in package_source.modules()
 
 
+def shown() -> str:
+    """The pages that users read."""
+    pages = [package_source.ROOT / "README.md", *(package_source.ROOT / "docs").rglob("*.md")]
+    return "\n".join(page.read_text() for page in pages)
+
+
 def readme_imports() -> list[str]:
-    """The import statements of the package in the Python examples of README.md."""
-    text = (package_source.ROOT / "README.md").read_text()
+    """The import statements of the package in the Python examples that users read."""
+    text = shown()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     statements = [node for block in blocks for node in ast.walk(ast.parse(block))]
     return sorted(
@@ -80,8 +86,8 @@ def used(texts: Mapping[str, str], roots: Iterable[str]) -> set[str]:
 
 
 def roots() -> set[str]:
-    """What users run, and what README.md has them import."""
-    text = (package_source.ROOT / "README.md").read_text()
+    """What users run, and what README.md and the documentation have them import."""
+    text = shown()
     public = set(re.findall(r"(?:from|import) (tensor_dedup[\w.]*)", text))
     public |= {n for n in package_source.modules() if n.startswith("tensor_dedup.integrations.")}
     public |= {n for n in package_source.modules() if n.startswith(package_source.SECOND_NAME)}
