@@ -91,7 +91,7 @@ def test_names_from_files_are_shown_as_they_are(tmp_path: Path) -> None:
     where = ("--store", tmp_path / "store")
     run("import", tmp_path / "m.safetensors", *where)
     for result in (
-        run("analyze", tmp_path / "m.safetensors", tmp_path / "m.safetensors"),
+        run("analyze", "--details", tmp_path / "m.safetensors", tmp_path / "m.safetensors"),
         run("show", "m", *where),
     ):
         assert (result.returncode, result.stderr) == (0, "")
