@@ -4,6 +4,7 @@ Everything is computed from references, manifests, pages and tables: no tensor i
 """
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -16,7 +17,7 @@ from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.upkeep.gc import NeededPieces, file_bytes, needed
+from tensor_dedup.store.upkeep.gc import Held, file_bytes, needed
 from tensor_dedup.store.upkeep.inventory import Inventory, take_containers
 from tensor_dedup.store.upkeep.stats import disk_bytes
 
@@ -152,6 +153,13 @@ class _Measurement:
         self._held = found.readable()
         self._lost = found.lost()
         self._need = needed(found.live, self._held)
+        # Where a piece lies, and the deltas that it is the base of.
+        self._holders: dict[bytes, list[ContainerId]] = {}
+        for container, held in self._held.items():
+            bases = (record.base for record in held.values() if record.base is not None)
+            for digest in {*held, *bases}:
+                self._holders.setdefault(digest, []).append(container)
+        self._neighbours: dict[ContainerId, set[ContainerId]] = {}
         self._own, self._external = self._places()
         self._users = Counter(digest for group in groups for digest in group.live)
         self._needing = Counter(d for group in groups for d in self._wanted(group))
@@ -241,16 +249,41 @@ class _Measurement:
         mine = {digest for digest in group.live if self._users[digest] == 1}
         freed = 0
         if mine:
-            theirs = self._found.live.keys() - mine
-            then = needed(theirs, self._held)
-            freed = self._bytes(self._need) - self._bytes(then)
+            held = self._beside(mine)
+            there = {digest for pieces in held.values() for digest in pieces}
+            then = needed((there & self._found.live.keys()) - mine, held)
+            freed = self._bytes(self._need.containers & held.keys()) - self._bytes(then.containers)
         names = (name for name in group.objects if self._manifests[name] == 1)
         sizes = (self._objects.files.status(self._objects.layout.manifest(n)) for n in names)
         objects = sum(status.size for status in sizes if status is not None)
         return max(0, freed) + group.references + objects
 
-    def _bytes(self, need: NeededPieces) -> int:
-        return sum(self._size(container) for container in need.containers)
+    def _beside(self, digests: set[bytes]) -> Held:
+        """The containers that could be kept for one of these pieces, or instead of such a one.
+
+        Which containers are needed for pieces follows from those that hold them, or their bases,
+        and from those that hold the others in these, and so on: all that `needed` looks at.
+        """
+        found: dict[ContainerId, Mapping[bytes, Record]] = {}
+        waiting = [container for digest in digests for container in self._holders.get(digest, ())]
+        while waiting:
+            container = waiting.pop()
+            if container in found:
+                continue
+            found[container] = self._held[container]
+            if container not in self._neighbours:
+                self._neighbours[container] = {
+                    other
+                    for digest, record in self._held[container].items()
+                    for each in (digest, record.base)
+                    if each is not None
+                    for other in self._holders.get(each, ())
+                }
+            waiting += self._neighbours[container] - found.keys()
+        return found
+
+    def _bytes(self, containers: Iterable[ContainerId]) -> int:
+        return sum(self._size(container) for container in containers)
 
     def _size(self, container: ContainerId) -> int:
         if container not in self._sizes:

@@ -89,8 +89,10 @@ def store_digest(store: Store) -> str:
         return checkpoint["model.embed_tokens.weight"].digest
 
 
-def test_tables_are_words_and_bytes_where_there_is_no_unicode(store: Store) -> None:
-    for verb in ("list", "du", "show base", "stats"):
+def test_tables_are_words_and_bytes_where_there_is_no_unicode(store: Store, tmp_path: Path) -> None:
+    files = {"model.safetensors": safetensors(u8(**{"gewächs": b"x"}))}
+    store.import_(write(tmp_path / "accents", files))
+    for verb in ("list", "du", "show accents", "stats"):
         done = subprocess.run(
             [sys.executable, "-m", "tensor_dedup", *verb.split()],
             capture_output=True,
@@ -107,6 +109,7 @@ def test_tables_are_words_and_bytes_where_there_is_no_unicode(store: Store) -> N
         assert (done.returncode, done.stderr) == (0, b""), verb
         assert done.stdout.isascii()
         assert b"\x1b" not in done.stdout
+        assert verb != "show accents" or rb"gew\xe4chs" in done.stdout
 
 
 def test_a_thousand_steps_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import managers
 from tensor_dedup.cli import main
@@ -98,6 +99,25 @@ def test_what_sharing_saves_is_said(manager: managers.Manager) -> None:
     assert len({row["pid"] for row in document["clients"]}) == 2
     assert document["saved_bytes"] == SIZE
     assert "1.0 MiB of 2.0 MiB by sharing (50%)" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_status_fits_and_breaks_no_word(
+    manager: managers.Manager, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    narrow = Console(width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr("tensor_dedup.cli.manager.console", lambda: narrow)
+    name = "/models/meta-llama/Llama-3.2-1B-Instruct-sql-lora-merged"
+    with manager.client("an engine") as client:
+        kept = managers.build(client, "layer", bytes(SIZE), checkpoint=name)
+        shown = run("status")
+        del kept
+    assert max(map(len, shown.splitlines())) <= width, shown
+    table = shown[shown.index(" checkpoint ") :]
+    cells = [row.split("│")[1].strip() for row in table.splitlines() if row.startswith("│")]
+    assert "".join(cells) == name
+    assert all(cell[-1] in "./-" for cell in cells[:-1])
+    assert re.search(r"│ +1\.0 MiB │", shown)
 
 
 def test_what_is_in_use_is_not_logged_as_evicted(manager: managers.Manager) -> None:
@@ -286,7 +306,7 @@ def test_a_process_stands_once_in_the_table_of_clients(manager: managers.Manager
         text, document = run("status"), json.loads(run("status", "--json"))
         del kept
     assert [row["pid"] for row in document["clients"]] == [os.getpid()] * 2
-    assert re.findall(rf"\b{os.getpid()}\b.*", text)[0].count("serve.py (2 connections)") == 1
+    assert re.findall(rf".*\b{os.getpid()}\b.*", text)[0].count("serve.py (2 connections)") == 1
     assert len(re.findall(rf"\b{os.getpid()}\b", text)) == 1
     assert "2 leases of 1 process\n" in re.sub(" +\n", "\n", text)
     assert f"at {manager.socket}, up" in text  # piped: nothing is cut or folded

@@ -10,6 +10,7 @@ a result.
 
 import importlib
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -136,10 +137,16 @@ def _one_line(error: Exception) -> str:
 
 
 def printable(name: str) -> str:
-    """Return the text with invisible characters (escapes, controls, direction marks) escaped."""
-    if name.isprintable():
+    """Return the text with what is invisible (escapes, controls, direction marks) escaped.
+
+    What stdout has no characters for is escaped, too.
+    """
+    if not name.isprintable():
+        name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    if name.isascii():
         return name
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    encoding = sys.stdout.encoding or "ascii"
+    return name.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class _Formatter(click.HelpFormatter):

@@ -30,11 +30,12 @@ from tensor_dedup.sizes import parse_size
 from tensor_dedup.text_table import human
 
 _WIDE: Final = 10_000
+_TOKEN: Final = re.compile(r"[^ ]+ *| +")
 _PART: Final = re.compile(r"[^./]+[./]*|[./]+")
 _WORD: Final = re.compile(r"[^./_@+=: -]+[./_@+=: -]*|[./_@+=: -]+")
 # Columns of words; all others are numbers, which stand to the right.
 _WORDS: Final = frozenset(
-    {"kind", "status", "dtype", "codec", "digest", "shape", "imported", "saved", "state"}
+    {"kind", "status", "dtype", "codec", "digest", "shape", "imported", "pinned", "saved", "state"}
 )
 # What a table adds to each of its columns, and once.
 _BORDER: Final = 3
@@ -69,12 +70,15 @@ class Dotted:
         yield Text("\n".join([*lines, line]), overflow="fold")
 
     def _parts(self, width: int) -> list[str]:
-        """What no line breaks: between dots, or words where that is longer than a line."""
-        return [
-            word
-            for part in _PART.findall(self._name)
-            for word in ([part] if len(part) <= width else _WORD.findall(part))
-        ]
+        """What no line breaks: between spaces, then dots, then words where one is too long."""
+        parts = [self._name]
+        for finer in (_TOKEN, _PART, _WORD):
+            parts = [
+                each
+                for part in parts
+                for each in ([part] if len(part) <= width else finer.findall(part))
+            ]
+        return parts
 
 
 def counted(count: int, noun: str) -> str:
