@@ -31,11 +31,24 @@ class Overview(msgspec.Struct, frozen=True):
     builds: list[BuildRow]
     residents: list[ResidentRow]
 
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that sharing saves: what each process uses, less what is there once for all.
+
+        Of a process with several connections only the one that leases most counts, since two may
+        lease the same: it is no less than this.
+        """
+        used: dict[int, int] = {}
+        for row in self.clients:
+            used[row.pid] = max(used.get(row.pid, 0), row.leased_bytes)
+        return max(0, sum(used.values()) - self.totals.leased_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the overview as a JSON object."""
         tables = ("clients", "checkpoints", "builds", "residents")
         rows = {name: [msgspec.structs.asdict(r) for r in getattr(self, name)] for name in tables}
-        return {"totals": msgspec.structs.asdict(self.totals), **rows}
+        totals = msgspec.structs.asdict(self.totals)
+        return {"totals": totals, "saved_bytes": self.saved_bytes, **rows}
 
 
 class Admin:
