@@ -2,11 +2,11 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import click
 from rich.table import Table
@@ -30,11 +30,12 @@ from tensor_dedup.cli.store import (
     damage_lines,
     empty,
     existing,
+    existing_or_said,
     print_table,
     space_after,
     store_option,
 )
-from tensor_dedup.errors import StoreError
+from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
@@ -42,13 +43,48 @@ from tensor_dedup.store.checkpoints.notes import shown
 from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
 from tensor_dedup.store.checkpoints.retention import best as best_step
 from tensor_dedup.store.checkpoints.runs import Step, parse_step_name
-from tensor_dedup.store.checkpoints.sizes import TensorChanges
+from tensor_dedup.store.checkpoints.sizes import RunStats, TensorChanges
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 
 _SHOWN_NAMES = 20
+
+
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+def _run_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the runs of the store whose names begin so."""
+    with suppress(TensorDedupError, OSError):
+        return [
+            run
+            for run in existing(context.params.get("store")).runs()
+            if run.startswith(incomplete)
+        ]
+    return []
+
+
+def _step_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the steps in the store whose names begin so."""
+    with suppress(TensorDedupError, OSError):
+        names = existing(context.params.get("store")).names()
+        found = ((name, parse_step_name(name)) for name in names if name.startswith(incomplete))
+        return [name for name, step in found if step is not None and not step.kept]
+    return []
+
+
+def run_argument(verb: _Verb) -> _Verb:
+    """`RUN`, as `run`."""
+    return click.argument("run", shell_complete=_run_names)(verb)
+
+
+def runs_argument(verb: _Verb) -> _Verb:
+    """`RUN...`, as `runs`."""
+    return click.argument(
+        "runs", metavar="RUN...", nargs=-1, required=True, shell_complete=_run_names
+    )(verb)
 
 
 @click.group(name="runs", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
@@ -62,7 +98,9 @@ def command() -> None:
 @click.pass_context
 def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
     """List the runs of the store and their steps. Exit status 1 when a step cannot be read."""
-    opened = existing(store)
+    opened = existing_or_said(store, as_json, {"store": store, "runs": [], "damaged": []})
+    if opened is None:
+        return
     runs = {run: steps_of(opened, run) for run in opened.runs()}
     # An import may have a step's name. That one cannot be told from a step then is as bad.
     damaged = [
@@ -82,7 +120,7 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
 
 
 def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
-    table = _numbers_table("run", "steps", "first", "latest", "saved")
+    table = listing("run", "steps", "first", "latest", "saved")
     for run, steps in runs.items():
         last = _latest(opened, run, steps)
         table.add_row(
@@ -117,7 +155,7 @@ def when(seconds: int) -> str:
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @store_option
 @json_option
 def show(run: str, store: str | None, as_json: bool) -> None:
@@ -142,7 +180,7 @@ def show(run: str, store: str | None, as_json: bool) -> None:
 
 
 @command.command(name="stats")
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=_run_names)
 @click.option("--tensors", is_flag=True, help="Also say how often each tensor of RUN changed.")
 @store_option
 @json_option
@@ -150,7 +188,10 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
     """Say what RUN, or all runs together, hold, and what they cost beside the rest of the store."""
     if tensors and run is None:
         raise WrongUse("say which run's tensors: runs stats RUN --tensors")
-    opened = existing(store)
+    nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict()
+    opened = existing_or_said(store, as_json, nothing) if run is None else existing(store)
+    if opened is None:
+        return
     names = opened.runs() if run is None else [run]
     steps = [step for name in names for step in steps_of(opened, name)]
     found = opened.run_stats(run)
@@ -207,7 +248,7 @@ def _total(sizes: Sequence[int]) -> str:
 
 def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> Table:
     """How often tensors changed between a step and the one before; last, all of them together."""
-    table = _numbers_table("tensor", "identical", "changed", "identical %")
+    table = listing("tensor", "identical", "changed", "identical %")
     for each in (*changes, overall):
         if each is overall:
             table.add_section()
@@ -218,7 +259,7 @@ def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> 
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.argument("metric")
 @click.option(
     "--mode",
@@ -241,7 +282,7 @@ def best(run: str, metric: str, mode: Mode | None, store: str | None, as_json: b
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.argument("folder", type=click.Path(file_okay=False))
 @store_option
 @json_option
@@ -264,8 +305,8 @@ def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("one", metavar="RUN@STEP")
-@click.argument("two", metavar="RUN@STEP")
+@click.argument("one", metavar="RUN@STEP", shell_complete=_step_names)
+@click.argument("two", metavar="RUN@STEP", shell_complete=_step_names)
 @store_option
 @json_option
 def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
@@ -309,7 +350,7 @@ def _step(name: str) -> tuple[str, int]:
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.option(
     "--step", "steps", type=int, multiple=True, metavar="N", help="This step; can be repeated."
 )
@@ -358,7 +399,7 @@ def _steps_text(steps: Sequence[int]) -> str:
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The N saved last.")
 @click.option(
     "--keep-every", type=click.IntRange(min=1), metavar="N", help="Those whose number N divides."
@@ -435,7 +476,7 @@ def _best_rule(text: str, run: str, steps: Sequence[Step]) -> tuple[str, int, Mo
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.argument("step", type=int)
 @click.option("--remove", is_flag=True, help="Let the rules delete it again.")
 @store_option
@@ -455,7 +496,7 @@ def keep(run: str, step: int, remove: bool, store: str | None, as_json: bool) ->
 
 
 @command.command()
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@runs_argument
 @store_option
 @json_option
 def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
@@ -468,8 +509,10 @@ def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
     if as_json:
         say({"store": str(opened.path), "runs": found}, as_json)
         return
-    sizes = _numbers_table("run", "steps", "latest", "a step", "on disk", "alone")
-    metrics = _numbers_table("metric", "run", "best", "at step", "latest")
+    sizes = listing("run", "steps", "latest", "a step", "on disk", "alone")
+    metrics = Table("metric", "run")
+    for heading in ("best", "at step", "latest"):
+        metrics.add_column(heading, justify="right", no_wrap=True)
     for each in found:
         disk, alone = (
             "not known" if each[key] is None else human(each[key])
@@ -521,17 +564,8 @@ def _compared(store: Store, run: str) -> dict[str, Any]:
     }
 
 
-def _numbers_table(name: str, *others: str) -> Table:
-    """A table of names, which may wrap, and of numbers, which may not."""
-    table = listing(name)
-    for heading in others:
-        names = heading == "run"
-        table.add_column(heading, justify="left" if names else "right", no_wrap=not names)
-    return table
-
-
 @command.command()
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@runs_argument
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
