@@ -1,7 +1,7 @@
 """The checkpoints of one run: saving, loading, retention and deletion."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tensor_dedup.store.buffers import BufferPool
@@ -536,6 +536,16 @@ class CheckpointStore:
                 raise UnknownStepError.of(self.store.path, self.run_id, step) from error
             objects.files.sync_folder(objects.layout.refs)
 
+    def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
+        """Delete the steps that no rule keeps, as each save does; `gc` frees their space.
+
+        Returns these steps; with `dry_run` they stay. Others than those in `among` stay too. The
+        step that was saved last is never deleted, nor is one that cannot be read.
+        """
+        if self._drain is not None:
+            return self._drain.prune(dry_run=dry_run, among=among)
+        return self._delete_unretained(None, dry_run=dry_run, among=among)
+
     def pin(self, step: int) -> None:
         """Keep a step whatever the retention rules say, until `unpin`; it is not replaced either.
 
@@ -637,18 +647,32 @@ class CheckpointStore:
                 "%s: the step %s %s", self.store.path, step_name(notes.run, notes.step), what
             )
 
-    def _delete_unretained(self, saved: int) -> None:
-        """Delete the steps that no rule keeps, but none whose manifest cannot be read."""
+    def _delete_unretained(
+        self, saved: int | None, *, dry_run: bool = False, among: Collection[int] | None = None
+    ) -> list[int]:
+        """Delete the steps that no rule keeps, but none whose manifest cannot be read.
+
+        `saved` was saved just now; None stands for the latest step.
+        """
         if not self._retention.any:
-            return
+            return []
         with self.store._locked():
             places = self._steps.places(readable=True)
         order = in_save_order(places)
+        if not order:
+            return []
         metrics = {step: {} for step in order} if self._retention.best is None else self.metrics()
-        for old in self._retention.dropped(metrics, self.pinned(), saved, order):
-            if old in places:  # else it was saved since then
-                with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
-                    self._delete(old, places[old].reference)
+        last = order[-1] if saved is None else saved
+        dropped = [
+            step
+            for step in self._retention.dropped(metrics, self.pinned(), last, order)
+            if step in places  # else it was saved since then
+            and (among is None or step in among)
+        ]
+        for step in dropped if not dry_run else ():
+            with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+                self._delete(step, places[step].reference)
+        return dropped
 
     def _check_replaceable(self, step: int) -> None:
         with self.store._translated():

@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -286,6 +286,18 @@ class Drain:
             if near is None or self._order.status(step) == near.reference:
                 return _unlink(self._objects, [file]) or removed
         return removed
+
+    def prune(self, *, dry_run: bool, among: Collection[int] | None) -> list[int]:
+        """Delete what CheckpointStore.prune does from both tiers: what no rule keeps and is drained
+
+        Raises if the second tier cannot be reached.
+        """
+        with self.second._locked(), self._fast._locked():
+            dropped, there = self._dropped()
+            dropped = [step for step in dropped if among is None or step in among]
+            for step in dropped if not dry_run else ():
+                self._drop(step, there[step])
+        return dropped
 
     def kept(self) -> set[int]:
         """Return the steps that are pinned on either tier."""

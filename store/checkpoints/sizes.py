@@ -47,8 +47,8 @@ class RunStats:
 class Growth:
     """What a step added to its run: the tensors that no earlier step had, and their bytes.
 
-    `stored_bytes` is what these take on disk; `dedup_ratio` is that of the run up to here, as in
-    RunStats.
+    `stored_bytes` is what these take on disk, with the bases of differences that no earlier step
+    needed; `dedup_ratio` is that of the run up to here, as in RunStats.
     """
 
     step: int
@@ -156,6 +156,7 @@ def growth(objects: Objects, run: str) -> list[Growth]:
     seen: dict[bytes, list[Piece]] = {}
     known: dict[bytes, int] = {}
     total = 0
+    needed_before = set[bytes]()
     found: list[tuple[int, int, dict[bytes, int], int, float]] = []
     for step, content in manifests_of_run(objects, run):
         tensors = tensors_of(objects, content, seen)
@@ -164,19 +165,20 @@ def growth(objects: Objects, run: str) -> list[Growth]:
         total += len(tensors)
         ratio = len(known) / total if total else 1.0
         found.append((step, len(tensors), new, content.nbytes, ratio))
-    stored = stored_bytes(_tables(objects), known)
-    return [
-        Growth(
-            step,
-            tensors,
-            len(new),
-            nbytes,
-            sum(new.values()),
-            sum(stored.get(digest, 0) for digest in new),
-            round(ratio, 4),
-        )
-        for step, tensors, new, nbytes, ratio in found
-    ]
+    held: dict[ContainerId, dict[bytes, Record]] = {}
+    for container in objects.containers():
+        with suppress(MissingObjectError):
+            table = objects.table(container)
+            held[container] = {record.digest: record for record in table.records}
+    records = _own_records(held, held.keys())
+    grown = []
+    for step, count, new, nbytes, ratio in found:
+        taken = _with_bases(new, records)
+        stored = sum(taken[digest] for digest in taken.keys() - needed_before)
+        needed_before |= taken.keys()
+        added = len(new), nbytes, sum(new.values()), stored
+        grown.append(Growth(step, count, *added, round(ratio, 4)))
+    return grown
 
 
 def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:

@@ -297,14 +297,119 @@ def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:
     )
 
 
+def test_steps_that_no_rule_keeps_are_pruned(runs: Runs) -> None:
+    assert runs.run("keep", "a/one", "0").stdout == "a/one@0 is kept\n"
+    before = Store.open(runs.store).stats().disk_bytes
+    planned = runs.document("prune", "a/one", "--keep-last", "1", "--dry-run")
+    assert planned == {"run": "a/one", "done": False, "deleted": [10, 20], "kept": [0, 30]}
+    assert "2 steps (10, 20) would be deleted" in runs.text(
+        "prune", "a/one", "--keep-last", "1", "--dry-run"
+    )
+    asked = runs.run("prune", "a/one", "--keep-last", "1")
+    assert asked.exit_code == 2  # nobody to ask
+    assert "Delete 2 steps (10, 20) of a/one" in asked.stderr
+    assert Store.open(runs.store).stats().disk_bytes == before
+    done = runs.document("prune", "a/one", "--keep-last", "1", "--keep-every", "20", "--yes")
+    assert (done["done"], done["deleted"], done["kept"]) == (True, [10], [0, 20, 30])
+    assert CheckpointStore(runs.store, "a/one").steps() == [0, 20, 30]
+    assert "the rules keep every step" in runs.text("prune", "a/one", "--keep-last", "9")
+
+
+def test_pruning_goes_by_the_best_of_a_metric(runs: Runs) -> None:
+    def planned(rule: str) -> Any:
+        return runs.document("prune", "a/one", "--keep-best", rule, "--dry-run")["kept"]
+
+    assert planned("loss") == planned("loss:min:1") == [30]
+    assert planned("loss:2") == [20, 30]
+    assert planned("loss:max") == [0, 30]  # the latest stays
+    with handle(runs.store, "three") as run:
+        for step in range(3):
+            run.save(network(step), step, {"a:b": float(step), "speed:1": 1.0})
+    for rule, kept in (("a:b:min", [0, 2]), ("speed:1:max:1", [0, 2])):
+        found = runs.document("prune", "three", "--keep-best", rule, "--dry-run")
+        assert found["kept"] == kept
+    for wrong, told in (
+        (["--keep-best", "lose"], "no step has the metric 'lose', perhaps 'loss'"),
+        (["--keep-best", "loss:0"], "keep one step or more"),
+        (["--keep-last", "0"], "--keep-last"),
+        ([], "say what stays: --keep-last N"),
+    ):
+        result = runs.run("prune", "a/one", *wrong, "--yes")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert told in result.stderr
+    unsaid = runs.run("prune", "three", "--keep-best", "a:b", "--yes")
+    assert unsaid.exit_code == 2
+    assert "say --keep-best a:b:min or a:b:max" in unsaid.stderr
+    assert runs.run("prune", "four", "--keep-last", "1", "--yes").exit_code == 2
+    assert len(Store.open(runs.store).steps("a/one")) == 4
+
+
+def test_only_what_was_asked_about_is_pruned(runs: Runs) -> None:
+    run = handle(runs.store, "a/one", keep_last=1)
+    planned = run.prune(dry_run=True)
+    assert planned == [0, 10, 20]
+    handle(runs.store, "a/one").save(network(7), 40)
+    handle(runs.store, "a/one").save(network(8), 10)  # saved again: now it is the latest
+    assert run.prune(among=planned) == [0, 20]
+    assert run.steps() == [10, 30, 40]
+
+
+def test_pruning_holds_for_both_tiers(runs: Runs, tmp_path: Path) -> None:
+    with handle(runs.store, "a/one", drain=tmp_path / "second", keep_fast=None) as run:
+        run.drain()
+    with handle(runs.store, "a/one", drain=tmp_path / "second", keep_last=2) as run:
+        run.drain()
+        assert run.prune(dry_run=True) == [0, 10]
+        assert run.steps() == [0, 10, 20, 30]
+        assert run.prune(among=[0]) == [0]
+        assert run.steps() == [10, 20, 30]
+    assert [step.step for step in Store.open(tmp_path / "second").steps("a/one")] == [10, 20, 30]
+
+
+def test_a_step_is_kept_until_it_is_not(runs: Runs) -> None:
+    assert runs.document("keep", "a/one", "10") == {"run": "a/one", "step": 10, "kept": True}
+    assert CheckpointStore(runs.store, "a/one").pinned() == {10}
+    assert runs.text("keep", "a/one", "10", "--remove") == "a/one@10 is no longer kept\n"
+    assert CheckpointStore(runs.store, "a/one").pinned() == set()
+    for wrong in (["a/one", "11"], ["a/one", "11", "--remove"], ["b", "1"], ["a/one", "x"]):
+        assert runs.run("keep", *wrong).exit_code == 2
+
+
+def test_runs_are_compared_side_by_side(kept: Runs) -> None:
+    found = kept.document("compare", "a/one", "two")["runs"]
+    one, two = found
+    assert (one["run"], one["steps"], one["latest"], two["steps"]) == ("a/one", 4, 30, 1)
+    assert one["metrics"]["loss"] == {"mode": "min", "best": 0.25, "step": 30, "latest": 0.25}
+    assert two["metrics"]["bad"] == {"mode": None, "best": None, "step": None, "latest": None}
+    stats = kept.document("stats", "a/one")
+    for key in ("disk_bytes", "unique_bytes", "reclaimable_bytes", "logical_bytes"):
+        assert one[key] == stats[key]
+    rows = [line.split() for line in kept.text("compare", "a/one", "two").splitlines()]
+    assert any(row[1:3] == ["a/one", "│"] and "4" in row for row in rows)
+    assert kept.run("compare", "a/one", "three").exit_code == 2
+    assert kept.run("compare").exit_code == 2
+
+
 def test_a_plot_is_a_page_of_its_own(kept: Runs, tmp_path: Path) -> None:
     target = tmp_path / "run.html"
-    found = kept.document("plot", "a/one", "--output", str(target))
+    [found] = kept.document("plot", "a/one", "--output", str(target))["runs"]
     assert [step["new_tensors"] for step in found["steps"]] == [6, 1, 1, 1]
-    page = target.read_text()
-    assert page.count("<polyline") == 4  # bytes twice, the ratio, the loss; NaN is nowhere
-    assert "http" not in page
+    # What the curve ends at is the number of `runs stats`.
+    stats = kept.document("stats", "a/one")
+    assert sum(step["stored_bytes"] for step in found["steps"]) == stats["disk_bytes"]
+    text = target.read_text()
+    assert not re.search(r"https?:|//|<script|<link|<img|@import|url\(", text)
+    assert "prefers-color-scheme:dark" in text
+    assert text.count("<polyline") == 3  # plain files, the store, the loss; NaN is nowhere
+    assert text.count("<polygon") == 1  # the best loss is starred
+    saved = round(100 * (1 - stats["disk_bytes"] / stats["logical_bytes"]))
+    assert f"kept in 0.3 MiB, {saved} % saved" in text
     assert kept.run("plot", "a/one", "--output", str(tmp_path / "run.gif")).exit_code == 2
+    both = tmp_path / "both.html"
+    kept.text("plot", "a/one", "two", "--output", str(both))
+    assert "Steps of a/one" in both.read_text()
+    assert "Steps of two" in both.read_text()
+    assert kept.run("plot", "a/one", "none", "--output", str(both)).exit_code == 2
 
 
 def cas(runs: Runs, *arguments: str) -> Result:

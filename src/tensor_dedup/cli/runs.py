@@ -1,14 +1,12 @@
 """`tensor-dedup runs`: the training checkpoints of a store."""
 
-import html
-import math
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import click
 from rich.table import Table
@@ -27,54 +25,66 @@ from tensor_dedup.cli.output import (
     say,
     yes_option,
 )
+from tensor_dedup.cli.run_plot import PlottedRun, page
 from tensor_dedup.cli.store import (
     damage_lines,
     empty,
     existing,
+    existing_or_said,
     print_table,
     space_after,
     store_option,
 )
-from tensor_dedup.errors import StoreError
+from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.checkpoints.notes import shown
-from tensor_dedup.store.checkpoints.retention import Mode, goal
+from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
 from tensor_dedup.store.checkpoints.retention import best as best_step
 from tensor_dedup.store.checkpoints.runs import Step, parse_step_name
-from tensor_dedup.store.checkpoints.sizes import Growth, TensorChanges
+from tensor_dedup.store.checkpoints.sizes import RunStats, TensorChanges
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 
 _SHOWN_NAMES = 20
-_WIDTH, _HEIGHT, _MARGIN = 720, 180, 60
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body{{font-family:sans-serif;margin:2em}}h2{{font-size:1em;margin-bottom:0}}
-svg text{{font-size:11px}}polyline{{fill:none;stroke:#1f6fb2;stroke-width:1.5}}
-circle{{fill:#1f6fb2}}.axis{{stroke:#999}}</style></head>
-<body><h1>{title}</h1>
-{charts}
-</body></html>
-"""
 
 
-@dataclass(frozen=True, slots=True)
-class PlotSeries:
-    """Values at steps; what is no finite number is left out."""
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
-    title: str
-    steps: Sequence[int]
-    values: Sequence[float]
 
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        """The steps that have a value."""
-        both = zip(self.steps, self.values, strict=True)
-        return [(step, value) for step, value in both if math.isfinite(value)]
+def _run_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the runs of the store whose names begin so."""
+    with suppress(TensorDedupError, OSError):
+        return [
+            run
+            for run in existing(context.params.get("store")).runs()
+            if run.startswith(incomplete)
+        ]
+    return []
+
+
+def _step_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the steps in the store whose names begin so."""
+    with suppress(TensorDedupError, OSError):
+        names = existing(context.params.get("store")).names()
+        found = ((name, parse_step_name(name)) for name in names if name.startswith(incomplete))
+        return [name for name, step in found if step is not None and not step.kept]
+    return []
+
+
+def run_argument(verb: _Verb) -> _Verb:
+    """`RUN`, as `run`."""
+    return click.argument("run", shell_complete=_run_names)(verb)
+
+
+def runs_argument(verb: _Verb) -> _Verb:
+    """`RUN...`, as `runs`."""
+    return click.argument(
+        "runs", metavar="RUN...", nargs=-1, required=True, shell_complete=_run_names
+    )(verb)
 
 
 @click.group(name="runs", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
@@ -88,7 +98,9 @@ def command() -> None:
 @click.pass_context
 def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
     """List the runs of the store and their steps. Exit status 1 when a step cannot be read."""
-    opened = existing(store)
+    opened = existing_or_said(store, as_json, {"store": store, "runs": [], "damaged": []})
+    if opened is None:
+        return
     runs = {run: steps_of(opened, run) for run in opened.runs()}
     # An import may have a step's name. That one cannot be told from a step then is as bad.
     damaged = [
@@ -108,9 +120,7 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
 
 
 def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
-    table = listing("run")
-    for heading in ("steps", "first", "latest", "saved"):
-        table.add_column(heading, justify="left" if heading == "saved" else "right", no_wrap=True)
+    table = listing("run", "steps", "first", "latest", "saved")
     for run, steps in runs.items():
         last = _latest(opened, run, steps)
         table.add_row(
@@ -145,7 +155,7 @@ def when(seconds: int) -> str:
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @store_option
 @json_option
 def show(run: str, store: str | None, as_json: bool) -> None:
@@ -170,7 +180,7 @@ def show(run: str, store: str | None, as_json: bool) -> None:
 
 
 @command.command(name="stats")
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=_run_names)
 @click.option("--tensors", is_flag=True, help="Also say how often each tensor of RUN changed.")
 @store_option
 @json_option
@@ -178,7 +188,10 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
     """Say what RUN, or all runs together, hold, and what they cost beside the rest of the store."""
     if tensors and run is None:
         raise WrongUse("say which run's tensors: runs stats RUN --tensors")
-    opened = existing(store)
+    nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict()
+    opened = existing_or_said(store, as_json, nothing) if run is None else existing(store)
+    if opened is None:
+        return
     names = opened.runs() if run is None else [run]
     steps = [step for name in names for step in steps_of(opened, name)]
     found = opened.run_stats(run)
@@ -235,9 +248,7 @@ def _total(sizes: Sequence[int]) -> str:
 
 def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> Table:
     """How often tensors changed between a step and the one before; last, all of them together."""
-    table = listing("tensor")
-    for heading in ("identical", "changed", "identical %"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = listing("tensor", "identical", "changed", "identical %")
     for each in (*changes, overall):
         if each is overall:
             table.add_section()
@@ -248,7 +259,7 @@ def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> 
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.argument("metric")
 @click.option(
     "--mode",
@@ -271,7 +282,7 @@ def best(run: str, metric: str, mode: Mode | None, store: str | None, as_json: b
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.argument("folder", type=click.Path(file_okay=False))
 @store_option
 @json_option
@@ -294,8 +305,8 @@ def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("one", metavar="RUN@STEP")
-@click.argument("two", metavar="RUN@STEP")
+@click.argument("one", metavar="RUN@STEP", shell_complete=_step_names)
+@click.argument("two", metavar="RUN@STEP", shell_complete=_step_names)
 @store_option
 @json_option
 def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
@@ -339,7 +350,7 @@ def _step(name: str) -> tuple[str, int]:
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @click.option(
     "--step", "steps", type=int, multiple=True, metavar="N", help="This step; can be repeated."
 )
@@ -388,89 +399,209 @@ def _steps_text(steps: Sequence[int]) -> str:
 
 
 @command.command()
-@click.argument("run")
+@run_argument
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The N saved last.")
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="Those whose number N divides."
+)
+@click.option(
+    "--keep-best",
+    metavar="METRIC[:min|max][:N]",
+    help="The N best by a metric; by default one, and min or max as `runs best` takes it.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say which steps would go.")
+@yes_option
+@store_option
+@json_option
+def prune(
+    run: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: str | None,
+    dry_run: bool,
+    yes: bool,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Delete the steps of RUN that no rule keeps, as CheckpointStore does after each save.
+
+    The step that was saved last stays, and those that `runs keep` keeps. Their space comes back
+    when `gc` finds that nobody else needs it.
+    """
+    opened = existing(store)
+    known = steps_of(opened, run)
+    if keep_last is None and keep_every is None and keep_best is None:
+        raise WrongUse("say what stays: --keep-last N, --keep-every N or --keep-best METRIC")
+    best_rule = None if keep_best is None else _best_rule(keep_best, run, known)
+    handle = CheckpointStore(
+        opened, run, keep_last=keep_last, keep_every=keep_every, keep_best=best_rule
+    )
+    chosen = handle.prune(dry_run=True)
+    if chosen and not dry_run:
+        ask(f"Delete {_steps_text(chosen)} of {run} from {opened.path}?", yes)
+        chosen = handle.prune(among=chosen)  # and nothing that was not asked about
+    staying = [step.step for step in known if step.step not in chosen]
+    document: dict[str, object] = {
+        "run": run,
+        "done": not dry_run,
+        "deleted": chosen,
+        "kept": staying,
+    }
+    word = "would be deleted" if dry_run else "deleted"
+    lines = [f"{run}: {_steps_text(chosen)} {word}", f"kept: {_steps_text(staying)}"]
+    if not chosen:
+        lines[0] = f"{run}: the rules keep every step"
+    elif not dry_run:
+        reclaimable, space = space_after(opened)
+        document, lines = {**document, **reclaimable}, [*lines, space]
+    say(document, as_json, *lines)
+
+
+def _best_rule(text: str, run: str, steps: Sequence[Step]) -> tuple[str, int, Mode]:
+    """Parse METRIC[:min|max][:N]; the name of a metric may have colons itself."""
+    metric, count = text, 1
+    mode: Mode | None = None
+    if (found := re.fullmatch(r"(.+):([0-9]+)", metric)) is not None:
+        metric, count = found[1], int(found[2])
+    if (found := re.fullmatch(r"(.+):(min|max)", metric)) is not None:
+        metric, mode = found[1], "min" if found[2] == "min" else "max"
+    mode = mode or goal(metric, [step.goals for step in reversed(steps)])
+    best_step({step.step: step.metrics for step in steps}, metric, mode or "min", run)
+    if mode is None:
+        what = f"nothing says whether the least or the greatest {metric!r} is best"
+        raise WrongUse(f"{what}; say --keep-best {metric}:min or {metric}:max")
+    if count < 1:
+        raise WrongUse(f"--keep-best {text}: keep one step or more")
+    return metric, count, mode
+
+
+@command.command()
+@run_argument
+@click.argument("step", type=int)
+@click.option("--remove", is_flag=True, help="Let the rules delete it again.")
+@store_option
+@json_option
+def keep(run: str, step: int, remove: bool, store: str | None, as_json: bool) -> None:
+    """Keep a STEP of RUN whatever the rules say: it is neither deleted nor replaced."""
+    opened = existing(store)
+    steps_of(opened, run)
+    handle = CheckpointStore(opened, run)
+    handle.manifest(step)  # raises if there is no such step
+    if remove:
+        handle.unpin(step)
+    else:
+        handle.pin(step)
+    line = f"{run}@{step} is no longer kept" if remove else f"{run}@{step} is kept"
+    say({"run": run, "step": step, "kept": not remove}, as_json, line)
+
+
+@command.command()
+@runs_argument
+@store_option
+@json_option
+def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
+    """Compare runs: metrics at their best and latest steps, and what each takes.
+
+    ALONE is what only this run needs: what it costs beside all else in the store.
+    """
+    opened = existing(store)
+    found = [_compared(opened, run) for run in dict.fromkeys(runs)]
+    if as_json:
+        say({"store": str(opened.path), "runs": found}, as_json)
+        return
+    sizes = listing("run", "steps", "latest", "a step", "on disk", "alone")
+    metrics = Table("metric", "run")
+    for heading in ("best", "at step", "latest"):
+        metrics.add_column(heading, justify="right", no_wrap=True)
+    for each in found:
+        disk, alone = (
+            "not known" if each[key] is None else human(each[key])
+            for key in ("disk_bytes", "unique_bytes")
+        )
+        row = str(each["steps"]), str(each["latest"]), human(each["nbytes"]), disk, alone
+        sizes.add_row(Dotted(each["run"]), *row)
+    names = sorted({name for each in found for name in each["metrics"]}, key=natural)
+    for name in names:
+        for each in found:
+            values = each["metrics"].get(name, {"best": None, "step": None, "latest": None})
+            step = "-" if values["step"] is None else str(values["step"])
+            shown_values = _number(values["best"]), step, _number(values["latest"])
+            metrics.add_row(Dotted(name), Dotted(each["run"]), *shown_values)
+        metrics.add_section()
+    print_table(opened, sizes)
+    if names:
+        console().print(metrics)
+
+
+def _compared(store: Store, run: str) -> dict[str, Any]:
+    """What `compare` says of a run, as JSON has it."""
+    steps = {step.step: step for step in steps_of(store, run)}
+    latest = _latest(store, run, [*steps.values()])
+    by_step = {number: step.metrics for number, step in steps.items()}
+    metrics = {}
+    for name in sorted({name for step in steps.values() for name in step.metrics}):
+        mode = goal(name, [step.goals for step in reversed(steps.values())])
+        ordered = ranked(by_step, name, mode) if mode is not None else []
+        best = steps[ordered[0]] if ordered else None
+        metrics[name] = {
+            "mode": mode,
+            "best": shown(best.metrics)[name] if best is not None else None,
+            "step": best.step if best is not None else None,
+            "latest": shown(latest.metrics).get(name),
+        }
+    try:
+        cost: dict[str, object] = store.run_cost(run).to_dict()
+    except StoreError:
+        cost = dict.fromkeys(("disk_bytes", "unique_bytes", "reclaimable_bytes"))
+    return {
+        "run": run,
+        "steps": len(steps),
+        "latest": latest.step,
+        "nbytes": latest.nbytes,
+        "logical_bytes": sum(step.nbytes for step in steps.values()),
+        **{key: cost[key] for key in ("disk_bytes", "unique_bytes", "reclaimable_bytes")},
+        "metrics": metrics,
+    }
+
+
+@command.command()
+@runs_argument
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A file that ends in .html; by default RUN.html.",
+    help="A file that ends in .html; by default RUN.html, or runs.html of several.",
 )
 @store_option
 @json_option
-def plot(run: str, output: Path | None, store: str | None, as_json: bool) -> None:
-    """Draw bytes per step, dedup ratio and metrics of RUN."""
-    opened = existing(store)
-    steps = steps_of(opened, run)
-    found = opened.run_growth(run)
-    target = output or Path(f"{run.replace('/', '-')}.html")
-    plot_to(target, run, series_of(found, steps))
-    document = {
-        "run": run,
-        "output": str(target),
-        "steps": [each.to_dict() for each in found],
-        "metrics": [{"step": step.step, **shown(step.metrics)} for step in steps],
-    }
-    say(document, as_json, f"{target}: {counted(len(steps), 'step')} of {run}")
+def plot(runs: tuple[str, ...], output: Path | None, store: str | None, as_json: bool) -> None:
+    """Draw what each step of RUN adds, what all of them take, and the metrics, as a page of HTML.
 
-
-def series_of(found: list[Growth], steps: list[Step]) -> list[PlotSeries]:
-    """Return the lines that are drawn."""
-    at = [each.step for each in found]
-    drawn = [
-        PlotSeries(
-            "bytes a step adds to the disk", at, [float(each.stored_bytes) for each in found]
-        ),
-        PlotSeries("bytes of a step", at, [float(each.nbytes) for each in found]),
-        PlotSeries("dedup ratio", at, [each.dedup_ratio for each in found]),
-    ]
-    for name in sorted({name for step in steps for name in step.metrics}):
-        having = [step for step in steps if name in step.metrics]
-        values = [step.metrics[name] for step in having]
-        drawn.append(PlotSeries(name, [step.step for step in having], values))
-    return drawn
-
-
-def plot_to(path: Path, title: str, series: Sequence[PlotSeries]) -> None:
-    """Write lines over steps as a page of HTML that needs nothing else.
-
-    Raises:
-        WrongUse: The name of the file does not end in .html.
+    The page needs nothing else: no network, no script. Metrics of several runs share their charts.
     """
-    if path.suffix == ".html":
-        charts = "\n".join(_chart(each) for each in series)
-        path.write_text(_PAGE.format(title=html.escape(title), charts=charts), encoding="utf-8")
-    else:
-        raise WrongUse(f"{path} does not end in .html; name a file that does")
+    opened = existing(store)
+    drawn = [_plotted(opened, run) for run in dict.fromkeys(runs)]
+    named = drawn[0].run.replace("/", "-") if len(drawn) == 1 else "runs"
+    target = output or Path(f"{named}.html")
+    if target.suffix != ".html":
+        raise WrongUse(f"{target} does not end in .html; name a file that does")
+    target.write_text(page(drawn), encoding="utf-8")
+    found = [
+        {
+            "run": each.run,
+            "steps": [one.to_dict() for one in each.growth],
+            "metrics": [{"step": step.step, **shown(step.metrics)} for step in each.steps],
+        }
+        for each in drawn
+    ]
+    document = {"output": str(target), "runs": found}
+    lines = [f"{target}: {counted(len(each.steps), 'step')} of {each.run}" for each in drawn]
+    say(document, as_json, *lines)
 
 
-def _chart(series: PlotSeries) -> str:
-    points = series.points
-    if not points:
-        return f"<h2>{html.escape(series.title)}</h2><p>no values</p>"
-    low, high = min(0.0, *(v for _, v in points)), max(v for _, v in points)
-    first, last = points[0][0], points[-1][0]
-
-    def x(step: int) -> float:
-        return _MARGIN + (step - first) / max(1, last - first) * (_WIDTH - 2 * _MARGIN)
-
-    def y(value: float) -> float:
-        return _HEIGHT - 25 - (value - low) / ((high - low) or 1.0) * (_HEIGHT - 40)
-
-    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-    dots = "".join(
-        f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5">'
-        f"<title>step {step}: {value:g}</title></circle>"
-        for step, value in points
-    )
-    bottom = y(low)
-    return (
-        f"<h2>{html.escape(series.title)}</h2>"
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img">'
-        f'<line class="axis" x1="{_MARGIN}" y1="{bottom}" x2="{_WIDTH - _MARGIN}" y2="{bottom}"/>'
-        f'<line class="axis" x1="{_MARGIN}" y1="15" x2="{_MARGIN}" y2="{bottom}"/>'
-        f'<text x="{_MARGIN - 5}" y="20" text-anchor="end">{high:.4g}</text>'
-        f'<text x="{_MARGIN - 5}" y="{bottom}" text-anchor="end">{low:.4g}</text>'
-        f'<text x="{_MARGIN}" y="{_HEIGHT - 8}">{first}</text>'
-        f'<text x="{_WIDTH - _MARGIN}" y="{_HEIGHT - 8}" text-anchor="end">{last}</text>'
-        f'<polyline points="{line}"/>{dots}</svg>'
-    )
+def _plotted(store: Store, run: str) -> PlottedRun:
+    steps = steps_of(store, run)
+    growth = {each.step: each for each in store.run_growth(run)}
+    there = [step for step in steps if step.step in growth]
+    latest = _latest(store, run, there)
+    return PlottedRun(run, there, [growth[step.step] for step in there], latest.step)
