@@ -1,5 +1,6 @@
 """What to do about it: the sentence an analysis ends in, and the command to go on with."""
 
+import os
 import shlex
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
 from tensor_dedup.analyze.picture import percent
 from tensor_dedup.analyze.stored import SCHEME, looks_like_step
+from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.text_table import human
 
 # Less than this of all bytes is not worth a memory manager.
@@ -71,7 +73,7 @@ def _together(analysis: Analysis, first: str) -> Advice:
         left = f", {human(lost)} less in vLLM, which fuses layers" if lost > 0 else ""
         return Advice(
             f"Load them together: that saves {saved}{left}. Start each like this:",
-            f"""vllm serve {shlex.quote(first)} --tensor-dedup '{{"memory_manager": "auto"}}'""",
+            f"""vllm serve {shlex.quote(_for_vllm(first))} --tensor-dedup '{{"memory_manager": "auto"}}'""",
         )
     if not outside:
         two = " ".join(map(shlex.quote, paths[:2]))
@@ -86,6 +88,11 @@ def _together(analysis: Analysis, first: str) -> Advice:
         f"A store keeps them in {saved} less; {memory}.",
         f"tensor-dedup import {shlex.quote(outside[0])}",
     )
+
+
+def _for_vllm(path: str) -> str:
+    """A checkpoint as vLLM takes it: of ORG/NAME@REVISION, which it does not know, the folder."""
+    return path if _stored(path) or "@" not in path else os.fspath(locate(path))
 
 
 def _stored(path: str) -> bool:
