@@ -71,9 +71,10 @@ def _together(analysis: Analysis, first: str) -> Advice:
     lost = analysis.shared_bytes - analysis.vllm.shared_bytes
     if in_vllm and analysis.vllm.shared_bytes >= _LITTLE * analysis.total_bytes:
         left = f", {human(lost)} less in vLLM, which fuses layers" if lost > 0 else ""
+        share = """--tensor-dedup '{"memory_manager": "auto"}'"""
         return Advice(
             f"Load them together: that saves {saved}{left}. Start each like this:",
-            f"""vllm serve {shlex.quote(_for_vllm(first))} --tensor-dedup '{{"memory_manager": "auto"}}'""",
+            f"vllm serve {shlex.quote(_for_vllm(first))} {share}",
         )
     if not outside:
         two = " ".join(map(shlex.quote, paths[:2]))
