@@ -236,8 +236,26 @@ def test_what_was_hashed_before_is_not_read_again(tmp_path: Path) -> None:
     first = analyze([file], hints=index)
     with reads.counted(file) as seen:
         second = analyze([file], hints=index)
+    heard = _Listener()
+    analyze([file, file], hints=index, progress=heard)
+    # Nothing is hashed, so nothing makes progress.
+    assert (heard.totals[0], heard.totals[-1], heard.done) == (first.total_bytes, 0, 0)
     assert (second.bytes_read, second.bytes_hashed, seen.data_bytes()) == (0, 0, 0)
     assert first.to_dict() | {"bytes_read": 0, "bytes_hashed": 0} == second.to_dict()
+
+
+class _Listener:
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.totals: list[int] = []
+        self.done = 0
+
+    def start(self, total_bytes: int) -> None:
+        self.totals.append(total_bytes)
+
+    def advance(self, nbytes: int) -> None:
+        self.done += nbytes
 
 
 class _Meddler:

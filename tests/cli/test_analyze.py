@@ -304,7 +304,10 @@ def test_names_in_the_hub_cache_and_steps_are_checkpoints(
         checkpoints.tensors(pair.base)[name].numel() * 2 for name in pair.changed
     )
     assert [c["adds_bytes"] > 0 for c in found["checkpoints"]] == [True, True, True, False]
-    assert "\ntiny@abc111 " in run(*names, *where).stdout
+    text = run(*names, *where).stdout
+    assert "\ntiny@abc111 " in text
+    # vLLM does not know revisions in names.
+    assert f"vllm serve {tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --" in text
     unclear = run("Qwen/tiny", *where)
     assert (unclear.returncode, unclear.stdout) == (2, "")
     assert "name one of Qwen/tiny@abc111, Qwen/tiny@def222" in unclear.stderr

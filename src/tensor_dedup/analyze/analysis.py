@@ -20,17 +20,11 @@ from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.store.writing.hashing import ProgressListener
+from tensor_dedup.store.writing.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 # Of the JSON document; docs/analyze.schema.json describes it.
 SCHEMA = 1
-
-
-class _Silent:
-    def start(self, total_bytes: int) -> None: ...
-
-    def advance(self, nbytes: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +172,7 @@ def analyze(
         for number, each in enumerate(found)
         if isinstance(each, str) and where is not None
     }
-    digests = read_digests(files, hash_algorithm, hints, progress or _Silent(), links)
+    digests = read_digests(files, hash_algorithm, hints, progress or SilentListener(), links)
     measured = [
         _measure(path, opened[number], digests, min_tensor_bytes)
         if number in opened

@@ -61,14 +61,14 @@ def read_digests(
     """
     digests = Digests()
     read: dict[tuple[int, int], Path] = {}
-    progress.start(sum(spec.nbytes for specs in files.values() for spec in specs))
+    work = _Work(progress, sum(spec.nbytes for specs in files.values() for spec in specs))
     with ExitStack() as undo:
         pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tensor-dedup-analyze")
         undo.callback(pool.shutdown, cancel_futures=True)
         waiting: deque[_File] = deque()
         undo.callback(_close, waiting)
         for path, specs in files.items():
-            file = _File(path, algorithm, hints, progress)
+            file = _File(path, algorithm, hints, work)
             waiting.append(file)
             file.check(links.get(path, ANYWHERE))
             twin = read.setdefault((file.before.device, file.before.inode), path)
@@ -94,11 +94,26 @@ def _end(file: "_File", digests: Digests) -> None:
     digests.bytes_hashed += file.bytes_read
 
 
+class _Work:
+    """Tells a listener what is hashed: what turns out to be known is no work, and has no rate."""
+
+    def __init__(self, listener: ProgressListener, total_bytes: int) -> None:
+        self._listener, self._total = listener, total_bytes
+        self.advance = listener.advance
+        listener.start(total_bytes)
+
+    def skip(self, nbytes: int) -> None:
+        """So many bytes need no hashing."""
+        if nbytes:
+            self._total -= nbytes
+            self._listener.start(self._total)
+
+
 class _File:
     """One open file: what is hashed of it, and what it was when that began. One descriptor."""
 
     def __init__(
-        self, path: Path, algorithm: str, hints: HintIndex | None, progress: ProgressListener
+        self, path: Path, algorithm: str, hints: HintIndex | None, progress: "_Work"
     ) -> None:
         self.path = self.twin = path
         self.bytes_read = 0
@@ -119,12 +134,12 @@ class _File:
         self._wanted = list(specs)
         self.twin = twin
         if twin != self.path:
-            self._progress.advance(sum(spec.nbytes for spec in specs))
+            self._progress.skip(sum(spec.nbytes for spec in specs))
             return
         if self._hints is not None:
             self._known = self._hints.lookup(self._fd, self._algorithm)
         missing = [spec for spec in specs if (spec.start, spec.nbytes) not in self._known]
-        self._progress.advance(sum(s.nbytes for s in specs) - sum(s.nbytes for s in missing))
+        self._progress.skip(sum(s.nbytes for s in specs) - sum(s.nbytes for s in missing))
         self.bytes_read = sum(spec.nbytes for spec in missing)
         self._runs = [pool.submit(self._hash, run) for run in runs(missing)]
 

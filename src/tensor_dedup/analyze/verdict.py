@@ -1,12 +1,14 @@
 """What to do about it: the sentence an analysis ends in, and the command to go on with."""
 
+import os
 import shlex
 from dataclasses import dataclass
 
 from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
 from tensor_dedup.analyze.picture import percent
-from tensor_dedup.analyze.stored import looks_like_step
+from tensor_dedup.analyze.stored import SCHEME, looks_like_step
+from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.text_table import human
 
 # Less than this of all bytes is not worth a memory manager.
@@ -40,40 +42,59 @@ def advice(analysis: Analysis) -> list[Advice]:
     found = []
     if analysis.saving >= _LITTLE:
         found.append(_together(analysis, first))
-    full = [
-        checkpoint.path
-        for checkpoint, why in zip(analysis.checkpoints, analysis.reasons, strict=True)
-        if why.full
-    ]
-    if full:
-        who = name_shown(full[0]) if len(full) == 1 else f"{len(full)} full fine-tunes"
-        verb = "shares" if len(full) == 1 else "share"
-        found.append(
-            Advice(
-                f"{who} {verb} no memory with the others; a store keeps the differences only:",
-                f"tensor-dedup import {shlex.quote(full[0])} --compress auto",
-            )
-        )
+    found += _differences(analysis)
     return found or [Advice("They have too little in common: load each of them as you do now.")]
+
+
+def _differences(analysis: Analysis) -> list[Advice]:
+    """About full fine-tunes, between which and their base there may be little on disk."""
+    both = zip(analysis.checkpoints, analysis.reasons, strict=True)
+    full = [(each.path, why.nearest) for each, why in both if why.full and not _stored(each.path)]
+    if not full:
+        return []
+    path, nearest = full[0]
+    base = name_shown(analysis.checkpoints[nearest or 0].path)
+    who = name_shown(path) if len(full) == 1 else f"{len(full)} full fine-tunes"
+    sentence = (
+        f"{who} share{'s' * (len(full) == 1)} no memory with the others; a store that holds {base} "
+        "may keep the differences only:"
+    )
+    return [Advice(sentence, f"tensor-dedup import {shlex.quote(path)} --compress auto")]
 
 
 def _together(analysis: Analysis, first: str) -> Advice:
     saved = human(analysis.shared_bytes)
+    paths = [checkpoint.path for checkpoint in analysis.checkpoints]
     names = {tensor.name for checkpoint in analysis.checkpoints for tensor in checkpoint.tensors}
-    if all(looks_like_step(checkpoint.path) for checkpoint in analysis.checkpoints):
-        two = " ".join(shlex.quote(each.path) for each in analysis.checkpoints[:2])
-        return Advice(
-            f"A store keeps these steps in {saved} less than plain files would take.",
-            f"tensor-dedup diff {two}",
-        )
-    if analysis.vllm.groups and not any("/" in name for name in names):
-        less = analysis.shared_bytes - analysis.vllm.shared_bytes
-        left = f", {human(less)} less in vLLM, which fuses layers" if less > 0 else ""
+    outside = [path for path in paths if not _stored(path)]
+    in_vllm = analysis.vllm.groups and not any("/" in name for name in names)
+    lost = analysis.shared_bytes - analysis.vllm.shared_bytes
+    if in_vllm and analysis.vllm.shared_bytes >= _LITTLE * analysis.total_bytes:
+        left = f", {human(lost)} less in vLLM, which fuses layers" if lost > 0 else ""
+        share = """--tensor-dedup '{"memory_manager": "auto"}'"""
         return Advice(
             f"Load them together: that saves {saved}{left}. Start each like this:",
-            f"""vllm serve {shlex.quote(first)} --tensor-dedup '{{"memory_manager": "auto"}}'""",
+            f"vllm serve {shlex.quote(_for_vllm(first))} {share}",
         )
-    return Advice(
-        f"Keep them in a store, {saved} smaller; in Python enable() shares as much memory.",
-        f"tensor-dedup import {shlex.quote(first)}",
+    if not outside:
+        two = " ".join(map(shlex.quote, paths[:2]))
+        sentence = f"The store keeps them in {saved} less than plain files would take."
+        return Advice(sentence, f"tensor-dedup diff {two}")
+    memory = (
+        "vLLM fuses layers, which leaves little of it to share there"
+        if in_vllm
+        else "after tensor_dedup.enable(), Transformers and Diffusers share as much memory"
     )
+    return Advice(
+        f"A store keeps them in {saved} less; {memory}.",
+        f"tensor-dedup import {shlex.quote(outside[0])}",
+    )
+
+
+def _for_vllm(path: str) -> str:
+    """A checkpoint as vLLM takes it: of ORG/NAME@REVISION, which it does not know, the folder."""
+    return path if _stored(path) or "@" not in path else os.fspath(locate(path))
+
+
+def _stored(path: str) -> bool:
+    return path.startswith(SCHEME) or looks_like_step(path)

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tensor_dedup.analyze.difference import CheckpointDiff, TensorChange, diff, prefixes_of
@@ -50,17 +49,18 @@ def command(
     out = console()
     if not stat and (found.renamed or found.changed or found.added or found.removed):
         out.print(_tensors(found))
+        out.print()
     out.print(_counts(found))
     if found.state_differs:
         out.print("The steps also differ in plain values or structure, which are no tensors.")
 
 
 def _tensors(found: CheckpointDiff) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("tensor")
     table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("numbers that differ", justify="right")
+    table.add_column("differ", justify="right")
     for line in _renamed(found):
         table.add_row("renamed", Dotted(line), "", "")
     for each in found.changed:
@@ -86,7 +86,7 @@ def _renamed(found: CheckpointDiff) -> Iterator[str]:
 def _how_much(change: TensorChange) -> str:
     if change.differing is not None and change.numbers is not None:
         share = percent(change.differing, change.numbers)
-        return f"{change.differing:,} of {change.numbers:,} ({share} %)"
+        return f"{share} % of {change.numbers:,}"
     old, new = ("x".join(map(str, shape)) or "scalar" for shape in (change.old_shape, change.shape))
     if change.old_dtype != change.dtype:
         old, new = f"{change.old_dtype} {old}", f"{change.dtype} {new}"

@@ -1,0 +1,61 @@
+"""What `analyze` advises, by what checkpoints have in common."""
+
+import pytest
+
+from tensor_dedup.analyze.analysis import Analysis, compare
+from tensor_dedup.analyze.picture import percent
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.analyze.verdict import advice, headline
+from tensor_dedup.types import Fingerprint
+
+QKV = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+EXPERTS = [f"model.layers.0.mlp.experts.{n}.up_proj.weight" for n in range(9)]
+
+
+def of(path: str, **contents: str) -> Measured:
+    return Measured(
+        path,
+        [
+            AnalyzedTensor(name, Fingerprint((1000,), "U8", digest), 1000)
+            for name, digest in contents.items()
+        ],
+    )
+
+
+def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c")) -> Analysis:
+    old = {name: name for name in names}
+    new = old | {name: f"new {name}" for name in names[:changed]}
+    return compare([of(paths[0], **old), of(paths[1], **new)])
+
+
+@pytest.mark.parametrize(
+    ("analysis", "sentence", "command"),
+    [
+        (both(QKV), "that saves 2.9 KiB. Start each", "vllm serve 'a b' --tensor-dedup '{"),
+        (both([*QKV, "x"], 1), "saves 2.9 KiB, 2.0 KiB less in vLLM", "vllm serve 'a b' "),
+        (both(EXPERTS, 1), "leaves little of it to share there", "tensor-dedup import 'a b'"),
+        (both(["x", "y"], 1), "Transformers and Diffusers share", "tensor-dedup import 'a b'"),
+        (both(["x", "y"], 2), "store that holds a b may", "tensor-dedup import c --compress auto"),
+        (
+            both(["x", "y"], 1, ("store://a", "run@2")),
+            "The store keeps them in 1000 B less",
+            "tensor-dedup diff store://a run@2",
+        ),
+        (both(["x"], 0, ("run@1", "c")), "keeps them in 1000 B less", "tensor-dedup import c"),
+        (both(["x", "y"], 2, ("run@1", "run@2")), "too little in common", ""),
+        (compare([of("a", x="1")]), "Name a second", "tensor-dedup analyze a OTHER"),
+        (compare([of("a", x="1"), of("b", y="2")]), "too little in common", ""),
+    ],
+)
+def test_the_advice_fits(analysis: Analysis, sentence: str, command: str) -> None:
+    (found,) = advice(analysis)
+    assert sentence in found.sentence
+    assert found.command.startswith(command)
+    assert bool(found.command) == bool(command)
+
+
+def test_nothing_and_everything_are_said_only_where_they_are_true() -> None:
+    shares = [percent(part, 1_000_000) for part in (0, 1, 499_000, 999_999, 1_000_000)]
+    assert shares == [0, 1, 50, 99, 100]
+    assert percent(0, 0) == 0
+    assert headline(both(["x", "y"], 1)) == "2.9 KiB instead of 3.9 KiB: 25 % saved"
