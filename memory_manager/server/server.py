@@ -46,7 +46,7 @@ from tensor_dedup.memory_manager.server.acceptor import (
 )
 from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
 from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
-from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over
+from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over, notify, watched
 
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.protocol.tables import Totals
@@ -166,6 +166,7 @@ class Server:
         """The bytes that sharing saves; likewise."""
         self.device: Final = settings.device
         self._turned_at: float | None = None
+        self._watched = watched()
 
     def stop(self) -> None:
         """Make `run` end soon. Safe from any thread and from signal handlers."""
@@ -230,6 +231,8 @@ class Server:
             self.totals, self._totals_at = self._core.totals(now), now
             self.bookkeeping = self._core.state.ledger.bookkeeping
             self.saved_bytes = self._core.saved_bytes(now)
+            if self._watched:
+                notify("WATCHDOG=1")
 
     def _patience(self) -> float:
         """Return the seconds until something is due if nothing happens; at most one."""
