@@ -67,11 +67,13 @@ class Options:
     """The timeouts in seconds after which a stalled client is cut off, and an unused manager ends.
 
     `descriptors`: how many this process may have open, None where it does not count them.
+    `overview`: whether the server keeps an overview for other threads.
     """
 
     stall_timeout_s: float = 10.0
     idle_exit_s: float | None = None
     descriptors: int | None = None
+    overview: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +166,9 @@ class Server:
         """The part of `totals.charged` that is the manager's own memory, in bytes; likewise."""
         self.saved_bytes = 0
         """The bytes that sharing saves; likewise."""
+        self.overview = self._core.overview(0.0) if self._options.overview else {}
+        """What `status --json` says, without the residents; likewise, and empty without the option.
+        It is replaced as a whole, never changed."""
         self.device: Final = settings.device
         self._turned_at: float | None = None
         self._watched = watched()
@@ -231,6 +236,8 @@ class Server:
             self.totals, self._totals_at = self._core.totals(now), now
             self.bookkeeping = self._core.state.ledger.bookkeeping
             self.saved_bytes = self._core.saved_bytes(now)
+            if self._options.overview:
+                self.overview = self._core.overview(now)
             if self._watched:
                 notify("WATCHDOG=1")
 
