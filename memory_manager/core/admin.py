@@ -1,9 +1,8 @@
 """The administrative requests: totals, tables, pin, evict, stop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import asdict
 
 from tensor_dedup.memory_manager.core.effects import End
@@ -68,7 +67,7 @@ def saved(state: ManagerState, now: float) -> int:
 def overview(state: ManagerState, now: float) -> dict[str, Any]:
     """Return what `status --json` says, without the residents."""
     clients = [c for c in state.connections.values() if c.name not in (None, COMMAND)]
-    tables: dict[str, Sequence[Struct]] = {
+    tables: dict[str, list[Any]] = {
         "clients": [_client(c, now) for c in clients],
         "checkpoints": _checkpoints(state),
         "builds": list(_builds(state, now)),
