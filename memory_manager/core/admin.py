@@ -1,11 +1,14 @@
 """The administrative requests: totals, tables, pin, evict, stop."""
 
 from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import asdict
 
 from tensor_dedup.memory_manager.core.effects import End
 from tensor_dedup.memory_manager.core.ledger import ResidentEntry
 from tensor_dedup.memory_manager.core.manager_state import ClientState, ManagerState, refusal
-from tensor_dedup.memory_manager.protocol.limits import MAX_NAMES_SHOWN, MAX_ROWS
+from tensor_dedup.memory_manager.protocol.limits import COMMAND, MAX_NAMES_SHOWN, MAX_ROWS
 from tensor_dedup.memory_manager.protocol.messages import Done, Evict, Pin, Rows, Status, Stop
 from tensor_dedup.memory_manager.protocol.tables import (
     BuildRow,
@@ -59,6 +62,18 @@ def saved(state: ManagerState, now: float) -> int:
     clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
     leased = _nbytes(r for r in state.ledger.residents.values() if r.leases)
     return saved_bytes(clients, leased)
+
+
+def overview(state: ManagerState, now: float) -> dict[str, Any]:
+    """Return what `status --json` says, without the residents."""
+    clients = [c for c in state.connections.values() if c.name not in (None, COMMAND)]
+    tables: dict[str, list[Any]] = {
+        "clients": [_client(c, now) for c in clients],
+        "checkpoints": _checkpoints(state),
+        "builds": list(_builds(state, now)),
+    }
+    rows = {name: [asdict(row) for row in table] for name, table in tables.items()}
+    return {"totals": asdict(totals(state, now, 0.0)), "saved_bytes": saved(state, now), **rows}
 
 
 def _nbytes(residents: "list[ResidentEntry] | Iterator[ResidentEntry]") -> int:

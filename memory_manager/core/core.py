@@ -259,6 +259,10 @@ class Core:
         """Return the bytes that sharing saves now."""
         return admin.saved(self._state, now)
 
+    def overview(self, now: float) -> dict[str, Any]:
+        """Return what `status --json` says, without the residents."""
+        return admin.overview(self._state, now)
+
     def _effects(self) -> list[Effect]:
         self._state.settle()
         effects, self._state.effects = self._state.effects, []

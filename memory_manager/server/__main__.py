@@ -29,6 +29,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int)
     parser.add_argument("--metrics", type=int)
     parser.add_argument("--metrics-address", default=LOOPBACK)
+    parser.add_argument("--dashboard", action="store_true")
     parser.add_argument("--idle-exit", type=float)
     parser.add_argument("--build-timeout", type=float, default=30.0)
     parser.add_argument("--stall-timeout", type=float, default=10.0)
@@ -54,6 +55,7 @@ def main(make: Callable[[Start], Backend] = backend_for) -> int:
             given.backend,
             given.handle,
             given.metrics_address,
+            given.dashboard,
         )
         if given.detach:
             return _detached(start)

@@ -57,6 +57,7 @@ class Start:
     backend: str = "vmm"
     handle: int = 0
     metrics_address: str = LOOPBACK
+    dashboard: bool = False
 
 
 def backend_for(start: Start) -> Backend:
@@ -98,14 +99,15 @@ def serve(
         socket_file = SocketFile(path)
         undo.callback(socket_file.close)
         settings = _settings(start, backend, path, descriptors)
-        if start.metrics_port is not None:
+        port = 0 if start.metrics_port is None and start.dashboard else start.metrics_port
+        if port is not None:
             descriptors = max(descriptors // 2, descriptors - MAX_DESCRIPTORS)
-        options = Options(start.stall_timeout_s, start.idle_exit_s, descriptors)
+        options = Options(start.stall_timeout_s, start.idle_exit_s, descriptors, start.dashboard)
         server = Server(socket_file, backend, settings, options)
         undo.pop_all()
     servers.append(server)
     _warn_of(settings.budget, backend.capabilities)
-    with Metrics(server, start.metrics_port, start.metrics_address) as metrics:
+    with Metrics(server, port, start.metrics_address, dashboard=start.dashboard) as metrics:
         log.info(
             "serving socket=%s pid=%d budget=%d%s",
             path,

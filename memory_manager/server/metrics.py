@@ -1,15 +1,18 @@
 """HTTP for operators: the totals for Prometheus, and whether the manager lives and serves.
 
 Any user of the machine may ask: the metrics contain sizes and counts, and no names of checkpoints
-or clients.
+or clients. The dashboard names them, and is there only on request.
 """
 
 import asyncio
+import json
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.metadata import version
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -24,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from tensor_dedup.memory_manager.protocol.codec import VERSION
 from tensor_dedup.memory_manager.protocol.tables import Totals
+from tensor_dedup.memory_manager.server.dashboard import HEADERS, PAGE
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
 log = logging.getLogger("tensor_dedup.memory_manager")
@@ -83,6 +87,10 @@ class MetricsSource(Protocol):
         """Return the bytes that sharing saves. Safe from any thread."""
 
     @property
+    def overview(self) -> dict[str, Any]:
+        """Return what the dashboard shows. Safe from any thread."""
+
+    @property
     def device(self) -> str:
         """Return the UUID of the GPU, "" for the machine's memory. Safe from any thread."""
 
@@ -130,14 +138,23 @@ class Metrics:
     comes when there are too many takes the place of the oldest.
     """
 
-    def __init__(self, source: MetricsSource, port: int | None, address: str = LOOPBACK) -> None:
-        """Start serving; port 0 is any that is free.
+    def __init__(
+        self,
+        source: MetricsSource,
+        port: int | None,
+        address: str = LOOPBACK,
+        *,
+        dashboard: bool = False,
+    ) -> None:
+        """Start serving, with `dashboard` the page of it too; port 0 is any that is free.
 
         Raises:
             NoMemoryError: The system starts no thread.
             OSError: The port is taken, or the address is none of this machine's.
         """
         self._source = source
+        self._dashboard = dashboard
+        self._local = _is_loopback(address)
         self.where = ""
         self._end: Callable[[], object] | None = None
         if port is None:
@@ -159,6 +176,8 @@ class Metrics:
         self._end = lambda: self._loop.call_soon_threadsafe(self._loop.stop)
         host = f"[{address}]" if ":" in address else address
         self.where = f" metrics=http://{host}:{listener.getsockname()[1]}/metrics"
+        if dashboard:
+            self.where += f" dashboard=http://{host}:{listener.getsockname()[1]}/"
 
     async def _listen(self, listener: socket.socket) -> asyncio.Server:
         return await asyncio.start_server(
@@ -202,10 +221,21 @@ class Metrics:
         if path == b"/metrics":
             body = generate_latest(self._registry).decode()
             return _response("200 OK", body, CONTENT_TYPE_LATEST)
+        if self._dashboard and path in (b"/", b"/overview.json"):
+            return self._page(path, request)
         if path not in (b"/healthz", b"/readyz"):
             return _response("404 Not Found", "ask for /metrics, /healthz or /readyz")
         wrong = self._wrong(ready=path == b"/readyz")
         return _response("503 Service Unavailable" if wrong else "200 OK", wrong or "ok")
+
+    def _page(self, path: bytes, request: bytes) -> bytes:
+        host = re.search(rb"\r\nhost:[ \t]*(\[[^]]*\]|[^:\s]*)", request, re.IGNORECASE)
+        if self._local and not (host and _is_loopback(host[1].decode("latin-1").strip("[]"))):
+            # A page of the web whose name was made to lead here would otherwise read the answer.
+            return _response("403 Forbidden", "ask for it as localhost")
+        if path == b"/":
+            return _response("200 OK", PAGE, "text/html; charset=utf-8", HEADERS)
+        return _response("200 OK", json.dumps(self._source.overview), "application/json", HEADERS)
 
     def _wrong(self, *, ready: bool) -> str:
         silence = self._source.silence_s
@@ -229,11 +259,18 @@ class Metrics:
             self._thread.join()
 
 
-def _response(status: str, body: str, kind: str = _TEXT) -> bytes:
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _response(status: str, body: str, kind: str = _TEXT, more: str = "") -> bytes:
     data = body.encode()
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"
-        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(data)}\r\nConnection: close\r\n{more}\r\n"
     )
     return head.encode() + data
 

@@ -46,7 +46,7 @@ from tensor_dedup.memory_manager.server.acceptor import (
 )
 from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
 from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
-from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over
+from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over, notify, watched
 
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.protocol.tables import Totals
@@ -67,11 +67,13 @@ class Options:
     """The timeouts in seconds after which a stalled client is cut off, and an unused manager ends.
 
     `descriptors`: how many this process may have open, None where it does not count them.
+    `overview`: whether the server keeps an overview for other threads.
     """
 
     stall_timeout_s: float = 10.0
     idle_exit_s: float | None = None
     descriptors: int | None = None
+    overview: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -164,8 +166,12 @@ class Server:
         """The part of `totals.charged` that is the manager's own memory, in bytes; likewise."""
         self.saved_bytes = 0
         """The bytes that sharing saves; likewise."""
+        self.overview = self._core.overview(0.0) if self._options.overview else {}
+        """What `status --json` says, without the residents; likewise, and empty without the option.
+        It is replaced as a whole, never changed."""
         self.device: Final = settings.device
         self._turned_at: float | None = None
+        self._watched = watched()
 
     def stop(self) -> None:
         """Make `run` end soon. Safe from any thread and from signal handlers."""
@@ -230,6 +236,10 @@ class Server:
             self.totals, self._totals_at = self._core.totals(now), now
             self.bookkeeping = self._core.state.ledger.bookkeeping
             self.saved_bytes = self._core.saved_bytes(now)
+            if self._options.overview:
+                self.overview = self._core.overview(now)
+            if self._watched:
+                notify("WATCHDOG=1")
 
     def _patience(self) -> float:
         """Return the seconds until something is due if nothing happens; at most one."""

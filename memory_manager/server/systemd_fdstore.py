@@ -186,6 +186,12 @@ def _inherited_descriptors() -> dict[str, int]:
     return found
 
 
+def watched() -> bool:
+    """Return whether systemd restarts this process when it stops to report (WatchdogSec=)."""
+    pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    return "WATCHDOG_USEC" in os.environ and pid == str(os.getpid())
+
+
 def notify(state: str, descriptors: tuple[int, ...] = ()) -> None:
     """Send a notification to systemd, if it has asked for them."""
     address = os.environ.get("NOTIFY_SOCKET", "")

@@ -15,6 +15,7 @@ import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.memory_manager.server.systemd_fdstore import watched
 
 SIZE = 1 << 20
 # What systemd does before it starts a service: descriptors from 3 on, and who they are for.
@@ -244,3 +245,23 @@ def test_what_systemd_has_no_room_for_is_left_and_never_the_index(
         found = client.get([f"key-{number}" for number in range(5)])
     # The pinned one, and the one used last.
     assert [layer is not None for layer in found] == [False, True, False, False, True]
+
+
+def test_the_event_loop_feeds_the_watchdog(
+    systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "60000000")
+    systemd.start()
+    assert watched()
+
+    def fed() -> bool:
+        systemd.listen()
+        return systemd.said.count("WATCHDOG") > 1
+
+    managers.until(fed)
+    systemd.stop()
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert not watched()  # it is another process that is watched
+    monkeypatch.delenv("WATCHDOG_USEC")
+    monkeypatch.delenv("WATCHDOG_PID")
+    assert not watched()

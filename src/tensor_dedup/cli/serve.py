@@ -55,6 +55,11 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     help="The address that --metrics listens on; 0.0.0.0 or :: lets other machines ask.",
 )
 @click.option(
+    "--dashboard",
+    is_flag=True,
+    help="Serve a page of what is held, by whom, and what sharing saves, beside --metrics.",
+)
+@click.option(
     "--idle-exit",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
@@ -119,6 +124,7 @@ def command(
     budget: int | None,
     metrics: int | None,
     metrics_address: str,
+    dashboard: bool,
     idle_exit: float | None,
     build_timeout: float,
     device: str,
@@ -149,6 +155,7 @@ def command(
         backend=backend,
         handle=handle,
         metrics_address=metrics_address,
+        dashboard=dashboard,
     )
     log_to(details=verbose, as_json=log_format == "json")
     helpers = Preload(start.socket, (*preload, *more), engine_args)
