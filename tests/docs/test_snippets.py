@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -72,6 +73,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     pair = tiny_checkpoints.make("llama", tmp_path_factory.mktemp("llama"))
     words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "Hello": 2}, unk_token="<unk>"))
+    make: Any = transformers.PreTrainedTokenizerFast  # typed in part only
+    tokenizer = make(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
     for name, source in {
         "base": pair.base,
         "fine-tune": pair.fine_tune,
@@ -79,9 +82,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint": pair.base,
     }.items():
         shutil.copytree(source, folder / name)
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, unk_token="<unk>", eos_token="</s>"
-        )
         tokenizer.save_pretrained(folder / name)
     made = tmp_path_factory.mktemp("pipelines")
     tiny_pipelines.make(made)
