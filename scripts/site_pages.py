@@ -5,7 +5,7 @@ A page says `<!-- generated: metrics -->` where a table is to stand; each name i
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -23,6 +23,7 @@ class _Idle:
     bookkeeping = saved_bytes = 0
     device = ""
     silence_s: float | None = None
+    overview: ClassVar[dict[str, Any]] = {}
 
 
 def metrics() -> str:
