@@ -7,11 +7,11 @@ what was hashed, or a copy that is compared with it, even if a file or a model c
 """
 
 import errno
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
@@ -28,7 +28,8 @@ from tensor_dedup.store.writing.hashing import (
     ProgressListener,
     Range,
     change_hash,
-    change_hasher,
+    change_hash_of_leaf,
+    change_hash_of_leaves,
     changed,
     settle,
 )
@@ -49,7 +50,7 @@ _BEGUN = 4 << 20
 # From here on a piece is written past the page cache, so much at a time, so many at once.
 _DIRECT = 1 << 20
 _DIRECT_STEP = 8 << 20
-_SCRATCHES = 8
+_AT_ONCE = 8
 
 
 def kind_for(nbytes: int) -> str:
@@ -87,6 +88,7 @@ class Fresh:
     """A piece in memory to write: its flat bytes, with change hash, digest and leaf digests.
 
     If `private`, nobody else can write to that memory, so these hold for the bytes as they are.
+    Otherwise `leaf_changes` has the change hash of each leaf.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Fresh:
     change_hash: bytes
     hashed: Hashed
     private: bool = False
+    leaf_changes: Sequence[bytes] = ()
 
     @property
     def nbytes(self) -> int:
@@ -154,49 +157,31 @@ class ContainerWriter:
     def put(self, piece: Fresh) -> None:
         """Store a piece from memory; unless it is private, somebody may be writing to it.
 
-        A large one in private memory is written from there by the hasher's threads: the memory
-        must stay as it is until the container is sealed.
+        A large one is written by the hasher's threads: its memory must stay as it is until the
+        container is sealed, and sealing may raise the error, too.
 
         Raises:
             ChangedModelError: it has changed since it was hashed.
         """
-        start = self._reserve(piece.view.nbytes)
-        if piece.private:
-            self._write_private(piece.view, start)
+        start, view = self._reserve(piece.view.nbytes), piece.view
+        if view.nbytes >= _DIRECT and not piece.private:
+            self._flush()  # it would fill the place of this piece with zeros
+            for at, expected in zip(_leaf_starts(view), piece.leaf_changes, strict=True):
+                part = _LeafToCopy(view[at : at + LEAF_BYTES], expected, piece.name)
+                self._direct.write(self._opened(), part, start + at)
+        elif view.nbytes >= _DIRECT and address(view) % PAGE == 0:
+            self._flush()
+            for at in range(0, view.nbytes, _DIRECT_STEP):
+                self._direct.write(self._opened(), view[at : at + _DIRECT_STEP], start + at)
+        elif piece.private:
+            for at in _leaf_starts(view):
+                self._write(view[at : at + LEAF_BYTES], start + at)
         else:
-            self._write_checked(piece, start)
-        self._records.append(record_of(start, piece.view.nbytes, piece.hashed))
-
-    def _write_checked(self, piece: Fresh, start: int) -> None:
-        """Write a copy of each leaf, and compare what was written with what was hashed."""
-        check, nbytes = change_hasher(), piece.view.nbytes
-        for at in range(0, nbytes, LEAF_BYTES):
-            part = piece.view[at : at + LEAF_BYTES]
-            if nbytes < _DIRECT:
-                copied = memoryview(bytes(part))
-                self._write(copied, start + at)
-            else:
-                copied = self._direct.scratch()[: part.nbytes]
-                copy(part, copied)
-                self._write_pages(copied, start + at)
-            check.update(copied)
-        if check.digest() != piece.change_hash:
-            raise changed_in_memory(piece.name)
-
-    def _write_private(self, view: memoryview, start: int) -> None:
-        direct = view.nbytes >= _DIRECT and address(view) % PAGE == 0
-        write, step = (self._write_pages, _DIRECT_STEP) if direct else (self._write, LEAF_BYTES)
-        for at in range(0, view.nbytes, step):
-            write(view[at : at + step], start + at)
-
-    def _write_pages(self, view: memoryview, at: int) -> None:
-        """Write what begins a page of memory and of the file; its last page may not be whole."""
-        whole = view.nbytes // PAGE * PAGE
-        self._flush()  # which fills gaps with zeros, and this is no gap
-        if whole:
-            self._direct.write(self._opened(), view[:whole], at)
-        if whole < view.nbytes:
-            self._write(view[whole:], at + whole)
+            copied = bytes(view)
+            if change_hash_of_leaf(memoryview(copied)) != piece.change_hash:
+                raise changed_in_memory(piece.name)
+            self._write(copied, start)
+        self._records.append(record_of(start, view.nbytes, piece.hashed))
 
     def _write(self, part: bytes | memoryview, at: int) -> None:
         if self._buffer is None:
@@ -276,6 +261,23 @@ class ContainerWriter:
             self._handle = None
 
 
+@dataclass(frozen=True, slots=True)
+class _LeafToCopy:
+    """A leaf in memory that others may write to: it is written from a copy, which is compared."""
+
+    view: memoryview
+    expected: bytes
+    name: str
+
+    def copied(self, into: memoryview) -> memoryview:
+        """Return a copy of it, with the change hash that is expected."""
+        found = into[: self.view.nbytes]
+        copy(self.view, found)
+        if change_hash_of_leaf(found) != self.expected:
+            raise changed_in_memory(self.name)
+        return found
+
+
 class _DirectWriter:
     """Writes whole pages past the page cache, on the hasher's threads, while more is hashed.
 
@@ -288,47 +290,46 @@ class _DirectWriter:
         self._handle: Handle | None = None
         self._refused = False
         self._writing: deque[Future[None]] = deque()
-        self._free: list[memoryview] = []
-        self._used: deque[memoryview] = deque()  # of what is being written, in that order
+        self._local = threading.local()  # each thread's memory for one leaf
 
-    def scratch(self) -> memoryview:
-        """Return memory for one leaf, to be filled and given to the next `write`."""
-        if len(self._used) >= _SCRATCHES:
-            while self._writing:
-                self._writing.popleft().result()
-            self._free += self._used
-            self._used.clear()
-        found = self._free.pop() if self._free else allocate(LEAF_BYTES, huge=True)
-        self._used.append(found)
-        return found
+    def write(self, buffered: Handle, data: memoryview | _LeafToCopy, at: int) -> None:
+        """Begin to write to a file what begins a page of memory and of the file.
 
-    def write(self, buffered: Handle, data: memoryview, at: int) -> None:
-        """Begin to write pages to a file, which must stay as they are until `finish`."""
+        It must stay as it is until `finish`, but for a leaf that is copied.
+        """
         if self._handle is None and not self._refused:
             try:
                 self._handle = self._files.open(buffered.path, "modify direct")
             except OSError:  # what is wrong with more than this way of writing, the others will say
                 self._refused = True
-        if len(self._writing) >= _SCRATCHES:
+        if len(self._writing) >= _AT_ONCE:
             self._writing.popleft().result()
         handle = self._handle
 
-        def work(data: memoryview) -> None:
-            if handle is not None:
+        def work(data: memoryview | _LeafToCopy) -> None:
+            view = data if isinstance(data, memoryview) else data.copied(self._scratch())
+            whole = 0 if handle is None else view.nbytes // PAGE * PAGE
+            if handle is not None and whole:
                 try:
-                    self._files.pwrite(handle, data, at)
+                    self._files.pwrite(handle, view[:whole], at)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                else:
-                    return
-            self._files.pwrite(buffered, data, at)
-            self._files.begin_writing(buffered, at, data.nbytes)
+                    whole = 0
+            if whole < view.nbytes:  # its last page may not be whole
+                self._files.pwrite(buffered, view[whole:], at + whole)
+                self._files.begin_writing(buffered, at + whole, view.nbytes - whole)
 
-        self._writing.append(self._hasher.hand(work, data))
+        self._writing.append(self._hasher.hand(work, data, waits=True))
+
+    def _scratch(self) -> memoryview:
+        if not hasattr(self._local, "memory"):
+            self._local.memory = allocate(LEAF_BYTES, huge=True)
+        memory: memoryview = self._local.memory
+        return memory
 
     def finish(self) -> None:
-        """Wait until all is written. Raises the OSError of a write that failed."""
+        """Wait until all is written. Raises the error of a write that failed."""
         try:
             while self._writing:
                 self._writing.popleft().result()
@@ -339,7 +340,7 @@ class _DirectWriter:
         """Wait for the threads, and let go of the file and of all memory."""
         settle(self._writing)
         self._writing.clear()
-        self._free, self._used = [], deque()
+        self._local = threading.local()
         handle, self._handle = self._handle, None
         if handle is not None:
             self._files.close(handle)
@@ -356,36 +357,33 @@ def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
     large = {key: want for key, want in wanted.items() if want.view.nbytes >= _HANDED_OVER}
     for key, want in wanted.items():
         if key not in large:
-            again = key if want.private else change_hash(want.view)
-            yield _fresh(key, want, leaf_digests(want.view), again)
-    work = [part for key, want in large.items() for part in _hashing(key, want)]
-    found = iter(hasher.each(_called, work) if len(work) > 1 else map(_called, work))
+            changes = [] if want.private else [change_hash(want.view)]
+            yield _fresh(key, want, leaf_digests(want.view), changes)
+    work = [(want, at) for want in large.values() for at in _leaf_starts(want.view)]
+    found = iter(hasher.each(_leaf_hashes, work) if len(work) > 1 else map(_leaf_hashes, work))
     for key, want in large.items():
-        parts = [next(found) for _ in _hashing(key, want)]
-        yield _fresh(key, want, parts[:-1], parts[-1])
+        both = [next(found) for _ in _leaf_starts(want.view)]
+        changes = [change for _, change in both if change is not None]
+        yield _fresh(key, want, [digest for digest, _ in both], changes)
 
 
-def _hashing(key: bytes, want: Want) -> Iterator[Callable[[], bytes]]:
-    """What hashes a large piece leaf by leaf, and at last with the change hash."""
-    for at in range(0, want.view.nbytes, LEAF_BYTES):
-        yield partial(_leaf_digest, want.view[at : at + LEAF_BYTES])
-    yield (lambda: key) if want.private else partial(change_hash, want.view)
+def _leaf_starts(view: memoryview) -> range:
+    return range(0, view.nbytes, LEAF_BYTES)
 
 
-def _leaf_digest(view: memoryview) -> bytes:
-    return leaf_digests(view)[0]
+def _leaf_hashes(which: tuple[Want, int]) -> tuple[bytes, bytes | None]:
+    """The digest of a leaf, and its change hash if others can write to it."""
+    want, at = which
+    leaf = want.view[at : at + LEAF_BYTES]
+    return leaf_digests(leaf)[0], None if want.private else change_hash_of_leaf(leaf)
 
 
-def _called(work: Callable[[], bytes]) -> bytes:
-    return work()
-
-
-def _fresh(key: bytes, want: Want, leaves: Sequence[bytes], again: bytes) -> Fresh:
-    if again != key:
+def _fresh(key: bytes, want: Want, leaves: Sequence[bytes], changes: Sequence[bytes]) -> Fresh:
+    if not want.private and change_hash_of_leaves(changes) != key:
         raise changed_in_memory(want.name)
     digest = bytes.fromhex(combine(want.view.nbytes, leaves))
     hashed = Hashed(digest, b"".join(leaves))
-    return Fresh(want.name, want.dtype, want.view, key, hashed, want.private)
+    return Fresh(want.name, want.dtype, want.view, key, hashed, want.private, changes)
 
 
 def changed_in_memory(name: str) -> ChangedModelError:

@@ -5,7 +5,8 @@ in the calling thread, so that a test can count operations.
 
 Beside the digest there is a change hash, which only tells whether bytes have changed. It has 128
 bits and is seeded at random in each process, so that nobody can prepare two tensors that collide;
-it names nothing and is never written to disk.
+it names nothing and is never written to disk. Of more than one leaf it is the hash of the leaves'
+hashes, so that each leaf can be checked by itself, by any thread.
 """
 
 import secrets
@@ -16,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128_digest
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.errors import ChangedFileError
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
 # Whole leaves; long beside the cost of a system call, short beside a processor's cache.
 PIECE_BYTES = 2 * LEAF_BYTES
 _AHEAD = 4
-# Seeds the change hash.
-SEED = secrets.randbits(64)
-# A large one takes long enough to be handed to a thread. Of many, the most are small.
+_WRITERS = 4
+# Seed the change hash, and that of more than one leaf.
+SEED, _SEED_OF_LEAVES = secrets.randbits(64), secrets.randbits(64)
+# A large one takes long enough to be handed to a thread, so much at once. Of many, most are small.
 _LARGE = 1 << 20
+_HANDED = 8 * LEAF_BYTES
 _MANY = 4096
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -81,13 +84,18 @@ class Hasher:
     def __init__(self, files: Files, workers: int) -> None:
         self._files = files
         self._workers = workers
-        self._pool = ThreadPoolExecutor(workers, "tensor-dedup-store") if workers > 1 else None
+        self._pool = self._writers = None
+        if workers > 1:
+            self._pool = ThreadPoolExecutor(workers, "tensor-dedup-store")
+            # Who waits for the disk hashes nothing. None of these threads begins before its work.
+            self._writers = ThreadPoolExecutor(_WRITERS, "tensor-dedup-write")
         self._local = threading.local()
 
     def close(self) -> None:
         """End the threads, after the work they are doing."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._writers):
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
 
     def hash(
         self,
@@ -173,13 +181,17 @@ class Hasher:
         finally:
             settle(waiting)
 
-    def hand(self, work: Callable[[_In], _Out], piece: _In) -> "Future[_Out]":
+    def hand(
+        self, work: Callable[[_In], _Out], piece: _In, *, waits: bool = False
+    ) -> "Future[_Out]":
         """Have one piece processed by a thread, or here where there is one worker only.
 
-        The caller must wait for the result, whatever happens, before it closes what `work` uses.
+        `waits` says that the work is mostly waiting for the disk: others hash meanwhile. The caller
+        must wait for the result, whatever happens, before it closes what `work` uses.
         """
         done: Future[_Out] = Future()
-        if self._pool is None:
+        pool = self._writers if waits else self._pool
+        if pool is None:
             done.set_result(work(piece))
             return done
         turn = threading.Lock()
@@ -193,7 +205,7 @@ class Hasher:
                 done.set_exception(error)
 
         try:
-            self._pool.submit(run)
+            pool.submit(run)
         except RuntimeError:
             # The interpreter is ending: pools take nothing more, and a save in the background goes
             # on alone. Where it was a thread too many, a thread may have begun with it already.
@@ -230,22 +242,48 @@ def changed(source: Handle, how: str) -> ChangedFileError:
 
 def change_hash(data: "Buffer") -> bytes:
     """Return the change hash (16 bytes) of some bytes. Safe from any thread."""
-    return xxh3_128_digest(data, SEED)
+    return change_hash_of_leaves(_change_hashes_of_leaves(memoryview(data)))
+
+
+def change_hash_of_leaf(leaf: memoryview) -> bytes:
+    """Return the change hash of one leaf, or of anything that is no larger."""
+    return xxh3_128_digest(leaf, SEED)
+
+
+def change_hash_of_leaves(leaves: Sequence[bytes]) -> bytes:
+    """Return the change hash of what has leaves with these change hashes."""
+    return leaves[0] if len(leaves) == 1 else xxh3_128_digest(b"".join(leaves), _SEED_OF_LEAVES)
+
+
+def _change_hashes_of_leaves(view: memoryview) -> list[bytes]:
+    if view.nbytes <= LEAF_BYTES:  # which may be of no bytes, and has a form that cannot be cut
+        return [change_hash_of_leaf(view)]
+    flat = view.cast("B")
+    return [
+        change_hash_of_leaf(flat[at : at + LEAF_BYTES]) for at in range(0, flat.nbytes, LEAF_BYTES)
+    ]
 
 
 def change_hashes(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
     """Return the change hash of each, in order; large ones are hashed on all threads."""
-    large = []
+    parts: dict[int, list[memoryview]] = {}
     if len(data) <= _MANY:
-        large = [number for number, each in enumerate(data) if memoryview(each).nbytes >= _LARGE]
-    if len(large) < 2:
-        return [xxh3_128_digest(each, SEED) for each in data]
-    found = dict(
-        zip(large, hasher.each(change_hash, [data[number] for number in large]), strict=True)
-    )
+        parts = {
+            number: _handed(view)
+            for number, view in enumerate(memoryview(each) for each in data)
+            if view.nbytes >= _LARGE
+        }
+    work = [part for each in parts.values() for part in each]
+    if len(work) < 2:
+        return [change_hash(each) for each in data]
+    done = hasher.each(_change_hashes_of_leaves, work)
+    found = {
+        number: change_hash_of_leaves([leaf for _ in each for leaf in next(done)])
+        for number, each in parts.items()
+    }
     return [found.get(number) or change_hash(each) for number, each in enumerate(data)]
 
 
-def change_hasher() -> xxh3_128:
-    """Return a hasher that computes the change hash of bytes in parts."""
-    return xxh3_128(seed=SEED)
+def _handed(view: memoryview) -> list[memoryview]:
+    flat = view.cast("B")
+    return [flat[at : at + _HANDED] for at in range(0, flat.nbytes, _HANDED)]

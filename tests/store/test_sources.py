@@ -135,7 +135,7 @@ def test_an_import_that_nobody_could_read_is_not_committed(
 def test_a_save_that_nobody_could_read_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepSnapshot, "check", lambda _: None)
+    monkeypatch.setattr(StepSnapshot, "_check_names", lambda _: None)
     with handle(tmp_path / "store") as run:
         run.save(network(1), 1)
         with pytest.raises(ContradictoryManifestError, match="one path; nothing was committed"):

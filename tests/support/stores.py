@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
 from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter
 from tensor_dedup.store.checkpoints.state import NamedValue, pieces, value
 from tensor_dedup.store.files import Files, Handle, RealFiles
@@ -247,6 +247,16 @@ def gated(root: Path, gate: Gate, **more: Any) -> CheckpointStore:
     """A run in a store that is there: making one is made durable too."""
     handle(root).close()
     return handle(root, files=gate, **more)
+
+
+class PageablePool(HostPool):
+    """Without a device no memory can be page-locked."""
+
+    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
+        return super().take(nbytes)
+
+    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
+        super().give(block)
 
 
 Frozen = dict[str, NamedValue]

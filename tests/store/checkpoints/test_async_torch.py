@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stores import shares
+from stores import PageablePool, shares
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.capture import (
     CaptureContext,
@@ -178,19 +178,10 @@ class _SlowCopies:
             self.waiting = []
 
 
-class Plain(HostPool):
-    """Without a device no memory can be page-locked."""
-
-    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
-        return super().take(nbytes)
-
-    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
-        super().give(block)
-
-
 def staged(values: dict[str, torch.Tensor], room: int = 1 << 20) -> tuple[StepCapture, Slow]:
     device = Slow()
-    return StepCapture(chunks(values), CaptureContext(Plain(room), [device], set(), {})), device
+    context = CaptureContext(PageablePool(room), [device], set(), {})
+    return StepCapture(chunks(values), context), device
 
 
 def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
@@ -252,7 +243,7 @@ def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
 
 
 def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:
-    pool = Plain(1 << 20)
+    pool = PageablePool(1 << 20)
     values = {"a": _inference(), "b": torch.randn(9).to_sparse()}  # a is copied in its turn
     with pytest.raises(UnsupportedArrayError):
         StepCapture(chunks(values), CaptureContext(pool, [Slow()], set(), {}))
@@ -264,7 +255,7 @@ def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:
 def test_steps_through_a_device(tmp_path: Path) -> None:
     training, kept = Training(), {}
     run = CheckpointStore(tmp_path, "run")
-    run._saves._devices, run._saves._pool = [Slow()], Plain(1 << 24)
+    run._saves._devices, run._saves._pool = [Slow()], PageablePool(1 << 24)
     run.hook(training.optimizer)
     for step in range(4):
         training.step()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from stores import PageablePool
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import (
     NumpyAdapter,
@@ -129,29 +130,19 @@ class Device:
     def begin(self, _: torch.Tensor) -> "Device":
         return self
 
-    def copy(self, tensor: torch.Tensor, into: memoryview) -> torch.Tensor:
+    def copy(
+        self, tensor: torch.Tensor, into: memoryview
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
         self.copied.append(into)
-        return host_tensor(tensor, into).copy_(tensor)
+        return host_tensor(tensor, into).copy_(tensor), self.hold
 
     def hold(self) -> None:
         """Nothing is under way."""
 
-    wait = hold
-
-
-class Plain(HostPool):
-    """Without a device no memory can be page-locked."""
-
-    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
-        return super().take(nbytes)
-
-    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
-        super().give(block)
-
 
 def test_small_tensors_of_a_device_are_packed_while_more_are_made() -> None:
     tensors = [torch.full((8000,), number, dtype=torch.float32) for number in range(50)]
-    device, pool, begun = Device(), Plain(1 << 30), []
+    device, pool, begun = Device(), PageablePool(1 << 30), []
 
     def chunks() -> Iterator[StateChunk]:
         for number, tensor in enumerate(tensors):
@@ -177,7 +168,7 @@ def test_small_tensors_of_a_device_are_packed_while_more_are_made() -> None:
 def test_small_tensors_of_a_device_without_room_are_copied_one_by_one() -> None:
     device = Device()
     chunks = iter([StateChunk(torch.ones(9), "a"), StateChunk(torch.zeros(9), "b")])
-    found = held(capture_of(chunks, Plain(0), device))
+    found = held(capture_of(chunks, PageablePool(0), device))
     assert not device.copied
     assert found == {"a": np.ones(9, np.float32).tobytes(), "b": bytes(36)}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stores import Arrays, assert_same, copied, forest, network, shares, train
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, background, commit
+from stores import Arrays, PageablePool, assert_same, copied, forest, network, shares, train
+from tensor_dedup.store.checkpoints import CheckpointStore, background, commit
 from tensor_dedup.store.checkpoints.capture import host_tensor
 from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
@@ -45,16 +45,6 @@ class Held:
         """The copies are there already."""
 
 
-class Pageable(HostPool):
-    """Without a device no memory can be page-locked."""
-
-    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
-        return super().take(nbytes)
-
-    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
-        super().give(block)
-
-
 class Watched(RealFiles):
     """A disk that tells when a container has grown by a whole tensor, and that can be full."""
 
@@ -75,7 +65,7 @@ class Watched(RealFiles):
 def held_run(path: Path, files: Watched) -> tuple[CheckpointStore, Held]:
     device = Held()
     run = CheckpointStore(Store.open(path, files=files), "run", compress=None)
-    run._saves._devices, run._saves._pool = [device], Pageable(1 << 24)
+    run._saves._devices, run._saves._pool = [device], PageablePool(1 << 24)
     return run, device
 
 
