@@ -93,7 +93,7 @@ def check_folder(folder: Path) -> None:
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise _unsafe(folder, "is no folder")
+        raise _unsafe(folder, "is not a folder")
     if found.st_uid != os.geteuid():
         raise _unsafe(folder, f"belongs to user {found.st_uid}")
     if found.st_mode & _OTHERS:

@@ -74,7 +74,7 @@ def _remove_dead_socket(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise _not_ours(path, "is no socket")
+        raise _not_ours(path, "is not a socket")
     if found.st_uid != os.geteuid():
         raise _not_ours(path, f"belongs to user {found.st_uid}")
     with wire.new_socket() as probe:
@@ -118,12 +118,12 @@ def _lock(path: Path) -> int:
         )
     except OSError as error:
         if error.errno in _NO_LOCK_FILE:
-            raise _not_ours(file, f"is no lock file ({error.strerror})") from error
+            raise _not_ours(file, f"is not a lock file ({error.strerror})") from error
         raise
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or not _LOCK_TEXT.fullmatch(os.pread(fd, _MAX_LOCK, 0)):
         os.close(fd)
-        raise _not_ours(file, "is no lock file of a memory manager")
+        raise _not_ours(file, "is not the lock file of a memory manager")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -36,7 +36,9 @@ def check_form(name: str) -> str:
         BadNameError: the name has another form.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
-        raise BadNameError.at(repr(name[:MAX_NAME]), "no name for a checkpoint", name=name)
+        raise BadNameError.at(
+            repr(name[:MAX_NAME]), "it cannot be the name of a checkpoint", name=name
+        )
     return name
 
 

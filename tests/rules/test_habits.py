@@ -1,6 +1,7 @@
 """Habits that keep the code readable: depth of modules, one home for a name, typed errors."""
 
 import ast
+import re
 from pathlib import Path
 
 import package_source
@@ -135,3 +136,13 @@ GERUNDS = {
 def test_modules_are_named_by_nouns() -> None:
     files = {path.stem for path in package_source.modules().values()}
     assert {name for name in files if name.endswith("ing")} <= GERUNDS.keys()
+
+
+def test_no_hint_names_a_package_that_is_not_published() -> None:
+    """Whoever registers the name runs code of theirs where somebody follows the hint."""
+    hint = re.compile(r"pip install[^\n`]*\btensor-dedup(?![-/\w])")
+    files = [path for path in package_source.tracked_files() if path.suffix in {".py", ".md"}]
+    texts = {path: (package_source.ROOT / path).read_text() for path in files}
+    assert hint.search("pip install 'tensor-dedup[cuda]'")
+    own = Path(__file__).name
+    assert [p for p, text in texts.items() if hint.search(text) and p.name != own] == []

@@ -185,7 +185,7 @@ def test_a_gguf_file(store: Store, tmp_path: Path) -> None:
     dice = numpy.random.default_rng(0)
     arrays = {f"blk.{i}.w": dice.random((300, 256), dtype=numpy.float32) for i in range(3)}
     path = write_gguf(tmp_path / "model.gguf", {**arrays, "norm": numpy.ones(7, numpy.float16)})
-    result = store.import_(path)
+    result = store.import_(path, "model")
     assert (result.tensors, result.new_tensors) == (4, 4)
     check_round_trip(store, path, tmp_path / "out", "model")
     tune = {**arrays, "blk.1.w": dice.random((300, 256), dtype=numpy.float32)}
@@ -246,5 +246,5 @@ def test_other_ways_to_import(store: Store, tmp_path: Path, name: str, how: dict
         arrays = {f"w{i}": numpy.full((300, 256), i, dtype=numpy.float32) for i in range(3)}
         packed = numpy.zeros((64, 8 * 144), dtype=numpy.uint8)
         write_gguf(path, arrays, {"q": (packed, gguf.GGMLQuantizationType.Q4_K)})
-    store.import_(path, **how)
+    store.import_(path, "model", **how)
     check_round_trip(store, path, tmp_path / "out", "model")

@@ -73,7 +73,7 @@ def _remember_device(
     context: click.Context, _parameter: click.Parameter, value: str | None
 ) -> None:
     if value is not None and not re.fullmatch(r"GPU-[0-9a-f]{8}[0-9a-f-]*", value):
-        raise click.BadParameter(f"{value!r} is no UUID; `nvidia-smi -L` shows them")
+        raise click.BadParameter(f"{value!r} is not a UUID; `nvidia-smi -L` shows them")
     context.meta[_DEVICE] = value
 
 

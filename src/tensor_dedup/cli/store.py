@@ -188,11 +188,11 @@ def import_(
     so with every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
 
     A symbolic link that leads out of the folder (or, in a Hugging Face cache, of its repository) is
-    refused, for who made the folder could have any file of yours stored. Where you trust
-    the folder, --follow-links follows it.
+    refused: whoever made the folder could have any file of yours stored. If you trust the folder,
+    pass --follow-links.
     """
     if (external or hub_cache) and compress is not None:
-        raise WrongUse("--compress stores weights, --external and --hub-cache leave them in place")
+        raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")
     if base is not None and compress is None:
         raise WrongUse("--base says what --compress auto compares with; give both")
     if hub_cache:
@@ -262,7 +262,7 @@ class _CacheImport:
     def __init__(self, store: Store, replace: bool, follow_links: bool) -> None:
         self._store, self._replace, self._follow_links = store, replace, follow_links
         # Names have the revision in them: what is there under one is not hashed again to see that.
-        self._there = set[str]() if replace else {each.name for each in store.list()}
+        self._there = set[str]() if replace else set(store.names())
         self.done: list[ImportResult] = []
         self.left_out: dict[str, str] = {}
         self.failed: dict[str, str] = {}
@@ -554,11 +554,11 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
     if nbytes:
         later = _later(DEFAULT_GRACE_HOURS)
         text = (
-            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it puts them into the "
-            f"trash, and when it runs {later} it deletes them (`gc --grace 0`: at once)"
+            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it moves them to the trash, "
+            f"and deletes them when it runs {later} (`gc --grace 0`: at once)"
         )
     else:
-        text = "other checkpoints need all that it lies in: there is no space to give back"
+        text = "there is no space to give back: other checkpoints need the files that it lies in"
     if 100 * plan.dead_bytes > nbytes:  # less is not worth a word
         text += f"; in all, {human(plan.dead_bytes)} that nobody uses lie in what others need"
     return known, text
