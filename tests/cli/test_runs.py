@@ -201,7 +201,7 @@ def test_stats_say_what_a_run_costs(runs: Runs) -> None:
     assert one["shared_bytes"] == two["shared_bytes"] == two["total_bytes"] > 0
     assert 0 < two["reclaimable_bytes"] < one["reclaimable_bytes"] < all_["reclaimable_bytes"]
     assert all_["shared_bytes"] == 0
-    assert "when it is deleted" in runs.text("stats", "two")
+    assert "if deleted    gc gives back" in runs.text("stats", "two")
     for path in (runs.store / "containers").rglob("*.pack"):
         path.unlink()
     assert runs.document("stats", "two")["reclaimable_bytes"] is None

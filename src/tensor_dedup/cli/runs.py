@@ -226,13 +226,12 @@ def _cost(
     else:
         saved += f" kept in {human(kept)}, with what differences are from"
     whose = "this run" if run is not None else "runs"
-    gone = "it is" if run is not None else "all runs are"
     dead = f"; {human(cost.dead_bytes)} more stay unused" if cost.dead_bytes else ""
     return cost.to_dict(), [
         saved,
         f"alone         {human(cost.unique_bytes)} that only {whose} need{'s' * (run is not None)}",
         f"shared        {human(cost.shared_bytes)} that others need too",
-        f"if deleted    gc gives back {human(cost.reclaimable_bytes)} when {gone} deleted{dead}",
+        f"if deleted    gc gives back {human(cost.reclaimable_bytes)}{dead}",
         f"store         {human(cost.store_bytes)} on disk, with all else that is in it",
     ]
 

@@ -86,6 +86,16 @@ def test_what_others_have_too_is_shared(shared: Store) -> None:
     assert deleted(shared, "two") + deleted(shared, "many") == together.reclaimable_bytes
 
 
+@pytest.mark.parametrize("run", ["one", "two", "many"])
+def test_the_numbers_are_those_of_du(shared: Store, run: str) -> None:
+    cost = shared.run_cost(run)
+    used = {each.name: each for each in shared.usage().checkpoints}[run]
+    assert (cost.unique_bytes, cost.shared_bytes) == (used.unique_bytes, used.shared_bytes)
+    assert cost.reclaimable_bytes == used.reclaimable_bytes
+    assert cost.store_bytes == shared.usage().disk_bytes
+    assert sum(each.stored_bytes for each in shared.run_growth(run)) == cost.disk_bytes
+
+
 def test_an_import_of_a_step_s_name_is_not_of_the_run(shared: Store, tmp_path: Path) -> None:
     shared.export("many@0", tmp_path / "out")
     shared.import_(tmp_path / "out", "many@7")
