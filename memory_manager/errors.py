@@ -14,7 +14,7 @@ MemoryManagerError
       - DeviceError         a call of the CUDA driver failed, or there is no driver to call
 """
 
-from tensor_dedup.errors import NOBODY_THERE, TensorDedupError
+from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, TensorDedupError
 
 
 class MemoryManagerError(TensorDedupError):
@@ -30,9 +30,13 @@ class ManagerGoneError(MemoryManagerError):
 class UnsafeSocketError(MemoryManagerError):
     """The socket, its folder or the process behind it does not belong to this user alone."""
 
+    exit_status = WRONG_USE
+
 
 class ManagerRunningError(MemoryManagerError):
     """Another memory manager owns this socket."""
+
+    exit_status = WRONG_USE
 
 
 class ProtocolError(MemoryManagerError):

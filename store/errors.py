@@ -1,8 +1,9 @@
 """The errors of a store, one class for each way in which it can fail.
 
 StoreError
-  - of its use:    NotAStoreError, BadNameError, NotTextError, NameTakenError, UnknownNameError,
-                   UnknownTensorError, BadRangeError, ExportTargetError, ClosedCheckpointError
+  - of its use:    NotAStoreError, NoStoreError, BadNameError, NotTextError, NameTakenError,
+                   UnknownNameError, UnknownTensorError, BadDigestError, BadRangeError,
+                   ExportTargetError, ClosedCheckpointError
   - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
                    ChangedModelError
   - of a bug:      ContradictoryManifestError
@@ -54,6 +55,10 @@ class NotAStoreError(AdvisedError):
     advice = "name a store with --store or TENSOR_DEDUP_STORE, or import into a new folder"
 
 
+class NoStoreError(NotAStoreError):
+    """There is no store in the folder yet: it is empty, or does not exist."""
+
+
 class BadNameError(AdvisedError):
     """A checkpoint cannot have this name."""
 
@@ -74,7 +79,7 @@ class NameTakenError(AdvisedError):
     """A checkpoint of this name is there already."""
 
     exit_status = WRONG_USE
-    advice = "choose another name, or replace it (`import --replace`, or `replace=True`)"
+    advice = "choose another name, or replace it with `import --replace`"
 
 
 class UnknownNameError(AdvisedError):
@@ -89,6 +94,13 @@ class UnknownTensorError(AdvisedError):
 
     exit_status = WRONG_USE
     advice = "see `tensor-dedup show`"
+
+
+class BadDigestError(AdvisedError):
+    """This is neither a digest nor the beginning of one."""
+
+    exit_status = WRONG_USE
+    advice = "give 4 to 64 hex digits, as `tensor-dedup show` and `analyze` print them"
 
 
 class BadRangeError(AdvisedError):

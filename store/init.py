@@ -6,9 +6,11 @@ from pathlib import Path
 
 import platformdirs
 
+from tensor_dedup.settings import configured_path
 from tensor_dedup.store.errors import (
     DamagedFileError,
     NewerFormatError,
+    NoStoreError,
     NotAStoreError,
 )
 from tensor_dedup.store.format import frames
@@ -25,7 +27,7 @@ _LATER = re.compile(rb"tensor-dedup store\nversion (?!1\n)[0-9]+\n")
 def default_path() -> Path:
     """Return the path of the store to use when the user names none."""
     named = os.environ.get(ENVIRONMENT)
-    return Path(named) if named else own_path()
+    return Path(named) if named else configured_path("store") or own_path()
 
 
 def own_path() -> Path:
@@ -42,7 +44,8 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     """Check that the folder holds a store of this version; make one if it is empty.
 
     Raises:
-        NotAStoreError: the folder holds other files, or is empty and `create` is off.
+        NotAStoreError: the folder holds other files.
+        NoStoreError: it is empty or missing, and `create` is off.
         NewerFormatError: the store was made by a later version.
         DamagedFileError: its marker is gone or damaged, and `mend` is off or it may have been that
             of a later version.
@@ -65,8 +68,9 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     if files.status(layout.marker) is not None:
         _check_marker(objects, mend=mend)
         return
-    what = "there is no store" if not names else "it holds other files, and no store"
-    raise NotAStoreError.at(layout.root, what)
+    if not names:
+        raise NoStoreError.at(layout.root, "there is no store yet")
+    raise NotAStoreError.at(layout.root, "it holds other files, and no store")
 
 
 def _create(objects: Objects) -> None:

@@ -378,6 +378,28 @@ class Objects:
                 ) from error
             self.files.sync_folder(path.parent)
 
+    def move_ref(
+        self, name: str, new_name: str, *, check_name: Callable[[], None] = _nothing
+    ) -> None:
+        """Give what a name refers to another name, durably: a crash may leave both, never none.
+
+        `check_name` runs under the lock of names, just before; if it raises, nothing changes.
+
+        Raises:
+            UnknownNameError: no checkpoint has the first name.
+            NameTakenError: the second one exists.
+        """
+        path, target = (self.layout.refs / file_of(each) for each in (name, new_name))
+        with self.naming():
+            check_name()
+            manifest = self.ref(name)
+            if self.files.status(target) is not None:
+                what = f"{new_name!r} is there already"
+                raise NameTakenError.at(self.layout.root, what, name=new_name)
+            self.publish(ref_text(new_name, manifest), target)
+            self.files.unlink(path)
+            self.files.sync_folder(path.parent)
+
     def next_sequence(self, above: int, greatest: Callable[[], int]) -> int:
         """Return a number greater than `above` and than every number returned before.
 

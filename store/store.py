@@ -5,7 +5,7 @@ takes the lock, opens the index where it needs one, and calls a module of `writi
 `upkeep`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import PathLike
@@ -34,6 +34,7 @@ from tensor_dedup.store.writing.import_ import (
     NullListener,
     expected_manifest,
     import_source,
+    unchanged,
 )
 from tensor_dedup.store.writing.sources import ImportSource, read_source
 from tensor_dedup.suggestions import nearest, perhaps
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
     from tensor_dedup.store.checkpoints.runs import Difference, Step
     from tensor_dedup.store.checkpoints.sizes import Growth, RunCost, RunStats, TensorChanges
+    from tensor_dedup.store.reading.find import TensorPlace
+    from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
 
 StrPath = str | PathLike[str]
@@ -84,13 +87,15 @@ class Store:
     ) -> Self:
         """Open the store in a folder, and make one there if the folder is empty or missing.
 
-        `path` defaults to the environment variable TENSOR_DEDUP_STORE, or else to
-        `tensor-dedup/store` in the user's data folder. With `mend`, a damaged marker is rewritten.
+        `path` defaults to the environment variable TENSOR_DEDUP_STORE, or else to `store` of a
+        configuration file (`tensor_dedup.settings`), or else to `tensor-dedup/store` in the user's
+        data folder. With `mend`, a damaged marker is rewritten.
         `files` is the file system interface, which tests replace; `worker_count` is the number of
         hashing threads.
 
         Raises:
-            NotAStoreError: the folder holds something else, or is empty and `create` is off.
+            NotAStoreError: the folder holds something else.
+            NoStoreError: it is empty or missing, and `create` is off.
             NewerFormatError: the store was made by a later version.
         """
         root = Path(path) if path is not None else default_path()
@@ -127,7 +132,9 @@ class Store:
 
         `name` defaults to that of the folder or file. The checkpoint is committed when this
         returns. When it raises, nothing is committed, except that a failing disk may leave it open
-        whether the name exists. Every byte is read and hashed, even of files whose digests are
+        whether the name exists. What holds the same files under its name already is left as it is
+        (`unchanged`); what of it is damaged or was changed outside is stored again. Every byte is
+        read and hashed, even of files whose digests are
         remembered; `hints` receives the digests.
 
         With `compress`, new tensors are stored encoded where samples show that this saves a tenth:
@@ -142,7 +149,7 @@ class Store:
 
         Raises:
             CheckpointFilesError: a link leads out of the folder, or the files do not fit together.
-            NameTakenError: the name exists, and `replace` is off.
+            NameTakenError: the name exists, it holds something else, and `replace` is off.
             TakenStepError: it is the name of a step, which no import replaces, or of a pin.
             ChangedFileError: a file was modified meanwhile.
             UnknownNameError: no checkpoint is called `base`.
@@ -154,9 +161,16 @@ class Store:
         check = partial(check_no_step, self._objects, wanted)
         with self._session() as (index, hasher):
             check()  # before the work; it is looked at again after it
-            if not replace and wanted in self._objects.names():
-                raise NameTakenError.at(self.path, f"{wanted!r} is there already", name=wanted)
             source = read_source(self._files, source_path, follow_links=follow_links)
+            if not replace and wanted in self._objects.names():
+                same = unchanged(self._objects, index, hasher, source, wanted, in_place=external)
+                if same is not None:
+                    return same
+                # By the same: what of it is damaged or gone is stored again.
+                replace, check = (
+                    True,
+                    partial(self._check_still, wanted, check, self._objects.ref(wanted)),
+                )
             encoder = None
             if compress is not None or base is not None:
                 encoder = self._encoder(index, hasher, source, base)
@@ -173,6 +187,11 @@ class Store:
                 in_place=external,
                 check_name=check,
             )
+
+    def _check_still(self, name: str, check: Callable[[], None], manifest: str) -> None:
+        check()
+        if self._objects.ref(name) != manifest:
+            raise NameTakenError.at(self.path, f"{name!r} is there already", name=name)
 
     def _encoder(
         self, index: StoreIndex, hasher: Hasher, source: ImportSource, base: str | None
@@ -247,6 +266,11 @@ class Store:
         with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
             return export(self._files, checkpoint, Path(directory), progress or SilentListener())
 
+    def names(self) -> "list[str]":
+        """Return the names of all checkpoints, sorted; nothing else is read."""
+        with self._locked():
+            return self._objects.names()
+
     def runs(self) -> "list[str]":
         """Return the names of the training runs that have steps in this store, sorted.
 
@@ -315,6 +339,17 @@ class Store:
         with self._locked():
             return difference(self._objects, one, two)
 
+    def find(self, digest: str) -> "list[TensorPlace]":
+        """Return the tensors whose digest begins with these hex digits, by checkpoint and name.
+
+        Raises:
+            BadDigestError: it is not 4 to 64 hex digits.
+        """
+        from tensor_dedup.store.reading.find import find
+
+        with self._locked():
+            return find(self._objects, digest)
+
     def list(self) -> "list[Listed]":
         """Return all checkpoints, ordered by name; `damage` says which cannot be read, and why."""
         with self._locked():
@@ -324,6 +359,35 @@ class Store:
         """Measure the store, from its bookkeeping alone; no tensor data is read."""
         with self._locked():
             return stats(self._objects)
+
+    def usage(self, name: str | None = None) -> "StoreUsage":
+        """Measure what each checkpoint and each run takes; no tensor data is read.
+
+        With `name`, the step of this name counts by itself, and not as a part of its run.
+        """
+        from tensor_dedup.store.upkeep.usage import usage
+
+        with self._locked():
+            return usage(self._objects, name)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a checkpoint another name; it has one of the two at any moment.
+
+        Raises:
+            UnknownNameError: no checkpoint is called `name`.
+            NameTakenError: another one is called `new_name`.
+            TakenStepError: one of the names is that of a training step, or of a pin.
+        """
+        from tensor_dedup.store.checkpoints.runs import check_no_step
+
+        with self._locked(), self._saying_near(name):
+            names = check_name(name), check_name(new_name)
+
+            def check() -> None:
+                for each in names:
+                    check_no_step(self._objects, each)
+
+            self._objects.move_ref(*names, check_name=check)
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them."""

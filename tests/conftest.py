@@ -39,6 +39,7 @@ os.environ.update(
     TENSOR_DEDUP_HINTS=str(Path(_SESSION.name) / "hints.sqlite"),
     # Nothing a test does may reach the store of the person who runs it.
     TENSOR_DEDUP_STORE=str(Path(_SESSION.name) / "store"),
+    TENSOR_DEDUP_CONFIG=os.devnull,
 )
 
 

@@ -17,6 +17,7 @@ from tensor_dedup.memory_manager.protocol.tables import (
     Page,
     ResidentRow,
     Totals,
+    saved_bytes,
 )
 
 Table: TypeAlias = Literal["clients", "checkpoints", "residents", "builds"]
@@ -31,11 +32,17 @@ class Overview(msgspec.Struct, frozen=True):
     builds: list[BuildRow]
     residents: list[ResidentRow]
 
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that sharing saves."""
+        return saved_bytes(self.clients, self.totals.leased_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the overview as a JSON object."""
         tables = ("clients", "checkpoints", "builds", "residents")
         rows = {name: [msgspec.structs.asdict(r) for r in getattr(self, name)] for name in tables}
-        return {"totals": msgspec.structs.asdict(self.totals), **rows}
+        totals = msgspec.structs.asdict(self.totals)
+        return {"totals": totals, "saved_bytes": self.saved_bytes, **rows}
 
 
 class Admin:

@@ -178,7 +178,10 @@ def evict(state: ManagerState, _now: float, connection: ClientState, message: Ev
     nbytes = sum(slab.nbytes for slab in idle)
     for slab in idle:
         ledger.evict(slab)
-    state.note("evicted", name=repr(message.name), tensors=count, nbytes=nbytes)
+    if idle:
+        state.note("evicted", name=repr(message.name), tensors=count, nbytes=nbytes)
+    else:
+        state.note("not evicted: in use or pinned", name=repr(message.name))
     state.send(connection, Done(count, nbytes))
 
 

@@ -19,6 +19,7 @@ from tensor_dedup.memory_manager.cuda.driver import (
     refused,
 )
 from tensor_dedup.memory_manager.errors import DeviceError
+from tensor_dedup.suggestions import install_hint
 
 _MODULE: Final = "cuda.bindings.driver"
 
@@ -249,7 +250,7 @@ def _bindings() -> Any:
         return importlib.import_module(_MODULE)
     except ImportError as error:
         raise DeviceError(
-            f"{error}; install it with `pip install 'tensor-dedup[cuda]'`",
+            f"{error}; {install_hint('cuda')}",
             kind="no_driver",
             module=_MODULE,
         ) from error

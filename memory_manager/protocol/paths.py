@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.memory_manager.errors import UnsafeSocketError
+from tensor_dedup.settings import configured_path
 
 ENVIRONMENT: Final = "TENSOR_DEDUP_SOCKET"
 MAX_PATH: Final = 107  # bytes that fit a socket's address
@@ -38,12 +39,13 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
-    """Return the path that was given, or the environment's, or the default one.
+    """Return the path that was given, or else the environment's, a configuration file's, or ours.
 
     Raises:
         UnsafeSocketError: The path is longer than a socket's can be.
     """
-    path = Path(given or os.environ.get(ENVIRONMENT) or default_socket()).absolute()
+    named = given or os.environ.get(ENVIRONMENT)
+    path = Path(named or configured_path("socket") or default_socket()).absolute()
     if len(os.fsencode(path)) > MAX_PATH:
         raise UnsafeSocketError(
             f"{path}: a socket's path has at most {MAX_PATH} bytes; choose a shorter one",

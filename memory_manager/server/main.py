@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import psutil
 
-from tensor_dedup.memory_manager.backends.base import Backend
+from tensor_dedup.memory_manager.backends.base import Backend, Capabilities
 from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
@@ -29,6 +29,7 @@ from tensor_dedup.memory_manager.server.acceptor import SocketFile
 from tensor_dedup.memory_manager.server.metrics import LOOPBACK, MAX_DESCRIPTORS, Metrics
 from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
+from tensor_dedup.settings import configured_budget
 
 MIN_BUDGET: Final = 1 << 20
 _SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
@@ -105,6 +106,7 @@ def serve(
         server = Server(socket_file, backend, settings, options)
         undo.pop_all()
     servers.append(server)
+    _warn_of(settings.budget, backend.capabilities)
     with Metrics(server, port, start.metrics_address, dashboard=start.dashboard) as metrics:
         log.info(
             "serving socket=%s pid=%d budget=%d%s",
@@ -133,7 +135,7 @@ def _end(servers: list[Server]) -> None:
 def _settings(start: Start, backend: Backend, path: Path, descriptors: int) -> Settings:
     can = backend.capabilities
     return Settings(
-        budget=max(start.budget or int(can.device_bytes * _SHARE) or default_budget(), MIN_BUDGET),
+        budget=max(start.budget or int(can.device_bytes * _SHARE) or own_budget(), MIN_BUDGET),
         pid=os.getpid(),
         name=str(path),
         backend=can.name,
@@ -185,9 +187,34 @@ def log_to(*, details: bool = False, as_json: bool = False) -> None:
     log.propagate = False
 
 
+def own_budget() -> int:
+    """Return the bytes that a configuration file gives, or else half of what there is.
+
+    Raises:
+        ConfigError: The file is wrong.
+    """
+    return configured_budget() or default_budget()
+
+
 def default_budget() -> int:
-    """Return half of the memory in bytes that the machine or its container grants this process."""
-    return min([psutil.virtual_memory().total, *_cgroup_limits()]) // 2
+    """Return half of the memory that this process may have, in bytes."""
+    return memory_limit() // 2
+
+
+def memory_limit() -> int:
+    """Return the bytes of memory that the machine or its container grants this process."""
+    return min([psutil.virtual_memory().total, *_cgroup_limits()])
+
+
+def _warn_of(budget: int, can: Capabilities) -> None:
+    there = can.device_bytes or memory_limit()
+    if budget > there:
+        log.warning(
+            "budget=%d is more than the %d bytes that there are: when they are used up, puts fail, "
+            "or the system ends a process; give a smaller --budget",
+            budget,
+            there,
+        )
 
 
 def _cgroup_limits() -> list[int]:

@@ -67,7 +67,7 @@ class PinnedStepError(AdvisedError):
 class TakenStepError(NameTakenError):
     """An import would replace a step of a run, or has the name that pins one."""
 
-    advice = "import under another name; `tensor-dedup runs delete` is what deletes a step"
+    advice = "choose another name; `tensor-dedup runs delete` is what deletes a step"
 
 
 class NamedTwiceError(AdvisedError):

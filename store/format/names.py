@@ -3,6 +3,7 @@
 import re
 from pathlib import Path, PurePath, PurePosixPath
 
+from tensor_dedup.formats.naming import is_generic
 from tensor_dedup.formats.weights import SUFFIXES
 from tensor_dedup.store.errors import BadNameError, EscapingPathError
 
@@ -42,11 +43,14 @@ def check_form(name: str) -> str:
 def name_of(path: Path) -> str:
     """Return the default name of a checkpoint: that of its folder or file.
 
-    A snapshot in a Hugging Face cache is named after its repository.
+    A snapshot in a Hugging Face cache is named after its repository, and a file whose name is the
+    same in every folder (`model.safetensors`, an index) after its folder.
     """
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
             return _fit("/".join(match["name"].split("--")))
+    if path.parent.name and path.suffix and is_generic(path.name):
+        return _fit(path.parent.name)
     return _fit(path.stem if path.suffix in SUFFIXES else path.name)
 
 

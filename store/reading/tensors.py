@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-import torch
-
 from tensor_dedup.dtypes import TORCH_NAMES
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError
@@ -26,6 +24,18 @@ from tensor_dedup.store.buffers import BufferPool
 from tensor_dedup.store.init import workers
 from tensor_dedup.store.reading.bulk_reader import BulkReader, Filled, plan
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile, StoredTensor
+from tensor_dedup.suggestions import install_hint
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise UnsupportedError(
+        f"loading tensors needs torch; {install_hint('torch')}, or read bytes with "
+        "Store.checkpoint(name).read(tensor)",
+        module="torch",
+    ) from error
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, attribute) for name, attribute in TORCH_NAMES.items()

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from typing import Self
 
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -93,6 +94,11 @@ class Stats:
     damaged_files: int
     codecs: dict[str, Coded]
 
+    @classmethod
+    def of_nothing(cls) -> Self:
+        """Return the sizes of a store that does not exist yet."""
+        return cls(0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, {}, 0, {})
+
     def to_dict(self) -> dict[str, object]:
         """Return the sizes as a JSON object."""
         return asdict(self)
@@ -138,7 +144,7 @@ def stats(objects: Objects) -> Stats:
         logical_bytes=found.logical_bytes,
         unique_bytes=unique,
         dedup_ratio=unique / found.logical_bytes if found.logical_bytes else 1.0,
-        disk_bytes=_disk_bytes(objects),
+        disk_bytes=disk_bytes(objects),
         reclaimable_bytes=sum(
             found.tables[container].data_bytes
             for container in held.keys() - keep.containers
@@ -152,7 +158,8 @@ def stats(objects: Objects) -> Stats:
     )
 
 
-def _disk_bytes(objects: Objects) -> int:
+def disk_bytes(objects: Objects) -> int:
+    """Return the size of all files of a store."""
     root = objects.layout.root
     top = _folder_bytes(objects, "")
     nested = [

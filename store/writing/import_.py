@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import check_text
 from tensor_dedup.formats.weights import read_header
-from tensor_dedup.store.errors import LostHitError
+from tensor_dedup.store.errors import LostHitError, NameTakenError
 from tensor_dedup.store.files import Files, FileStatus, Handle
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry, Piece
@@ -88,7 +89,8 @@ class ImportResult:
     `known_bytes` were in the store already (or occurred twice); `stored_bytes` is what the import
     added to the disk, bookkeeping included. `saved_bytes` is what encoding saved on the
     `encoded_tensors` new tensors; `base` is the checkpoint they were compared with.
-    `external_bytes` are those of files that were indexed in place.
+    `external_bytes` are those of files that were indexed in place. With `unchanged`, the name held
+    the same before, and nothing was written.
     """
 
     name: str
@@ -105,6 +107,7 @@ class ImportResult:
     saved_bytes: int = 0
     external_bytes: int = 0
     base: str | None = None
+    unchanged: bool = False
 
     def to_dict(self) -> dict[str, object]:
         """Return the result as a JSON object."""
@@ -358,6 +361,51 @@ def import_source(
         encoded_tensors=encoder.writer.tensors if encoder is not None else 0,
         saved_bytes=encoder.writer.saved_bytes if encoder is not None else 0,
         base=encoder.base_name if encoder is not None and encoder.writer.tensors else None,
+    )
+
+
+def unchanged(
+    objects: Objects,
+    index: StoreIndex,
+    hasher: Hasher,
+    source: ImportSource,
+    name: str,
+    *,
+    in_place: bool,
+) -> ImportResult | None:
+    """Return the result of importing what a name holds already; None if not all of it is there.
+
+    Only what has as many files and bytes is read and hashed.
+
+    Raises:
+        NameTakenError: the name holds something else.
+    """
+    taken = NameTakenError.at(objects.layout.root, f"{name!r} is there already", name=name)
+    try:
+        manifest = objects.ref(name)
+        content = objects.manifest(manifest)
+    except StoreError as error:
+        raise taken from error
+    if (len(content.files), content.nbytes) != (len(source.files), source.nbytes):
+        raise taken
+    if expected_manifest(objects.files, hasher, source, lambda _path, _fd: {}) != manifest:
+        raise taken
+    pieces = objects.pieces(manifest, content)
+    wanted = {piece.digest for piece in pieces if piece.nbytes}
+    if wanted - index.find(wanted, external=in_place).keys():
+        return None
+    return ImportResult(
+        name=name,
+        manifest=manifest,
+        files=len(content.files),
+        tensors=sum(piece.name is not None for piece in pieces),
+        new_tensors=0,
+        new_bytes=0,
+        known_bytes=source.nbytes,
+        stored_bytes=0,
+        containers=(),
+        skipped=source.skipped,
+        unchanged=True,
     )
 
 

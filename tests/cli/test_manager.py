@@ -3,16 +3,19 @@
 import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import managers
 from tensor_dedup.cli import main
@@ -71,10 +74,90 @@ def test_pin_unpin_and_evict(manager: managers.Manager) -> None:
     assert manager.overview().totals.residents == 0
 
 
+def test_what_sharing_saves_is_said(manager: managers.Manager) -> None:
+    code = (
+        "import sys\n"
+        "from tensor_dedup.memory_manager.client import connect\n"
+        "with connect(sys.argv[1], name='other', keep_connected=False) as client:\n"
+        "    kept = client.get(['layer'], 'base')\n"
+        "    print('here', flush=True)\n"
+        "    sys.stdin.readline()\n"
+    )
+    assert "no two processes" in run("status")
+    with manager.client("an engine") as client:
+        kept = managers.build(client, "layer", bytes(SIZE), checkpoint="base")
+        assert json.loads(run("status", "--json"))["saved_bytes"] == 0
+        command = [sys.executable, "-c", code, str(manager.socket)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "here\n"
+            document, text = json.loads(run("status", "--json")), run("status")
+            other.communicate("\n")
+        del kept
+    assert len({row["pid"] for row in document["clients"]}) == 2
+    assert document["saved_bytes"] == SIZE
+    assert "1.0 MiB of 2.0 MiB by sharing (50%)" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_status_fits_and_breaks_no_word(
+    manager: managers.Manager, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    narrow = Console(width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr("tensor_dedup.cli.manager.console", lambda: narrow)
+    name = "/models/meta-llama/Llama-3.2-1B-Instruct-sql-lora-merged"
+    with manager.client("an engine") as client:
+        kept = managers.build(client, "layer", bytes(SIZE), checkpoint=name)
+        shown = run("status")
+        del kept
+    assert max(map(len, shown.splitlines())) <= width, shown
+    table = shown[shown.index(" checkpoint ") :]
+    cells = [row.split("│")[1].strip() for row in table.splitlines() if row.startswith("│")]
+    assert "".join(cells) == name
+    assert all(cell[-1] in "./-" for cell in cells[:-1])
+    assert re.search(r"│ +1\.0 MiB │", shown)
+
+
+def test_what_is_in_use_is_not_logged_as_evicted(manager: managers.Manager) -> None:
+    with manager.client() as client:
+        kept = managers.build(client, "layer", bytes(SIZE), checkpoint="base")
+        run("evict", "base", status=1)
+        del kept
+    assert manager.lines("evicted") == []
+    [line] = manager.lines("not evicted:")
+    assert "in use or pinned" in line
+
+
+def test_a_budget_that_nobody_has_is_warned_of(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with managers.running(tmp_path, "--budget", str(1 << 50)) as running:
+        managers.until(lambda: running.lines("serving"))
+        assert f"budget={1 << 50} is more than" in running.log.read_text()
+    (tmp_path / "small").mkdir(mode=0o700)
+    with managers.running(tmp_path / "small") as running:
+        managers.until(lambda: running.lines("serving"))
+        assert "is more than" not in running.log.read_text()
+
+
+def test_top_ends_with_q(manager: managers.Manager) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tensor_dedup", "top", "--every", "60"]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL) as process:
+        before = termios.tcgetattr(theirs)
+        managers.until(lambda: not termios.tcgetattr(theirs)[3] & termios.ICANON)
+        os.write(ours, b"xq")
+        assert process.wait(managers.PATIENCE_S) == 0
+        assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+
+
 def test_stop_ends_it(manager: managers.Manager) -> None:
     assert json.loads(run("stop", "--json"))["pid"] == manager.pid
     assert manager.wait() == 0
-    assert "tensor-dedup serve" in run("status", status=1)
+    assert "tensor-dedup serve" in run("status", status=3)
 
 
 def test_metrics_are_the_totals(manager: managers.Manager) -> None:
@@ -117,7 +200,7 @@ def test_serve_says_when_it_is_ready_and_refuses_a_second(tmp_path: Path) -> Non
     assert process.stdout is not None
     assert json.loads(process.stdout.readline()) == {"socket": str(socket), "pid": process.pid}
     second = subprocess.run([*command, str(socket)], capture_output=True, text=True, check=False)
-    assert second.returncode == 1
+    assert second.returncode == 2
     assert "owns" in second.stderr
     assert second.stdout == ""
     process.terminate()
@@ -223,7 +306,7 @@ def test_a_process_stands_once_in_the_table_of_clients(manager: managers.Manager
         text, document = run("status"), json.loads(run("status", "--json"))
         del kept
     assert [row["pid"] for row in document["clients"]] == [os.getpid()] * 2
-    assert re.findall(rf"\b{os.getpid()}\b.*", text)[0].count("serve.py (2 connections)") == 1
+    assert re.findall(rf".*\b{os.getpid()}\b.*", text)[0].count("serve.py (2 connections)") == 1
     assert len(re.findall(rf"\b{os.getpid()}\b", text)) == 1
     assert "2 leases of 1 process\n" in re.sub(" +\n", "\n", text)
     assert f"at {manager.socket}, up" in text  # piped: nothing is cut or folded
@@ -233,7 +316,7 @@ def test_a_process_stands_once_in_the_table_of_clients(manager: managers.Manager
 def test_nothing_to_stop_is_said_as_that(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     socket = tmp_path / "m.sock"
-    said = run("stop", "--socket", str(socket), status=1)
+    said = run("stop", "--socket", str(socket), status=3)
     assert f"no memory manager runs at {socket}" in said
     assert "serve" not in said
 

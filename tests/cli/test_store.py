@@ -202,7 +202,7 @@ def test_a_name_that_is_not_there_is_said_with_the_nearest(shell: Shell) -> None
     for verb in ("show org/bse", "delete org/bse --yes", "delete org/bse", "export orgbase x"):
         arguments = verb.split()
         done = CliRunner().invoke(main, [*arguments, "--store", str(shell.store)])
-        assert (done.exit_code, done.stdout) == (1, "")
+        assert (done.exit_code, done.stdout) == (2, "")
         assert f"no checkpoint {arguments[1]!r}, perhaps 'org/base'; see" in done.stderr
 
 
@@ -319,18 +319,15 @@ def test_a_path_that_leads_nowhere_is_wrong_use(shell: Shell) -> None:
     assert "nowhere: no such file or folder" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["list"], "there is no store"),
-        (["export", "m", "out"], "there is no store"),
-    ],
-)
-def test_what_is_not_there_is_status_1(shell: Shell, arguments: list[str], said: str) -> None:
-    result = shell.run(*arguments)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert said in result.stderr
+def test_where_nothing_was_imported_yet_is_said(shell: Shell) -> None:
+    result = shell.run("export", "m", "out")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "there is no store yet" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+    for verb in ("list", "stats", "gc", "du"):
+        assert said(main, verb, "--store", shell.store).startswith(f"no store yet at {shell.store}")
+        json.loads(said(main, verb, "--json", "--store", shell.store))
+    assert not shell.store.exists()
 
 
 def test_a_damaged_marker_is_mended(shell: Shell) -> None:

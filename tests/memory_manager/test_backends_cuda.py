@@ -283,7 +283,7 @@ def test_a_manager_of_a_gpu_that_is_not_there_says_what_to_install(tmp_path: Pat
     command = [sys.executable, "-c", code, "--device", "0", "--socket", str(tmp_path / "m.sock")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "tensor-dedup[cuda]" in done.stderr
+    assert "pip install '.[cuda]'" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

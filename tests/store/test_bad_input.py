@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -251,9 +252,31 @@ def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
         checkpoint.read("t")
 
 
-def test_a_taken_name_is_refused_before_anything_is_read(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(NameTakenError, match="--replace"):
-        store.import_(tmp_path / "not even there", "m")
+def test_a_taken_name_is_refused_and_nothing_is_written(store: Store, tmp_path: Path) -> None:
+    before = content(store.path)
+    for size in (100, 101):  # of the same length, and of another
+        blob = safetensors(u8(t=noise(7, size * KIB)))
+        other = write(tmp_path / str(size), {"model.safetensors": blob})
+        with pytest.raises(NameTakenError, match="--replace"):
+            store.import_(other, "m")
+    assert content(store.path) == before
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_the_same_again_is_unchanged_unless_it_cannot_be_read(
+    store: Store, tmp_path: Path, external: bool
+) -> None:
+    folder = write(tmp_path / "again", {"model.safetensors": safetensors(u8(t=noise(8, 90 * KIB)))})
+    first, again = (store.import_(folder, external=external) for _ in range(2))
+    assert (first.unchanged, again.unchanged) == (False, True)
+    assert (again.manifest, again.tensors, again.stored_bytes) == (first.manifest, 1, 0)
+    if external:
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        (folder / "model.safetensors").unlink()
+        assert any(each.damage for each in store.usage().checkpoints)
+        assert not store.import_(copy, "again").unchanged  # what is lost is stored again
+        assert not any(each.damage for each in store.usage().checkpoints)
+    assert store.verify(full=True).fine
 
 
 @pytest.mark.parametrize("hours", [-1.0, float("nan")])

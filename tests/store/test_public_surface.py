@@ -35,6 +35,21 @@ def test_tensors_are_loaded_by_the_name_of_their_checkpoint(store: Store) -> Non
         store.load("model", ["c"])
 
 
+def test_without_torch_tensors_cannot_be_loaded_and_the_error_says_what_to_do() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import tensor_dedup\n"
+        "try:\n"
+        "    tensor_dedup.load_tensors\n"
+        "except tensor_dedup.UnsupportedError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "needs torch; in your clone of tensor-dedup, run `pip install '.[torch]'`" in done.stdout
+
+
 def test_a_store_is_opened_without_torch(store: Store) -> None:
     program = (
         "import sys; from tensor_dedup.store import Store\n"

@@ -19,6 +19,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "digest",
             "dtypes",
             "config",
+            "settings",
+            "sizes",
             "sqlite",
             "libc",
             "formats",

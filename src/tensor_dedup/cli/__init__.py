@@ -10,6 +10,7 @@ a result.
 
 import importlib
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -26,13 +27,19 @@ _HYPHEN: Final = "\ue000"  # of no text
 
 VERBS: Mapping[str, str] = {
     "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
+    "cat": "Write the bytes of a stored tensor to stdout.",
+    "completion": "Print the script by which a shell completes verbs and names.",
     "delete": "Forget a checkpoint of the store.",
+    "doctor": "Say what will be shared on this machine, and why not.",
+    "du": "Say what each checkpoint takes on disk, and what deleting it gives back.",
     "evict": "Drop from shared memory what nobody uses.",
     "export": "Write a stored checkpoint's files, byte for byte.",
+    "find": "Say which checkpoints hold the tensor of a digest.",
     "gc": "Give back the space of what no stored checkpoint uses.",
     "import": "Take a checkpoint into the store, each distinct tensor once.",
     "list": "List the checkpoints of the store.",
     "pin": "Keep a checkpoint in shared memory.",
+    "rename": "Give a stored checkpoint another name.",
     "repair": "Restore what is damaged or lost in the store.",
     "runs": "Training checkpoints: what the runs of a store hold.",
     "serve": "Run the memory manager, which lends weights to the engines of this user.",
@@ -44,15 +51,32 @@ VERBS: Mapping[str, str] = {
     "unpin": "Let a pinned checkpoint be evicted again.",
     "verify": "Read the store and say what is wrong.",
 }
+# In the order of the help; a verb that is in none of them is the last group's.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Compare": ("analyze", "diff"),
+    "Store": (
+        *("import", "list", "show", "du", "stats", "find", "cat", "export", "rename", "delete"),
+        *("gc", "verify", "repair"),
+    ),
+    "Runs": ("runs",),
+    "Memory": ("serve", "status", "top", "pin", "unpin", "evict", "stop"),
+    "Other": ("doctor", "completion"),
+}
 _COMMANDS: Mapping[str, str] = {
     "analyze": "tensor_dedup.cli.analyze:command",
+    "cat": "tensor_dedup.cli.contents:cat",
+    "completion": "tensor_dedup.cli.completion:command",
     "delete": "tensor_dedup.cli.store:delete",
+    "doctor": "tensor_dedup.cli.doctor:command",
+    "du": "tensor_dedup.cli.contents:du",
     "evict": "tensor_dedup.cli.manager:evict",
     "export": "tensor_dedup.cli.store:export",
+    "find": "tensor_dedup.cli.contents:find",
     "gc": "tensor_dedup.cli.store:gc",
     "import": "tensor_dedup.cli.store:import_",
     "list": "tensor_dedup.cli.store:list_",
     "pin": "tensor_dedup.cli.manager:pin",
+    "rename": "tensor_dedup.cli.store:rename",
     "repair": "tensor_dedup.cli.store:repair",
     "runs": "tensor_dedup.cli.runs:command",
     "serve": "tensor_dedup.cli.serve:command",
@@ -111,10 +135,16 @@ def _one_line(error: Exception) -> str:
 
 
 def printable(name: str) -> str:
-    """Return the text with invisible characters (escapes, controls, direction marks) escaped."""
-    if name.isprintable():
+    """Return the text with what is invisible (escapes, controls, direction marks) escaped.
+
+    What stdout has no characters for is escaped, too.
+    """
+    if not name.isprintable():
+        name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    if name.isascii():
         return name
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+    encoding = sys.stdout.encoding or "ascii"
+    return name.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class _Formatter(click.HelpFormatter):
@@ -194,6 +224,17 @@ class VerbGroup(Program):
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command = getattr(importlib.import_module(module), name)
         return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs in groups."""
+        *_, last = GROUPS
+        grouped = {verb for group in GROUPS.values() for verb in group}
+        for title, group in GROUPS.items():
+            verbs = [verb for verb in group if verb in VERBS]
+            verbs += [verb for verb in VERBS if title == last and verb not in grouped]
+            if verbs:
+                with formatter.section(title):
+                    formatter.write_dl([(verb, VERBS[verb]) for verb in verbs], col_max=12)
 
     def sentence(self, ctx: click.Context, verb: str) -> str:
         # Its own docstring would have to be imported.

@@ -1,10 +1,15 @@
 """The verbs of a memory manager that runs: status, top, pin, unpin, evict, stop."""
 
 import errno
+import os
 import re
+import select
+import sys
+import termios
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import PurePath
@@ -16,8 +21,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli import Failure, WrongUse
-from tensor_dedup.cli.output import Dotted, cell, console, counted, json_option, say, short
+from tensor_dedup.cli import NobodyThere, WrongUse
+from tensor_dedup.cli.output import Dotted, console, counted, fitted, json_option, say, short
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
@@ -59,7 +64,8 @@ def _socket_option(verb: _Verb, callback: Callable[..., Any] | None) -> _Verb:
         type=click.Path(dir_okay=False),
         metavar="PATH",
         callback=callback,
-        help=f"The manager's socket; by default ${ENVIRONMENT}, else {short(default_socket())}.",
+        help=f"The manager's socket; by default ${ENVIRONMENT}, else `socket` of "
+        f"tensor-dedup.toml, else {short(default_socket())}.",
     )(verb)
 
 
@@ -102,12 +108,13 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
             f"{counted(t.residents, 'tensor')}, {human(t.resident_bytes)}; {layers}",
         ),
         ("leased", f"{human(t.leased_bytes)}, {leases} of {_processes(overview)}"),
+        ("saved", _saving(overview)),
         ("pinned", human(t.pinned_bytes) + (f" ({', '.join(t.pins)})" if t.pins else "")),
         ("look-ups", f"{counted(t.hits, 'layer')} found, {t.misses} not; {t.published} published"),
         ("builds", f"{t.builds} under way, {waiting} waiting, {t.takeovers} taken over"),
         ("evicted", human(t.evicted_bytes)),
     ):
-        table.add_row(name, cell(value))
+        table.add_row(name, Dotted(value))
     if t.lingering_bytes:
         table.add_row("lingering", f"{human(t.lingering_bytes)} of processes that were cut off")
     if isinstance(use, DeviceUse):
@@ -115,10 +122,19 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
         table.add_row(
             "GPU", f"{use.name}: {human(use.used)} of {human(use.total)} in use, as NVML counts"
         )
-        table.add_row("", f"{len(use.processes)} processes on it, {others} no clients of this")
+        here = "1 process" if len(use.processes) == 1 else f"{len(use.processes)} processes"
+        table.add_row("", f"{here} on it, {others} no clients of this")
     elif use is not None:
         table.add_row("GPU", f"not available: {use.reason}")
     return table
+
+
+def _saving(overview: Overview) -> str:
+    saved, leased = overview.saved_bytes, overview.totals.leased_bytes
+    if not saved:
+        return f"{human(0)}: no two processes use the same tensor"
+    share = saved / (saved + leased)
+    return f"{human(saved)} of {human(saved + leased)} by sharing ({share:.0%})"
 
 
 def _processes(overview: Overview) -> str:
@@ -126,35 +142,34 @@ def _processes(overview: Overview) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
-def clients(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
+def clients(
+    out: Console, overview: Overview, use: DeviceUse | NotAvailable | None = None
+) -> tuple[Table, str]:
     """Which process holds what; with NVML, what each has of the GPU in all.
 
     What several connections of a process lease counts for each of them.
     """
-    gpu = ("on the GPU",) if isinstance(use, DeviceUse) else ()
-    table = _table("pid", "client", "leases", "leased", "builds", "connected", *gpu)
     of_pid: dict[int, list[ClientRow]] = {}
     for row in overview.clients:
         of_pid.setdefault(row.pid, []).append(row)
-    for pid, rows in of_pid.items():
-        cells: list[Text | str] = [
-            str(pid),
-            _client(rows),
-            str(sum(row.leases for row in rows)),
-            human(sum(row.leased_bytes for row in rows)),
-            str(sum(row.builds for row in rows)),
-            _time(max(row.connected_s for row in rows)),
-        ]
-        if isinstance(use, DeviceUse):
-            cells.append(_of_process(use, pid))
-        table.add_row(*cells)
-    return table
+    processes = list(of_pid.values())
+    columns = {
+        "pid": [str(pid) for pid in of_pid],
+        "leases": [str(sum(row.leases for row in rows)) for rows in processes],
+        "leased": [human(sum(row.leased_bytes for row in rows)) for rows in processes],
+        "builds": [str(sum(row.builds for row in rows)) for rows in processes],
+        "connected": [_time(max(row.connected_s for row in rows)) for rows in processes],
+    }
+    if isinstance(use, DeviceUse):
+        columns["on the GPU"] = [_of_process(use, pid) for pid in of_pid]
+    names = [_client(rows) for rows in processes]
+    return fitted(out, "client", names, columns, ["builds", "connected", "leases"])
 
 
-def _client(rows: Sequence[ClientRow]) -> Text:
+def _client(rows: Sequence[ClientRow]) -> str:
     """The names that the connections of one process gave, each once."""
     names = ", ".join(dict.fromkeys(row.name for row in rows))
-    return cell(names + (f" ({len(rows)} connections)" if len(rows) > 1 else ""))
+    return names + (f" ({len(rows)} connections)" if len(rows) > 1 else "")
 
 
 def _of_process(use: DeviceUse, pid: int) -> str:
@@ -164,36 +179,29 @@ def _of_process(use: DeviceUse, pid: int) -> str:
     return "?" if found.nbytes is None else human(found.nbytes)
 
 
-def checkpoints(overview: Overview) -> Table:
+def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
     """Bytes by checkpoint; a tensor that several share counts for each."""
-    table = _table("checkpoint", "tensors", "size", "in use", "pinned")
-    for row in overview.checkpoints:
-        pinned = "yes" if row.pinned else ""
-        size, used = human(row.nbytes), human(row.leased_bytes)
-        table.add_row(Dotted(row.name), str(row.residents), size, used, pinned)
-    return table
+    rows = overview.checkpoints
+    columns = {
+        "tensors": [str(row.residents) for row in rows],
+        "size": [human(row.nbytes) for row in rows],
+        "in use": [human(row.leased_bytes) for row in rows],
+        "pinned": ["yes" if row.pinned else "" for row in rows],
+    }
+    return fitted(out, "checkpoint", [row.name for row in rows], columns, ["tensors", "pinned"])
 
 
-def builds(overview: Overview) -> Table:
+def builds(out: Console, overview: Overview) -> tuple[Table, str]:
     """Puts under way."""
-    table = _table("put", "pid", "state", "layers", "slab", "silent for")
-    for row in overview.builds:
-        silent = f"{row.silent_s:.1f} s"
-        table.add_row(
-            str(row.put), str(row.pid), row.state, str(row.keys), human(row.nbytes), silent
-        )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    for column in columns:
-        text = column in ("client", "checkpoint", "state", "pinned")
-        if text:
-            table.add_column(column, overflow="fold")
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
-    return table
+    rows = overview.builds
+    columns = {
+        "pid": [str(row.pid) for row in rows],
+        "state": [row.state for row in rows],
+        "layers": [str(row.keys) for row in rows],
+        "slab": [human(row.nbytes) for row in rows],
+        "silent for": [f"{row.silent_s:.1f} s" for row in rows],
+    }
+    return fitted(out, "put", [str(row.put) for row in rows], columns, ["layers", "state"])
 
 
 def _time(seconds: float) -> str:
@@ -277,15 +285,24 @@ def status(socket: str | None, as_json: bool) -> None:
         say(document(overview, use), as_json)
         return
     out = console()
-    out.print(numbers(overview, use))
-    if overview.clients:
-        out.print(clients(overview, use))
-    for rows, table in (
-        (overview.checkpoints, checkpoints),
-        (overview.builds, builds),
+    for each in _shown(out, overview, use):
+        out.print(each)
+
+
+def _shown(
+    out: Console, overview: Overview, use: DeviceUse | NotAvailable | None
+) -> Iterator[Table | Text]:
+    """The numbers, the tables that are not empty, and what they have no room for."""
+    yield numbers(overview, use)
+    for rows, (table, left_out) in (
+        (overview.clients, clients(out, overview, use)),
+        (overview.checkpoints, checkpoints(out, overview)),
+        (overview.builds, builds(out, overview)),
     ):
         if rows:
-            out.print(table(overview))
+            yield table
+        if rows and left_out:
+            yield Text(left_out)
 
 
 @click.command(name="top")
@@ -300,7 +317,10 @@ def status(socket: str | None, as_json: bool) -> None:
 @place_options
 @json_option
 def top(every: float, socket: str | None, as_json: bool) -> None:
-    """Show the manager's numbers and tables until Ctrl-C. With --json: once, as `status` does."""
+    """Show the manager's numbers and tables until q or Ctrl-C.
+
+    With --json: once, as `status` does.
+    """
     with suppress(KeyboardInterrupt), Admin(socket) as admin:
         if as_json:
             overview = admin.overview()
@@ -308,21 +328,44 @@ def top(every: float, socket: str | None, as_json: bool) -> None:
             return
         console = Console()
         live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
-        with live:
+        with live, _keys() as quits:
             while True:
-                live.update(_screen(admin), refresh=True)
-                time.sleep(every)
+                live.update(_screen(console, admin), refresh=True)
+                if quits(every):
+                    return
 
 
-def _screen(admin: Admin) -> Group:
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """What waits for so many seconds, or until q is pressed: whether it was."""
+    if not sys.stdin.isatty():
+        yield _wait
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield _pressed_q
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _wait(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _pressed_q(seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and os.read(sys.stdin.fileno(), 1) in b"qQ":
+            return True
+    return False
+
+
+def _screen(out: Console, admin: Admin) -> Group:
     overview = admin.overview(residents=False)
-    use = on_device(admin)
-    return Group(
-        numbers(overview, use),
-        clients(overview, use),
-        checkpoints(overview),
-        builds(overview),
-    )
+    return Group(*_shown(out, overview, on_device(admin)))
 
 
 @click.command(name="pin")
@@ -400,14 +443,14 @@ _NOBODY: Final = (errno.ENOENT, errno.ECONNREFUSED)
 def stop(socket: str | None, as_json: bool) -> None:
     """End the memory manager. Engines keep what they have mapped; new ones load from disk.
 
-    Exit status 1 when none runs.
+    Exit status 3 when none runs.
     """
     try:
         admin = Admin(socket)
     except ManagerGoneError as error:
         if error.facts.get("errno") not in _NOBODY:
             raise
-        raise Failure(
+        raise NobodyThere(
             f"no memory manager runs at {socket_path(socket)}, so there is nothing to stop; "
             f"--socket or {ENVIRONMENT} names another one"
         ) from error

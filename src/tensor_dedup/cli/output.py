@@ -6,7 +6,7 @@ Names come from files, and are anybody's text, also a terminal's commands: none 
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -16,18 +16,32 @@ from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli import Declined, WrongUse, printable
+from tensor_dedup.sizes import parse_size
+from tensor_dedup.text_table import human
 
 _WIDE: Final = 10_000
-_PART: Final = re.compile(r"[^./]*[./]*")
+_TOKEN: Final = re.compile(r"[^ ]+ *| +")
+_PART: Final = re.compile(r"[^./]+[./]*|[./]+")
+_WORD: Final = re.compile(r"[^./_@+=: -]+[./_@+=: -]*|[./_@+=: -]+")
+# Columns of words; all others are numbers, which stand to the right.
+_WORDS: Final = frozenset(
+    {"kind", "status", "dtype", "codec", "digest", "shape", "imported", "pinned", "saved", "state"}
+)
+# What a table adds to each of its columns, and once.
+_BORDER: Final = 3
+# Of a name this much stays on a line, if it is that long, and a revision of a repository does.
+_NAME: Final = 32
+_REVISION: Final = 40
 
 
 def cell(name: str) -> Text:
@@ -36,24 +50,35 @@ def cell(name: str) -> Text:
 
 
 class Dotted:
-    """A table cell with a name, which wraps after a dot or a slash."""
+    """A table cell with a name, which wraps after a dot or a slash, and inside no word."""
 
     def __init__(self, name: str) -> None:
         self._name = printable(name)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        widest = max(len(part) for part in _PART.findall(self._name))
+        widest = max(map(len, _WORD.findall(self._name)), default=0)
         limit = options.max_width
         return Measurement(min(widest, limit), min(len(self._name), limit))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line, lines = "", list[str]()
-        for part in _PART.findall(self._name):
+        for part in self._parts(options.max_width):
             if line and len(line) + len(part) > options.max_width:
                 lines.append(line)
                 line = ""
             line += part
         yield Text("\n".join([*lines, line]), overflow="fold")
+
+    def _parts(self, width: int) -> list[str]:
+        """What no line breaks: between spaces, then dots, then words where one is too long."""
+        parts = [self._name]
+        for finer in (_TOKEN, _PART, _WORD):
+            parts = [
+                each
+                for part in parts
+                for each in ([part] if len(part) <= width else finer.findall(part))
+            ]
+        return parts
 
 
 def counted(count: int, noun: str) -> str:
@@ -65,8 +90,35 @@ def listing(name: str, *others: str) -> Table:
     """Return a table of names, which may wrap, and of columns that may not."""
     table = Table(name)
     for each in others:
-        table.add_column(each, no_wrap=True)
+        table.add_column(each, no_wrap=True, justify="left" if each in _WORDS else "right")
     return table
+
+
+def fitted(
+    out: Console,
+    heading: str,
+    names: Sequence[str],
+    columns: Mapping[str, Sequence[str]],
+    least: Sequence[str],
+) -> tuple[Table, str]:
+    """Return a table of names and columns, and a line about those for which there is no room.
+
+    Where a terminal is narrow the columns in `least` go, one by one, so that names are readable.
+    """
+    widths = {c: max(map(len, [c, *cells]), default=0) for c, cells in columns.items()}
+    longest = max(map(len, [heading, *names]))
+    word = max((len(word) for name in names for word in _WORD.findall(name)), default=0)
+    room = out.width - 1 - _BORDER - max(min(_NAME, longest), min(_REVISION, word))
+    left_out = list[str]()
+    for column in (each for each in least if each in columns):
+        if sum(width + _BORDER for c, width in widths.items() if c not in left_out) > room:
+            left_out.append(column)
+    shown = [column for column in columns if column not in left_out]
+    table = listing(heading, *shown)
+    for number, name in enumerate(names):
+        table.add_row(Dotted(name), *(Text(columns[column][number]) for column in shown))
+    more = f"No room for: {', '.join(left_out)}; a pipe and --json have all." if left_out else ""
+    return table, more
 
 
 def short(path: Path) -> str:
@@ -94,6 +146,20 @@ def json_option(verb: _Verb) -> _Verb:
     )
 
 
+def byte_size(least: int = 0) -> Callable[[str | int], int]:
+    """The `type` of an option that is a number of bytes, with a unit or without one."""
+
+    def converted(value: str | int) -> int:
+        nbytes = value if isinstance(value, int) else parse_size(value)
+        if nbytes is None:
+            raise click.BadParameter(f"{value!r} is not a size; write for example 64GiB")
+        if nbytes < least:
+            raise click.BadParameter(f"{nbytes} bytes are too few, {least} the least")
+        return nbytes
+
+    return converted
+
+
 def yes_option(verb: _Verb) -> _Verb:
     """`--yes`, as `yes`."""
     return click.option("--yes", is_flag=True, help="Do not ask.")(verb)
@@ -113,13 +179,21 @@ def ask(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise WrongUse(f"{question} There is no terminal to ask on; pass --yes.")
+        raise WrongUse(f"{question} Refusing without confirmation; pass --yes.")
     try:
         agreed = click.confirm(question, err=True)
     except click.Abort:  # which is what click makes of Ctrl-C
         raise KeyboardInterrupt from None
     if not agreed:
         raise Declined("declined; nothing was changed")
+
+
+class _Rate(ProgressColumn):
+    """Bytes a second, in the units of the sizes beside it."""
+
+    def render(self, task: Task) -> Text:
+        rate = task.finished_speed or task.speed
+        return Text("" if rate is None else f"{human(int(rate))}/s")
 
 
 class ByteBar:
@@ -132,7 +206,7 @@ class ByteBar:
             TextColumn(label),
             BarColumn(),
             DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            _Rate(),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,

@@ -2,40 +2,25 @@
 
 import json
 import os
-import re
 
 import click
 
 from tensor_dedup.cli.manager import socket_option
-from tensor_dedup.cli.output import json_option
+from tensor_dedup.cli.output import byte_size, json_option
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
 from tensor_dedup.memory_manager.server.metrics import LOOPBACK
 from tensor_dedup.memory_manager.server.preload import Preload
+from tensor_dedup.text_table import human
 
 _HANDLES = tuple(2 << power for power in range(20, 26))
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
-def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """A number of bytes, with K, M, G or T for powers of 1024."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
-    if match is None:
-        raise click.BadParameter(f"{value!r} is no number of bytes; write for example 64G")
-    nbytes = int(match[1]) << _UNITS[match[2].upper()]
-    if nbytes < MIN_BUDGET:
-        raise click.BadParameter(f"{nbytes} bytes are too few, {MIN_BUDGET} the least")
-    return nbytes
-
-
-def _handle(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
+def _handle(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int:
     """2, 4, 8, 16, 32 or 64 MiB."""
-    nbytes = _bytes(ctx, param, value) or 0
-    if nbytes and nbytes not in _HANDLES:
-        raise click.BadParameter(f"{value!r} is not 2, 4, 8, 16, 32 or 64 MiB")
-    return nbytes
+    if value is not None and value not in _HANDLES:
+        raise click.BadParameter(f"{human(value)} is not 2, 4, 8, 16, 32 or 64 MiB")
+    return value or 0
 
 
 def _json_object(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
@@ -51,9 +36,10 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
 @click.command(name="serve")
 @click.option(
     "--budget",
-    callback=_bytes,
-    metavar="BYTES",
-    help="Most memory to hold, for example 64G; by default half of what there is.",
+    type=byte_size(MIN_BUDGET),
+    metavar="SIZE",
+    help="Most memory to hold, for example 64GiB; by default `budget` of "
+    "tensor-dedup.toml, else half of what there is.",
 )
 @click.option(
     "--metrics",
@@ -102,9 +88,10 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
 )
 @click.option(
     "--handle",
+    type=byte_size(),
     callback=_handle,
-    metavar="BYTES",
-    help="With --device: memory comes in multiples of this, 2M (the default) to 64M.",
+    metavar="SIZE",
+    help="With --device: memory comes in multiples of this, 2MiB (the default) to 64MiB.",
 )
 @click.option(
     "--preload",

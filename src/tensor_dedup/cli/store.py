@@ -1,6 +1,7 @@
-"""The verbs of the store: import, export, list, show, stats, delete, gc, verify, repair."""
+"""The verbs of the store: import, export, list, show, stats, rename, delete, gc, verify, repair."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -8,7 +9,6 @@ from typing import Any, Final, Literal, TypeVar
 import click
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from tensor_dedup.cli import Failure, WrongUse, printable
 from tensor_dedup.cli.output import (
@@ -18,6 +18,7 @@ from tensor_dedup.cli.output import (
     cell,
     console,
     counted,
+    fitted,
     json_option,
     listing,
     say,
@@ -40,10 +41,11 @@ from tensor_dedup.store import (
     StoredCheckpoint,
     VerifyResult,
 )
-from tensor_dedup.store.errors import NameTakenError
+from tensor_dedup.store.errors import NameTakenError, NoStoreError
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
+from tensor_dedup.store.upkeep.usage import Usage
 from tensor_dedup.store.writing.sources import HubSnapshot, cache_path, snapshots
 from tensor_dedup.text_table import human
 
@@ -56,8 +58,23 @@ def store_option(verb: _Verb) -> _Verb:
         "--store",
         type=click.Path(file_okay=False),
         metavar="DIR",
-        help=f"The store; by default ${ENVIRONMENT}, else {short(own_path())}.",
+        help=f"The store; by default ${ENVIRONMENT}, else `store` of tensor-dedup.toml, "
+        f"else {short(own_path())}.",
     )(verb)
+
+
+def stored_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the names in the store that begin so, of runs too where they go."""
+    with suppress(TensorDedupError, OSError):
+        opened = existing(context.params.get("store"))
+        runs = opened.runs() if context.info_name == "du" else []
+        return [name for name in (*runs, *opened.names()) if name.startswith(incomplete)]
+    return []
+
+
+def name_argument(verb: _Verb) -> _Verb:
+    """`NAME`, of a checkpoint in the store, as `name`."""
+    return click.argument("name", shell_complete=stored_names)(verb)
 
 
 def follow_links_option(verb: _Verb) -> _Verb:
@@ -86,9 +103,36 @@ def existing(store: str | None) -> Store:
     return Store.open(store, create=False)
 
 
+def existing_or_said(
+    store: str | None, as_json: bool, document: Mapping[str, object]
+) -> Store | None:
+    """The store that is there; None once it is said that there is none yet, or `document` is."""
+    try:
+        return existing(store)
+    except NoStoreError as error:
+        path = error.facts["path"]
+        say(document, as_json, f"no store yet at {path}; `tensor-dedup import` makes one")
+        return None
+
+
 def empty(store: Store, what: str) -> str:
     """That there is nothing, where that was, and how to look elsewhere."""
     return f"{store.path} holds {what}; --store DIR or {ENVIRONMENT} names another store"
+
+
+def print_fitted(
+    store: Store,
+    heading: str,
+    names: Sequence[str],
+    columns: Mapping[str, Sequence[str]],
+    least: Sequence[str],
+) -> None:
+    """A table of what a store has, as `fitted` makes it, under the store's path."""
+    out = console()
+    table, left_out = fitted(out, heading, names, columns, least)
+    print_table(store, table)
+    if left_out:
+        out.print(left_out)
 
 
 def print_table(store: Store, table: Table) -> None:
@@ -105,7 +149,12 @@ def print_table(store: Store, table: Table) -> None:
 )
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
 @click.option("--compress", type=click.Choice(["auto"]), help="Encode what gets a tenth smaller.")
-@click.option("--base", metavar="N", help="With --compress: what to store differences from.")
+@click.option(
+    "--base",
+    metavar="N",
+    shell_complete=stored_names,
+    help="With --compress: what to store differences from.",
+)
 @click.option("--external", is_flag=True, help="Index the weights where they are; copy none.")
 @click.option("--hub-cache", is_flag=True, help="All of your Hugging Face cache, in place.")
 @follow_links_option
@@ -167,6 +216,8 @@ def import_(
 
 
 def _import_lines(result: ImportResult) -> list[str]:
+    if result.unchanged:
+        return [f"{result.name}: unchanged, {counted(result.tensors, 'tensor')}"]
     lines = [
         f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
         f"new {human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}, "
@@ -208,12 +259,17 @@ def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: 
 class _CacheImport:
     def __init__(self, store: Store, replace: bool, follow_links: bool) -> None:
         self._store, self._replace, self._follow_links = store, replace, follow_links
+        # Names have the revision in them: what is there under one is not hashed again to see that.
+        self._there = set[str]() if replace else {each.name for each in store.list()}
         self.done: list[ImportResult] = []
         self.left_out: dict[str, str] = {}
         self.failed: dict[str, str] = {}
 
     def take(self, snapshot: HubSnapshot) -> None:
         """Index one; what is no checkpoint of ours, or there already, is left out."""
+        if snapshot.name in self._there:
+            self.left_out[snapshot.name] = "it is in the store already"
+            return
         try:
             with ByteBar(snapshot.name) as progress:
                 result = self._store.import_(
@@ -225,10 +281,7 @@ class _CacheImport:
                     external=True,
                     follow_links=self._follow_links,
                 )
-        except NameTakenError as error:
-            told = str(error) if self._replace else "it is in the store already"
-            self.left_out[snapshot.name] = told
-        except (CheckpointNotFoundError, UnsupportedError) as error:
+        except (NameTakenError, CheckpointNotFoundError, UnsupportedError) as error:
             self.left_out[snapshot.name] = str(error)
         except TensorDedupError as error:
             self.failed[snapshot.name] = str(error)
@@ -249,8 +302,8 @@ class _CacheImport:
 
 
 @click.command(name="export")
-@click.argument("name")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@name_argument
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @store_option
 @json_option
 def export(name: str, directory: Path, store: str | None, as_json: bool) -> None:
@@ -258,6 +311,8 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
 
     Every byte is compared with its digest on the way.
     """
+    if str(directory) == "-":
+        raise WrongUse("an export is a folder of files: name one; `cat` writes a tensor to stdout")
     with ByteBar("exporting") as progress:
         paths = existing(store).export(name, directory, progress=progress)
     document = {"name": name, "files": [str(path) for path in paths]}
@@ -269,62 +324,82 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
-    """List the checkpoints of the store. Exit status 1 when one of them cannot be read."""
-    opened = existing(store)
-    found = opened.list()
-    damaged = [each for each in found if each.damage is not None]
+    """List what the store holds: checkpoints, and each training run with its steps.
+
+    `unique` is what deleting one gives back, once `gc` has run. Exit status 1 when one of them
+    cannot be read, such as an external one whose files were moved.
+    """
+    opened = existing_or_said(store, as_json, {"checkpoints": [], "damaged": [], "usage": []})
+    if opened is None:
+        return
+    found, usage = opened.list(), opened.usage().checkpoints
+    both: list[Listed | Usage] = [*usage, *found]
+    damaged = {each.name: each for each in both if each.damage is not None}
     if as_json:
         document = {
             "store": str(opened.path),
-            "checkpoints": [each.to_dict() for each in found if each.damage is None],
-            "damaged": [each.to_dict() for each in damaged],
+            "checkpoints": [each.to_dict() for each in found if each.name not in damaged],
+            "damaged": [{"name": n, "what": each.damage} for n, each in damaged.items()],
+            "usage": [each.to_dict() for each in usage],
         }
         say(document, as_json)
     elif found:
-        print_table(opened, _listing_table(found))
-        say({}, as_json, *damage_lines(damaged))
+        print_fitted(opened, *_listing(usage))
+        say({}, as_json, *damage_lines(list(damaged.values())))
     else:
         say({}, as_json, empty(opened, "no checkpoints"))
     if damaged:
         ctx.exit(1)
 
 
-def damage_lines(damaged: Sequence[Listed]) -> list[str]:
+def damage_lines(damaged: Sequence[Listed | Usage]) -> list[str]:
     """What is wrong with each of these, for people."""
     return [f"{each.name} cannot be read: {each.damage}" for each in damaged]
 
 
-def _listing_table(found: list[Listed]) -> Table:
-    table = listing("name", "files", "size", "imported")
-    for each in found:
-        when = datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        size = "damaged" if each.damage is not None else human(each.nbytes)
-        table.add_row(Dotted(each.name), str(each.files or "-"), size, when)
-    return table
+def _listing(found: Sequence[Usage]) -> tuple[str, list[str], dict[str, list[str]], list[str]]:
+    columns: dict[str, list[str]] = {
+        "kind": [each.kind for each in found],
+        "steps": [str(each.steps) if each.kind == "run" else "-" for each in found],
+        "size": [human(each.nbytes) for each in found],
+        "unique": [known(each.reclaimable_bytes) for each in found],
+        "imported": [
+            datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M")
+            for each in found
+        ],
+        "status": [
+            "ok" if each.damage is None else "changed" if each.kind == "external" else "damaged"
+            for each in found
+        ],
+    }
+    return "name", [each.name for each in found], columns, ["imported", "steps", "kind"]
 
 
-# What goes first where a terminal is narrow, so that names keep this width.
-_LEAST: Final = ("codec", "stored", "digest", "dtype")
-_NAME: Final = 32
-_BORDER: Final = 4
+def known(nbytes: int | None) -> str:
+    """A size, or that it is not known."""
+    return "-" if nbytes is None else human(nbytes)
+
+
+_DIGITS: Final = 12  # of a digest; `find` takes the beginning of one, too
 
 
 @click.command(name="show")
-@click.argument("name")
+@name_argument
+@click.option("--digests", is_flag=True, help="Show digests in full.")
 @store_option
 @json_option
-def show(name: str, store: str | None, as_json: bool) -> None:
+def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
     """Show the files and tensors of the checkpoint NAME; digests are those `analyze` shows."""
     with existing(store).checkpoint(name) as checkpoint:
         if as_json:
             say(_document(checkpoint), as_json)
-        else:
-            out = console()
-            out.print(_file_table(checkpoint))
-            table, left_out = _tensor_table(checkpoint, out)
-            out.print(table)
-            if left_out:
-                out.print(f"No room for: {', '.join(left_out)}; a pipe and --json have all.")
+            return
+        out = console()
+        out.print(_file_table(checkpoint))
+        table, left_out = _tensor_table(checkpoint, out, None if digests else _DIGITS)
+        out.print(table)
+        if left_out:
+            out.print(left_out)
 
 
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
@@ -353,38 +428,28 @@ def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
 
 
 def _file_table(checkpoint: StoredCheckpoint) -> Table:
-    table = Table("file", "size", title=checkpoint.name, title_justify="left")
+    table = listing("file", "size")
+    table.title, table.title_justify = printable(checkpoint.name), "left"
     for file in checkpoint.files:
-        table.add_row(cell(file.path), human(file.nbytes))
+        table.add_row(Dotted(file.path), human(file.nbytes))
     return table
 
 
-def _tensor_table(checkpoint: StoredCheckpoint, out: Console) -> tuple[Table, list[str]]:
-    """All tensors, and the columns that had to go to leave room for their names.
-
-    For other programs digests in full; on a terminal their beginning tells tensors apart.
-    """
-    digits = 8 if out.is_terminal else None
-    names, rows = [], []
-    for tensor in checkpoint:
-        codec, stored, _ = checkpoint.stored(tensor)
-        shape = "x".join(map(str, tensor.shape)) or "-"
-        sizes = human(tensor.nbytes), human(stored)
-        names.append(tensor.name)
-        rows.append((printable(tensor.dtype), shape, *sizes, codec, tensor.digest[:digits]))
-    columns = ["dtype", "shape", "size", "stored", "codec", "digest"]
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    room = out.width - _BORDER - min(_NAME, max(map(len, ["tensor", *names])))
-    left_out: list[str] = []
-    while sum(widths[columns.index(c)] + _BORDER for c in columns if c not in left_out) > room:
-        if len(left_out) == len(_LEAST):
-            break
-        left_out.append(_LEAST[len(left_out)])
-    table = listing("tensor", *(column for column in columns if column not in left_out))
-    for name, row in zip(names, rows, strict=True):
-        shown = [cell for column, cell in zip(columns, row, strict=True) if column not in left_out]
-        table.add_row(Dotted(name), *map(Text, shown))
-    return table, left_out
+def _tensor_table(
+    checkpoint: StoredCheckpoint, out: Console, digits: int | None
+) -> tuple[Table, str]:
+    tensors = list(checkpoint)
+    stored = [checkpoint.stored(tensor) for tensor in tensors]
+    columns = {
+        "dtype": [printable(tensor.dtype) for tensor in tensors],
+        "shape": ["x".join(map(str, tensor.shape)) or "-" for tensor in tensors],
+        "size": [human(tensor.nbytes) for tensor in tensors],
+        "stored": [human(nbytes) for _, nbytes, _ in stored],
+        "codec": [codec for codec, _, _ in stored],
+        "digest": [tensor.digest[:digits] for tensor in tensors],
+    }
+    names = [tensor.name for tensor in tensors]
+    return fitted(out, "tensor", names, columns, ["codec", "stored", "digest", "dtype"])
 
 
 @click.command(name="stats")
@@ -392,7 +457,10 @@ def _tensor_table(checkpoint: StoredCheckpoint, out: Console) -> tuple[Table, li
 @json_option
 def stats(store: str | None, as_json: bool) -> None:
     """Say how large the store is, what it saves, and what gc would give back."""
-    found = existing(store).stats()
+    opened = existing_or_said(store, as_json, Stats.of_nothing().to_dict())
+    if opened is None:
+        return
+    found = opened.stats()
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found.containers.items()))
     say(
         found.to_dict(),
@@ -434,7 +502,10 @@ def _encoded(found: Stats) -> list[str]:
 @json_option
 def gc(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: bool) -> None:
     """Move what no checkpoint uses to the trash, and delete what was there for the grace."""
-    opened = existing(store)
+    nothing = GcPlan((), (), (), 0, 0, done=not dry_run)
+    opened = existing_or_said(store, as_json, nothing.to_dict())
+    if opened is None:
+        return
     plan = opened.gc(grace, dry_run=True)
     if not dry_run:
         if plan.trash or plan.delete or plan.unfinished:
@@ -492,7 +563,7 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 
 
 @click.command(name="delete")
-@click.argument("name")
+@name_argument
 @yes_option
 @store_option
 @json_option
@@ -543,7 +614,10 @@ def _verify_lines(result: VerifyResult) -> list[str]:
     if users:
         lines.append(f"affected: {', '.join(users)}")
     checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
-    return [*lines, f"{counted(len(result.faults), 'fault')} ({result.level}: {checked})"]
+    lines.append(f"{counted(len(result.faults), 'fault')} ({result.level}: {checked})")
+    if not result.bytes_checked:
+        lines.append("only bookkeeping was checked: --sample P and --full read the tensors")
+    return lines
 
 
 @click.command(name="repair")
@@ -583,3 +657,14 @@ def repair(
     )
     if not result.whole:
         ctx.exit(1)
+
+
+@click.command(name="rename")
+@name_argument
+@click.argument("new_name")
+@store_option
+@json_option
+def rename(name: str, new_name: str, store: str | None, as_json: bool) -> None:
+    """Give the checkpoint NAME the name NEW_NAME, which no other has."""
+    existing(store).rename(name, new_name)
+    say({"renamed": name, "name": new_name}, as_json, f"{name} is now {new_name}")

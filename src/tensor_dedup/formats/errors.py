@@ -90,8 +90,7 @@ class CheckpointFault(FormatFault):
     )
     LINK_OUTSIDE = (
         "A symbolic link leads out of the checkpoint.",
-        "put a copy of what you trust in its place, or import or analyze with --follow-links "
-        "(follow_links=True)",
+        "put a copy of what you trust in its place, or follow such links (--follow-links)",
     )
     REPEATED_TENSOR = (
         "Two files of one checkpoint hold a tensor of the same name.",

@@ -37,6 +37,18 @@ _WEIGHTS = re.compile(
     r"(pytorch_model|diffusion_pytorch_model|adapter_model|pytorch_lora_weights|model|weights"
     r"|open_clip_pytorch_model)(?![A-Za-z]).*"
 )
+_GENERIC = frozenset(
+    {
+        "adapter_model",
+        "consolidated",
+        "diffusion_pytorch_model",
+        "model",
+        "open_clip_pytorch_model",
+        "pytorch_lora_weights",
+        "pytorch_model",
+        "weights",
+    }
+)
 _NO_WEIGHTS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)(?![A-Za-z]).*"
 )
@@ -81,6 +93,13 @@ class _Copy:
 def is_index(name: str) -> bool:
     """Return whether a file of this name is an index of shards."""
     return _INDEX.fullmatch(name) is not None
+
+
+def is_generic(name: str) -> bool:
+    """Return whether libraries give a file of weights, or an index, this name in every folder."""
+    patterns = (_INDEX, *_FILES.values())
+    found = next((match for each in patterns if (match := each.fullmatch(name))), None)
+    return found is not None and found["stem"] in _GENERIC
 
 
 def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> WeightFiles:

@@ -1,0 +1,173 @@
+"""The verbs that look into a store: du, find, cat."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from tensor_dedup.cli import WrongUse
+from tensor_dedup.cli.output import counted, json_option, say
+from tensor_dedup.cli.store import (
+    damage_lines,
+    empty,
+    existing,
+    existing_or_said,
+    known,
+    name_argument,
+    print_fitted,
+    store_option,
+    stored_names,
+)
+from tensor_dedup.store.checkpoints.runs import parse_step_name
+from tensor_dedup.store.reading.find import TensorPlace
+from tensor_dedup.store.store import Store
+from tensor_dedup.store.upkeep.usage import StoreUsage, Usage
+from tensor_dedup.text_table import human
+
+_SCHEME = "store://"
+_CHUNK = 64 << 20
+
+
+@click.command(name="du")
+@click.argument("name", required=False, shell_complete=stored_names)
+@store_option
+@json_option
+@click.pass_context
+def du(ctx: click.Context, name: str | None, store: str | None, as_json: bool) -> None:
+    """Say what each checkpoint and each run takes on disk, and what deleting it gives back.
+
+    NAME is one of them, or a step RUN@STEP. `unique` is what it alone needs, `shared` what others
+    need too. What deleting gives back counts whole files: small tensors that lie in one container
+    with those of others stay there. Exit status 1 when something of it cannot be read.
+    """
+    nothing = StoreUsage((), 0, 0, 0, 0)
+    opened = existing_or_said(store, as_json, nothing.to_dict())
+    if opened is None:
+        return
+    name = name.removeprefix(_SCHEME) if name is not None else None
+    found = opened.usage(name)
+    shown = [each for each in found.checkpoints if name in (None, each.name)]
+    if name is not None and not shown:
+        opened.check_exists(name)
+    damaged = [each for each in shown if each.damage is not None]
+    if as_json:
+        say(shown[0].to_dict() if name is not None else found.to_dict(), as_json)
+    elif not shown:
+        say({}, as_json, empty(opened, "no checkpoints"))
+    else:
+        _print(opened, shown)
+        say({}, as_json, *([] if name is not None else _totals(found)), *damage_lines(damaged))
+    if damaged:
+        ctx.exit(1)
+
+
+def _print(store: Store, found: Sequence[Usage]) -> None:
+    columns = {
+        "size": [human(each.nbytes) for each in found],
+        "unique": [human(each.unique_bytes) for each in found],
+        "shared": [human(each.shared_bytes) for each in found],
+        "in place": [human(each.external_bytes) for each in found],
+        "encoding saves": [human(each.encoding_saves_bytes) for each in found],
+        "gives back": [known(each.reclaimable_bytes) for each in found],
+    }
+    for column in ("in place", "encoding saves"):
+        if not any(getattr(each, _COUNTED[column]) for each in found):
+            del columns[column]
+    least = ["encoding saves", "in place", "size"]
+    print_fitted(store, "name", [each.name for each in found], columns, least)
+
+
+_COUNTED = {"in place": "external_bytes", "encoding saves": "encoding_saves_bytes"}
+
+
+def _totals(found: StoreUsage) -> list[str]:
+    stored = found.unique_bytes + found.shared_bytes
+    lines = [
+        f"needed     {human(stored)}: {human(found.unique_bytes)} unique, "
+        f"{human(found.shared_bytes)} shared",
+        f"on disk    {human(found.disk_bytes)}, all files of the store",
+    ]
+    if found.external_bytes:
+        lines.append(f"in place   {human(found.external_bytes)}, not in the store")
+    return lines
+
+
+@click.command(name="find")
+@click.argument("digest")
+@store_option
+@json_option
+def find(digest: str, store: str | None, as_json: bool) -> None:
+    """Say which checkpoints hold the tensor of DIGEST, or of one that begins so."""
+    opened = existing(store)
+    found = opened.find(digest)
+    if not found:
+        raise WrongUse(
+            f"{opened.path}: no tensor has a digest that begins with {digest}; `tensor-dedup show` "
+            "prints those of a checkpoint"
+        )
+    if as_json:
+        say({"digest": digest, "tensors": [each.to_dict() for each in found]}, as_json)
+        return
+    rows = _by_holder(found)
+    columns = {
+        "dtype": [place.dtype for _, place in rows],
+        "shape": ["x".join(map(str, place.shape)) or "-" for _, place in rows],
+        "size": [human(place.nbytes) for _, place in rows],
+        "digest": [place.digest[:12] for _, place in rows],
+    }
+    names = [f"{name}: {place.tensor}" for name, place in rows]
+    print_fitted(opened, "checkpoint: tensor", names, columns, ["dtype", "shape", "size", "digest"])
+
+
+def _by_holder(found: Sequence[TensorPlace]) -> list[tuple[str, TensorPlace]]:
+    """One row a checkpoint and tensor; the steps of a run that have it are one row."""
+    rows: dict[tuple[str, str, str], list[TensorPlace]] = {}
+    for place in found:
+        step = parse_step_name(place.checkpoint)
+        holder = step.run if step is not None else place.checkpoint
+        rows.setdefault((holder, place.tensor, place.digest), []).append(place)
+    named = []
+    for (holder, _, _), places in rows.items():
+        steps = {step for place in places if (step := parse_step_name(place.checkpoint))}
+        numbers = sorted({step.step for step in steps})
+        if len(numbers) > 1:
+            steps_of = counted(len(numbers), "step")
+            holder = f"{holder}@{numbers[0]} to @{numbers[-1]} ({steps_of})"
+        else:
+            holder = places[0].checkpoint
+        named.append((holder, places[0]))
+    return named
+
+
+def is_terminal() -> bool:
+    """Whether a person would be shown what is written to stdout."""
+    return sys.stdout.isatty()
+
+
+@click.command(name="cat")
+@name_argument
+@click.argument("tensor")
+@store_option
+@json_option
+def cat(name: str, tensor: str, store: str | None, as_json: bool) -> None:
+    """Write the bytes of TENSOR of the checkpoint NAME to stdout, each checked before it is.
+
+    They are those of the file: contiguous, little-endian, without a header; --json says what they
+    are instead.
+    """
+    with existing(store).checkpoint(name.removeprefix(_SCHEME)) as checkpoint:
+        found = checkpoint[tensor]
+        if as_json:
+            document = {"name": checkpoint.name, "tensor": found.name, "dtype": found.dtype}
+            sizes = {"shape": list(found.shape), "bytes": found.nbytes, "digest": found.digest}
+            say({**document, **sizes}, as_json)
+            return
+        if is_terminal():
+            raise WrongUse(
+                f"{tensor!r} is {human(found.nbytes)} of raw bytes, nothing for a terminal; send "
+                "them to a file (> FILE) or a program (|)"
+            )
+        for start in range(0, found.nbytes, _CHUNK):
+            stop = min(start + _CHUNK, found.nbytes)
+            sys.stdout.buffer.write(checkpoint.read_range(found, start, stop))
+        sys.stdout.buffer.flush()

@@ -1,0 +1,80 @@
+"""The configuration file `tensor-dedup.toml`: this user's store, socket and budget.
+
+    store = "/data/store"         # a path from the file's folder, or with ~
+    socket = "/run/user/1000/tensor-dedup/manager.sock"
+    budget = "32GiB"              # of `tensor-dedup serve`
+
+The file in the working folder counts before the one in the user's configuration folder, key by key.
+The option of a verb and the environment count before both.
+"""
+
+import os
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+import platformdirs
+
+from tensor_dedup.errors import ConfigError
+from tensor_dedup.sizes import parse_size
+
+FILE: Final = "tensor-dedup.toml"
+# Names the file to read in place of the user's own.
+ENVIRONMENT: Final = "TENSOR_DEDUP_CONFIG"
+_PATHS: Final = ("store", "socket")
+_KEYS: Final = (*_PATHS, "budget")
+
+
+def files() -> list[Path]:
+    """Return the configuration files that are there, the one that counts first before the other."""
+    named = os.environ.get(ENVIRONMENT)
+    own = Path(named) if named else platformdirs.user_config_path("tensor-dedup") / FILE
+    return [path for path in (Path(FILE).absolute(), own) if path.is_file()]
+
+
+def configured_path(key: str) -> Path | None:
+    """Return the path that a file gives for `store` or `socket`, or None.
+
+    Raises:
+        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+    """
+    for file in files():
+        value = _read(file).get(key)
+        if value is not None:
+            return file.parent / Path(value).expanduser()
+    return None
+
+
+def configured_budget() -> int | None:
+    """Return the bytes that a file gives for `budget`, or None.
+
+    Raises:
+        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+    """
+    for file in files():
+        value = _read(file).get("budget")
+        if value is not None:
+            return parse_size(str(value))
+    return None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error}); mend it", file=str(file)) from error
+    for key, value in found.items():
+        if key not in _KEYS:
+            near = get_close_matches(key, _KEYS, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KEYS)}"
+            raise _wrong(file, key, "is no setting", advice)
+        if key in _PATHS and (not isinstance(value, str) or not value):
+            raise _wrong(file, key, f"is {value!r}", 'give a path as text, as in "/data/store"')
+        if key == "budget" and (isinstance(value, bool) or parse_size(str(value)) is None):
+            raise _wrong(file, key, f"is {value!r}", 'give a size, for example "32GiB"')
+    return found
+
+
+def _wrong(file: Path, key: str, what: str, advice: str) -> ConfigError:
+    return ConfigError(f"{file}: {key} {what}; {advice}", file=str(file), key=key)

@@ -1,0 +1,77 @@
+"""Finding the tensors of a store by their digest, or the beginning of one."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import BadDigestError, UnknownNameError
+from tensor_dedup.store.format.manifests import Manifest, Piece, by_file, loose
+from tensor_dedup.store.objects import Objects
+
+_LOG = logging.getLogger("tensor_dedup")
+_DIGEST: Final = re.compile(r"[0-9a-f]{4,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A tensor of a stored checkpoint. `nbytes` is its size, not what it takes on disk."""
+
+    checkpoint: str
+    tensor: str
+    digest: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the place as a JSON object."""
+        return asdict(self)
+
+
+def find(objects: Objects, digest: str) -> list[TensorPlace]:
+    """Return the tensors whose digest begins so, by checkpoint, in a session.
+
+    Checkpoints that cannot be read are left out, with a logged warning.
+
+    Raises:
+        BadDigestError: it is not 4 to 64 hex digits.
+    """
+    if not _DIGEST.fullmatch(digest.lower()):
+        raise BadDigestError.at(repr(digest), "no digest", digest=digest)
+    pages: dict[bytes, Sequence[Piece]] = {}
+    found = list[TensorPlace]()
+    for name in objects.names():
+        try:
+            content = objects.manifest(objects.ref(name))
+            for page in content.pages:
+                if page not in pages:
+                    pages[page] = objects.page(page.hex()).pieces
+        except UnknownNameError:  # deleted since the names were read
+            continue
+        except StoreError as error:
+            _LOG.warning("%s is left out: %s", name, error)
+            continue
+        pieces = [piece for page in content.pages for piece in pages[page]]
+        found += _in_checkpoint(name, content, pieces, digest.lower())
+    return found
+
+
+def _in_checkpoint(
+    name: str, content: Manifest, pieces: Sequence[Piece], digest: str
+) -> Iterator[TensorPlace]:
+    files = ((file.prefix, part) for file, part in by_file(content, pieces))
+    for prefix, part in (*files, ("", loose(content, pieces))):
+        for piece in part:
+            if piece.name is None or not piece.digest.hex().startswith(digest):
+                continue
+            yield TensorPlace(
+                name,
+                prefix + piece.name,
+                piece.digest.hex(),
+                piece.dtype or "",
+                piece.shape or (),
+                piece.nbytes,
+            )

@@ -1,0 +1,95 @@
+"""The configuration file: option before environment before file before default."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tensor_dedup import ConfigError, Store
+from tensor_dedup.memory_manager.protocol.paths import socket_path
+from tensor_dedup.memory_manager.server.main import default_budget, own_budget
+from tensor_dedup.settings import FILE
+from tensor_dedup.sizes import parse_size
+from tensor_dedup.store.init import default_path, own_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("TENSOR_DEDUP_STORE", "TENSOR_DEDUP_SOCKET", "TENSOR_DEDUP_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "config" / "tensor-dedup").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def write_own(folder: Path, text: str) -> Path:
+    path = folder / "config" / "tensor-dedup" / FILE
+    path.write_text(text)
+    return path
+
+
+def test_each_source_counts_before_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_path() == own_path()
+    assert own_budget() == default_budget()
+    write_own(folder, 'store = "~/mine"\nsocket = "m.sock"\nbudget = "3GiB"\n')
+    assert default_path() == folder / "home" / "mine"
+    assert socket_path() == folder / "config" / "tensor-dedup" / "m.sock"
+    assert own_budget() == 3 << 30
+    (folder / "work" / FILE).write_text('store = "here"\n')
+    assert default_path() == folder / "work" / "here"
+    assert own_budget() == 3 << 30  # key by key
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(folder / "named"))
+    monkeypatch.setenv("TENSOR_DEDUP_SOCKET", str(folder / "named.sock"))
+    assert default_path() == folder / "named"
+    assert socket_path() == folder / "named.sock"
+    assert Store.open(folder / "given").path == folder / "given"
+
+
+def test_the_users_own_file_can_be_another_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_own(folder, 'store = "/wrong"\n')
+    (folder / "other.toml").write_text('store = "right"\n')
+    monkeypatch.setenv("TENSOR_DEDUP_CONFIG", str(folder / "other.toml"))
+    assert default_path() == folder / "right"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stor = 1", "stor is no setting; did you mean 'store'?"),
+        ("colour = 1", "colour is no setting; there are store, socket, budget"),
+        ("store = 1", "store is 1; give a path"),
+        ('socket = ""', "socket is ''; give a path"),
+        ('budget = "much"', "budget is 'much'; give a size"),
+        ("budget = true", "budget is True; give a size"),
+        ("store = [", "cannot be read"),
+        ("\ufffe", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_file_and_key(folder: Path, text: str, said: str) -> None:
+    path = write_own(folder, text)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: {said}")):
+        Store.open()
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("512B", 512),
+        ("64G", 64 << 30),
+        ("64Gi", 64 << 30),
+        ("64GiB", 64 << 30),
+        ("64 gib", 64 << 30),
+        ("64GB", 64 * 10**9),
+        ("1.5MiB", 3 << 19),
+        ("2T", 2 << 40),
+        *((text, None) for text in ("", "-1", "G", "1i", "1iB", "1.G", "1 2", "1e9", "12X")),
+    ],
+)
+def test_a_size_is_a_number_with_or_without_a_unit(text: str, nbytes: int | None) -> None:
+    assert parse_size(text) == nbytes
