@@ -17,6 +17,7 @@ from tensor_dedup.memory_manager.protocol.tables import (
     Page,
     ResidentRow,
     Totals,
+    saved_bytes,
 )
 
 Table: TypeAlias = Literal["clients", "checkpoints", "residents", "builds"]
@@ -33,15 +34,8 @@ class Overview(msgspec.Struct, frozen=True):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that sharing saves: what each process uses, less what is there once for all.
-
-        Of a process with several connections only the one that leases most counts, since two may
-        lease the same: it is no less than this.
-        """
-        used: dict[int, int] = {}
-        for row in self.clients:
-            used[row.pid] = max(used.get(row.pid, 0), row.leased_bytes)
-        return max(0, sum(used.values()) - self.totals.leased_bytes)
+        """The bytes that sharing saves."""
+        return saved_bytes(self.clients, self.totals.leased_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the overview as a JSON object."""
