@@ -27,37 +27,29 @@ FORGEABLE = frozenset({"xxh3_128", "xxhash64"})
 class TensorDedupConfig:
     """How one load shares its tensors. Immutable, hashable, picklable, safe from any thread.
 
-    enabled:
-        Whether anything is shared at all; False loads as without this package.
-    hash_algorithm:
-        What names the bytes of a tensor: "blake3", "blake2b", "xxh3_128" or "xxhash64". Only
-        "blake3" can be combined with a memory manager or a store; the others work inside one
-        process.
-    verify_bytes:
-        Whether a tensor that was found by its digest is also compared byte by byte before it is
-        mapped. None compares for the two xxhashes, which can be forged, and not otherwise.
-    min_tensor_bytes:
-        A final tensor is shared only when every tensor of the checkpoint that goes into it has at
-        least this many bytes.
-    memory_manager:
-        The path of a memory manager's socket, to share with other processes. "auto" takes the one
-        at the default path and starts one if none answers; it ends after ten idle minutes. None
-        shares inside this process only.
-    store:
-        The store that digests and `store://` checkpoints come from: its folder, True for your own,
-        None for none.
-    store_writes:
-        Whether what was read from files is also put into `store`.
-    cpu_weights:
-        For vLLM on CPUs: "packed" shares weights in the form in which they are multiplied, "plain"
-        as the checkpoint has them, which is the form other processes can use. None is "plain" with
-        a memory manager and "packed" without.
-    verify:
-        Which remembered digests count: "hint" trusts those of a file that has not changed since,
-        "always" hashes every file again.
-    audit:
-        The share of hits, 0.0 to 1.0, that are built from the checkpoint once more and compared
-        byte by byte. A difference raises AuditError.
+    Attributes:
+        enabled: Whether anything is shared at all; False loads as without this package.
+        hash_algorithm: What names the bytes of a tensor: "blake3", "blake2b", "xxh3_128" or
+            "xxhash64". Only "blake3" can be combined with a memory manager or a store; the others
+            work inside one process.
+        verify_bytes: Whether a tensor that was found by its digest is also compared byte by byte
+            before it is mapped. None compares for the two xxhashes, which can be forged, and not
+            otherwise.
+        min_tensor_bytes: A final tensor is shared only when every tensor of the checkpoint that
+            goes into it has at least this many bytes.
+        memory_manager: The path of a memory manager's socket, to share with other processes. "auto"
+            takes the one at the default path and starts one if none answers; it ends after ten idle
+            minutes. None shares inside this process only.
+        store: The store that digests and `store://` checkpoints come from: its folder, True for
+            your own, None for none.
+        store_writes: Whether what was read from files is also put into `store`.
+        cpu_weights: For vLLM on CPUs: "packed" shares weights in the form in which they are
+            multiplied, "plain" as the checkpoint has them, which is the form other processes can
+            use. None is "plain" with a memory manager and "packed" without.
+        verify: Which remembered digests count: "hint" trusts those of a file that has not changed
+            since, "always" hashes every file again.
+        audit: The share of hits, 0.0 to 1.0, that are built from the checkpoint once more and
+            compared byte by byte. A difference raises AuditError.
 
     Wherever a config is taken, True, False, a dict of fields and JSON text of one are too.
 

@@ -109,3 +109,19 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     names = list(tensor_dedup._HOMES)
     assert names
     assert [name for name in names if f'id="tensor_dedup.{name}"' not in text] == []
+
+
+# With a unit behind it, so that versions are none.
+FIGURE = re.compile(r"\d[\d,]*\.\d+(?= (?:s|ms|MB|MiB|GiB)\b| %)")
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    docs = ROOT / "docs"
+    measured = set(re.findall(r"\d[\d,]*\.\d+", (docs / "benchmarks.md").read_text()))
+    pages = [docs / "index.md", docs / "does-it-pay.md"]
+    pages += [path for part in ("tutorials", "howto") for path in (docs / part).glob("*.md")]
+    said = {path.name: FIGURE.findall(path.read_text()) for path in pages}
+    assert sum(map(len, said.values())) > 40
+    assert {name: [f for f in each if f not in measured] for name, each in said.items()} == {
+        name: [] for name in said
+    }
