@@ -100,7 +100,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_help_explains_each_field_of_the_config(field: str) -> None:
     text = inspect.cleandoc(TensorDedupConfig.__doc__ or "")
-    assert re.search(rf"^{field}:\n    \w", text, re.MULTILINE)
+    assert re.search(rf"^    {field}: \w", text, re.MULTILINE)
 
 
 def test_the_package_runs_as_the_command_line() -> None:
