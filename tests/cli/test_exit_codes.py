@@ -1,21 +1,19 @@
-"""The exit status of every verb of the store and of the manager, as the README has them."""
+"""The exit status of every verb of the store and of the manager, as the documentation has them."""
 
-import os
-import pty
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import managers
+import package_source
+import prompts
 from stores import KIB, noise, safetensors, u8, write
 from tensor_dedup.cli import GROUPS, VERBS, main
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = package_source.ROOT / "docs" / "reference" / "exit-codes.md"
 # Arguments; `store` and `socket` are appended. A store with the checkpoint m, and none.
 WITH_STORE = [
     ("import m", 0),
@@ -158,19 +156,7 @@ def test_with_a_manager(here: Path) -> None:
 @pytest.mark.parametrize(("answer", "expected"), [("n\n", 4), ("y\n", 0), (signal.SIGINT, 130)])
 def test_at_a_prompt(here: Path, answer: str | signal.Signals, expected: int) -> None:
     imported(here)
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tensor_dedup", "delete", "m"]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as process:
-        os.close(theirs)
-        shown = b""
-        while b"[y/N]" not in shown:
-            shown += os.read(ours, 1 << 10)
-        if isinstance(answer, signal.Signals):
-            process.send_signal(answer)
-        else:
-            os.write(ours, answer.encode())
-        assert process.wait(managers.PATIENCE_S) == expected
-    os.close(ours)
+    assert prompts.answered(["delete", "m"], answer) == expected
     assert (here / "store" / "refs" / "m").exists() == (expected != 0)
 
 
@@ -181,8 +167,8 @@ def test_every_verb_is_tried() -> None:
     assert tried == {verb for group in groups for verb in group} & VERBS.keys()
 
 
-def test_the_readme_and_the_help_have_the_table() -> None:
-    table = {int(code) for code in re.findall(r"^\| (\d+) \| ", README.read_text(), re.MULTILINE)}
+def test_the_documentation_and_the_help_have_the_table() -> None:
+    table = {int(code) for code in re.findall(r"^\| (\d+) \| ", PAGE.read_text(), re.MULTILINE)}
     assert table == {0, 1, 2, 3, 4, 130}
     text = CliRunner().invoke(main, ["--help"]).stdout
     assert all(re.search(rf"\b{code}\b", text) for code in table)

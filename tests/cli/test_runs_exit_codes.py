@@ -1,18 +1,13 @@
 """The exit status of every verb of `runs` and of `tensorcas`; a failure prints no document."""
 
-import os
-import pty
 import signal
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import managers
+import prompts
 from tensor_dedup.cli import main
 from tensor_dedup.cli.runs import command as runs_command
 from tensor_dedup.cli.tensorcas import main as tensorcas
@@ -132,23 +127,7 @@ def test_damage_is_one(run: CheckpointStore) -> None:
 def test_at_a_prompt(
     run: CheckpointStore, verb: str, answer: str | signal.Signals, expected: int
 ) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tensor_dedup", "runs", *verb.split()]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs) as process:
-        os.close(theirs)
-        shown = b""
-        while b"[y/N]" not in shown:
-            shown += os.read(ours, 1 << 10)
-        if not isinstance(answer, signal.Signals):
-            os.write(ours, answer.encode())
-        # A signal between Python's look at signals and its read of the terminal is seen only after
-        # that: then somebody presses Ctrl-C again.
-        while isinstance(answer, signal.Signals) and process.returncode is None:
-            process.send_signal(answer)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-        assert process.wait(managers.PATIENCE_S) == expected
-    os.close(ours)
+    assert prompts.answered(["runs", *verb.split()], answer) == expected
     assert run.steps() == ([4, 6] if expected == 0 else [4, 5, 6])
 
 
