@@ -89,7 +89,8 @@ def test_help_lists_verbs_with_whole_sentences() -> None:
         (["runs", "plt"], "no verb 'plt'; did you mean 'plot'?"),
         (
             ["runs", "xyz"],
-            "no verb 'xyz'; there are best, delete, diff, drain, list, plot, show, stats.",
+            "no verb 'xyz'; there are best, compare, delete, diff, drain, keep, list, plot, prune, "
+            "show, stats.",
         ),
     ],
 )

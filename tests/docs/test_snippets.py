@@ -15,6 +15,7 @@ import package_source
 import snippets
 import tiny_checkpoints
 import tiny_pipelines
+from tensor_dedup import settings
 
 ROOT = package_source.ROOT
 DOCS = ROOT / "docs"
@@ -167,4 +168,20 @@ def test_few_snippets_are_not_run_and_each_says_why() -> None:
 
 def test_every_block_says_its_language() -> None:
     """One without would not run."""
-    assert {each.language for found in PAGES.values() for each in found} <= RUN | {"json", "text"}
+    assert {each.language for found in PAGES.values() for each in found} <= RUN | {
+        "json",
+        "text",
+        "toml",
+    }
+
+
+def test_the_configuration_file_of_the_page_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [each for found in PAGES.values() for each in found if each.language == "toml"]
+    assert every
+    for each in every:
+        (tmp_path / settings.FILE).write_text(each.text)
+        monkeypatch.chdir(tmp_path)
+        assert settings.configured_path("store") == Path("/data/store")
+        assert settings.configured_budget() == 32 << 30

@@ -111,7 +111,7 @@ def driver(bindings: Bindings) -> NvidiaDriver:
 
 def test_without_bindings_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)
-    with pytest.raises(DeviceError, match=r"tensor-dedup\[cuda\]") as caught:
+    with pytest.raises(DeviceError, match=r"pip install '\.\[cuda\]'") as caught:
         NvidiaDriver().init()
     assert caught.value.facts["kind"] == "no_driver"
 

@@ -345,6 +345,15 @@ def without(document: Any, *places: Path) -> Any:
     return json.loads(text)
 
 
+def said_of(found: Any, old: Any) -> Any:
+    """The part of `found` of which `old` speaks: later code may add keys, at any depth."""
+    if isinstance(found, dict) and isinstance(old, dict):
+        return {key: said_of(value, old[key]) for key, value in found.items() if key in old}
+    if isinstance(found, list) and isinstance(old, list) and len(found) == len(old):
+        return [said_of(*pair) for pair in zip(found, old, strict=True)]
+    return found
+
+
 def unpack(folder: Path) -> Path:
     """What the old code left, in a folder of its own below this one."""
     with tarfile.open(DATA / "old.tar.gz") as archive:
