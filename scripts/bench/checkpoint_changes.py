@@ -11,7 +11,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench import checkpoint_models as models
-from bench.checkpoint_methods import SKLEARN, TORCH, XGBOOST, Kind, emptied
+from bench.checkpoint_methods import SKLEARN, TORCH, XGBOOST, Kind, emptied, size_of
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import adapter_for
 from tensor_dedup.store.checkpoints.state import pieces
@@ -124,9 +124,13 @@ def _compressed(array: NDArray[Any]) -> int:
 
 
 def _stored(folder: Path, taken: Sequence[dict[str, torch.Tensor]]) -> list[float]:
-    with closing(CheckpointStore(folder, "run")) as store:
-        saved = [store.save(state, step) for step, state in enumerate(taken)]
-    return [each.stored_bytes / each.nbytes for each in saved[1:]]
+    sizes = []
+    for step, state in enumerate(taken):
+        with closing(CheckpointStore(folder, "run")) as store:
+            nbytes = store.save(state, step).nbytes
+        # Only now: encoding goes on after `save` and ends with `close`.
+        sizes.append((size_of(folder / "containers").apparent, nbytes))
+    return [(after - before) / nbytes for (before, _), (after, nbytes) in itertools.pairwise(sizes)]
 
 
 def _span(values: Sequence[float]) -> str:
