@@ -54,6 +54,11 @@ WITH_STORE = [
     ("repair", 0),
     ("repair --from nowhere", 2),
     ("doctor --quick", 0),
+    ("substitute m m --layers * --output made", 0),
+    ("substitute m m --layers nope --output made", 2),
+    ("substitute m m --output made", 2),
+    ("substitute m nowhere --layers * --output made", 2),
+    ("substitute m no-weights --layers * --output made", 1),
     ("completion bash", 0),
     ("completion tcsh", 2),
 ]
@@ -164,7 +169,8 @@ def test_every_verb_is_tried() -> None:
     tables = (*WITH_STORE, *WITHOUT_STORE, *WITHOUT_MANAGER, *WITH_MANAGER)
     tried = {arguments.split()[0] for arguments, _ in tables}
     groups = (GROUPS[title] for title in ("Store", "Memory", "Other"))
-    assert tried == {verb for group in groups for verb in group} & VERBS.keys()
+    listed = {verb for group in groups for verb in group} & VERBS.keys()
+    assert tried == listed | {"substitute"}
 
 
 def test_the_documentation_and_the_help_have_the_table() -> None:

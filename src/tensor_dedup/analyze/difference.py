@@ -113,7 +113,7 @@ def diff(
     pairs, unchanged, renamed, removed, added = _match(held_a, held_b)
     changed = [_change(old, new) for old, new in pairs]
     if count and changed:
-        with _reading(a, store, follow_links) as read_a, _reading(b, store, follow_links) as read_b:
+        with reading(a, store, follow_links) as read_a, reading(b, store, follow_links) as read_b:
             changed = [_counted(each, read_a, read_b) for each in changed]
     return CheckpointDiff(
         one.path,
@@ -249,7 +249,9 @@ def _counted(change: TensorChange, read_a: ReadRange, read_b: ReadRange) -> Tens
 
 
 @contextmanager
-def _reading(path: StrPath, store: StrPath | None, follow_links: bool) -> Iterator[ReadRange]:
+def reading(
+    path: StrPath, store: StrPath | None = None, follow_links: bool = False
+) -> Iterator[ReadRange]:
     """What reads a range of a tensor of this checkpoint, by its name."""
     found = find(path, store)
     with ExitStack() as stack:

@@ -48,13 +48,14 @@ VERBS: Mapping[str, str] = {
     "stats": "Say how large the store is and what it saves.",
     "status": "Say what the memory manager holds, and for whom.",
     "stop": "End the memory manager.",
+    "substitute": "Write a fine-tune with chosen layers of its base.",
     "top": "Watch the memory manager.",
     "unpin": "Let a pinned checkpoint be evicted again.",
     "verify": "Read the store and say what is wrong.",
 }
 # In the order of the help; a verb that is in none of them is the last group's.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Compare": ("analyze", "diff"),
+    "Compare": ("analyze", "diff", "substitute"),
     "Store": (
         *("import", "list", "show", "du", "stats", "find", "cat", "export", "rename", "delete"),
         *("gc", "verify", "repair"),
@@ -86,6 +87,7 @@ _COMMANDS: Mapping[str, str] = {
     "stats": "tensor_dedup.cli.store:stats",
     "status": "tensor_dedup.cli.manager:status",
     "stop": "tensor_dedup.cli.manager:stop",
+    "substitute": "tensor_dedup.cli.substitute:command",
     "top": "tensor_dedup.cli.manager:top",
     "unpin": "tensor_dedup.cli.manager:unpin",
     "verify": "tensor_dedup.cli.store:verify",
