@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "sqlite",
             "libc",
             "formats",
+            "layer_names",
             "suggestions",
             "seams",
             "text_table",

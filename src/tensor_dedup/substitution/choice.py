@@ -1,21 +1,16 @@
 """Which layers of a fine-tune can be taken from its base, and which ones a user means."""
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Final
 
-from tensor_dedup.analyze.layers import split
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.picture import unwrapped
 from tensor_dedup.analyze.tensors import AnalyzedTensor
-from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.layer_names import meant, split
 
-_BLOCK: Final = re.compile(r"(?:(?P<stack>.*)\.)?(?P<number>\d+)")
-_NUMBERS: Final = re.compile(r"(?:(?P<stack>.+)\.)?(?P<first>\d+)(?:-(?P<last>\d+))?")
 _SHOWN: Final = 4
 
 Pair = tuple[AnalyzedTensor, AnalyzedTensor]
@@ -99,18 +94,14 @@ def _listed(names: Sequence[str]) -> str:
 def chosen(layers: Mapping[str, Layer], spec: str) -> list[Layer]:
     """Return the layers that `spec` means, in the order of `layers`.
 
-    `spec` is a list with commas of numbers and ranges of blocks (`0-7,12`, `encoder.layers.0-3`)
-    and of patterns of names (`*embed*`, `*.mlp.*`). A pattern that fits a layer's name takes the
-    whole layer, else the tensors whose names it fits.
+    `tensor_dedup.layer_names.meant` has the grammar.
 
     Raises:
         ConfigError: a part of it means nothing here, or could mean several stacks of blocks.
         UnsupportedError: a chosen layer cannot be taken from the base; the message says why.
     """
-    wanted = defaultdict[str, set[str]](set)
-    for part in (each.strip() for each in spec.split(",")):
-        for name, tensors in _meant(layers, part).items() if part else ():
-            wanted[name].update(tensors)
+    names = {name: [tensor.name for tensor, _ in layer.found] for name, layer in layers.items()}
+    wanted = meant(names, spec)
     taken = [layer.part(wanted[name]) for name, layer in layers.items() if name in wanted]
     for layer in taken:
         if layer.obstacle is not None:
@@ -120,49 +111,3 @@ def chosen(layers: Mapping[str, Layer], spec: str) -> list[Layer]:
                 reason=layer.obstacle,
             )
     return taken
-
-
-def _meant(layers: Mapping[str, Layer], part: str) -> Mapping[str, Collection[str]]:
-    whole = {name: [tensor.name for tensor, _ in layer.found] for name, layer in layers.items()}
-    numbers = _NUMBERS.fullmatch(part)
-    if numbers is not None:
-        first, last = int(numbers["first"]), int(numbers["last"] or numbers["first"])
-        return {name: whole[name] for name in _blocks(layers, part, numbers["stack"], first, last)}
-    meant = {
-        name: tensors if fnmatchcase(name, part) else [t for t in tensors if fnmatchcase(t, part)]
-        for name, tensors in whole.items()
-    }
-    meant = {name: tensors for name, tensors in meant.items() if tensors}
-    if not meant:
-        near = get_close_matches(part, list(layers), 1)
-        advice = f"did you mean {near[0]!r}?" if near else f"there are {_listed([*layers])}"
-        raise ConfigError(f"no layer and no tensor is called {part!r}; {advice}", layers=part)
-    return meant
-
-
-def _blocks(
-    layers: Mapping[str, Layer], part: str, stack: str | None, first: int, last: int
-) -> list[str]:
-    stacks = defaultdict[str, dict[int, str]](dict)
-    for name in layers:
-        block = _BLOCK.fullmatch(name)
-        if block is not None:
-            stacks[block["stack"] or ""][int(block["number"])] = name
-    if stack is None:
-        if len(stacks) > 1:
-            some = ", ".join(f"{name}.{first}-{last}" for name in sorted(stacks, key=natural))
-            raise ConfigError(
-                f"{part!r} could mean blocks of {len(stacks)} stacks; say which: {some}",
-                layers=part,
-            )
-        stack = next(iter(stacks), "")
-    blocks = stacks.get(stack, {})
-    lacking = [number for number in range(first, last + 1) if number not in blocks]
-    if first > last or lacking:
-        have = f"numbers {min(blocks)} to {max(blocks)}" if blocks else "no numbered blocks"
-        raise ConfigError(
-            f"{part!r} does not fit: the fine-tune has {have}{f' in {stack}' if stack else ''}; "
-            "give others",
-            layers=part,
-        )
-    return [blocks[number] for number in range(first, last + 1)]
