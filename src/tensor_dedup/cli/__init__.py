@@ -136,13 +136,16 @@ def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
 
 
-def printable(name: str) -> str:
-    """Return the text with what is invisible (escapes, controls, direction marks) escaped.
+def visible(name: str) -> str:
+    """Return the text with what is invisible (escapes, controls, direction marks) escaped."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
-    What stdout has no characters for is escaped, too.
-    """
-    if not name.isprintable():
-        name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+def printable(name: str) -> str:
+    """Return `visible` text for stdout: what that has no characters for is escaped, too."""
+    name = visible(name)
     if name.isascii():
         return name
     encoding = sys.stdout.encoding or "ascii"
