@@ -3,9 +3,9 @@
 The module of a verb is imported only when the verb is called, so that `--help` stays quick and no
 verb pays for another's libraries.
 
-A failure leaves one line on stderr and an exit status, and nothing on stdout: a verb with `--json`
-prints its one document when it has succeeded, so a reader of the document never takes an error for
-a result.
+A failure leaves one line on stderr and an exit status, and nothing on stdout, so a reader of the
+document of `--json` never takes an error for a result. Verbs that look for damage print what they
+found, with status 1 where there is some.
 """
 
 import importlib
