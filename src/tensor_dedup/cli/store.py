@@ -339,7 +339,7 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
     `unique` is what deleting one gives back, once `gc` has run. Exit status 1 when one of them
     cannot be read, such as an external one whose files were moved.
     """
-    nothing = {"store": store, "checkpoints": [], "damaged": [], "usage": []}
+    nothing: dict[str, object] = {"store": store, "checkpoints": [], "damaged": [], "usage": []}
     opened = existing_or_said(store, as_json, nothing)
     if opened is None:
         return
