@@ -581,7 +581,7 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
     opened = existing(store)
-    opened.check_exists(name)
+    opened.check_deletable(name)
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
     reclaimable, space = space_after(opened)
