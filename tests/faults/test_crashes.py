@@ -362,7 +362,7 @@ def _states(world: World) -> dict[str, Expected]:
         "import": world.only("base", "tune", "tiny", "new"),
         "replace": {**world.committed, "tiny": world.content["new"]},
         "delete": world.only("base", "tiny"),
-        "rename": world.only("base", "tiny") | {"new-name": world.content["tune"]},
+        "rename": {**world.only("base", "tiny"), "new-name": world.content["tune"]},
         "gc": world.committed,
     }
 
