@@ -390,9 +390,27 @@ class Store:
             self._objects.move_ref(*names, check_name=check)
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them."""
+        """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them.
+
+        Raises:
+            UnknownNameError: no checkpoint has this name.
+            PinnedStepError: it is a step of a run, and pinned.
+        """
+        from tensor_dedup.store.checkpoints.runs import check_no_kept_step
+
+        def check() -> None:
+            check_no_kept_step(self._objects, name)
+
         with self._locked(), self._saying_near(name):
-            self._objects.drop_ref(check_name(name))
+            self._objects.drop_ref(check_name(name), check_name=check)
+
+    def check_deletable(self, name: str) -> None:
+        """Raise the error that `delete` would raise now."""
+        from tensor_dedup.store.checkpoints.runs import check_no_kept_step
+
+        self.check_exists(name)
+        with self._locked():
+            check_no_kept_step(self._objects, name)
 
     def check_exists(self, name: str) -> None:
         """Raise UnknownNameError, which suggests the nearest name, unless the checkpoint exists."""

@@ -32,6 +32,7 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
     ("analysis", "sentence", "command"),
     [
         (both(QKV), "that saves 2.9 KiB. Start each", "vllm serve 'a b' --tensor-dedup '{"),
+        (both(QKV, 0, ("run@1", "c")), "Start each", "vllm serve store://run@1 --tensor-dedup"),
         (both([*QKV, "x"], 1), "saves 2.9 KiB, 2.0 KiB less in vLLM", "vllm serve 'a b' "),
         (both(EXPERTS, 1), "leaves little of it to share there", "tensor-dedup import 'a b'"),
         (both(["x", "y"], 1), "Transformers and Diffusers share", "tensor-dedup import 'a b'"),

@@ -216,6 +216,24 @@ def test_a_wrong_budget_is_wrong_use(budget: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--metrics", "0", "--metrics-address", ""), "'' is not an address"),  # $UNSET: to all
+        (("--metrics", "0", "--metrics-address", "here"), "'here' is not an address"),
+        (("--metrics-address", "0.0.0.0"), "give one of them"),
+    ],
+)
+def test_metrics_are_served_where_they_were_meant_or_not_at_all(
+    tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    tmp_path.chmod(0o700)
+    socket = str(tmp_path / "m.sock")
+    found = run("serve", *options, "--idle-exit", "0", "--socket", socket, status=2)
+    assert said in found
+    assert not (tmp_path / "m.sock").exists()
+
+
+@pytest.mark.parametrize(
     "module",
     [
         "tensor_dedup.memory_manager.client",

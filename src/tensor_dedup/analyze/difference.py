@@ -165,13 +165,15 @@ def _match(
     gone = {before.name for before, _ in renamed}
     taken = {after.name for _, after in renamed}
     left = {name: tensor for name, tensor in old.items() if name not in gone}
+    # All of one name, before a guess at another's old name takes one of them.
+    kept = {name: left.pop(name) for name in names & left.keys()}
     by_name = _renaming(renamed, left)
     pairs: _Pairs = []
     added: _Tensors = []
     for new in rest:
         if new.name in taken:
             continue
-        before = left.pop(by_name(new.name), None)
+        before = kept.get(new.name) or left.pop(by_name(new.name), None)
         if before is None:
             added.append(new)
         else:
@@ -194,16 +196,14 @@ def prefixes_of(old: str, new: str) -> tuple[str, str]:
 
 
 def _renaming(renamed: _Pairs, left: dict[str, AnalyzedTensor]) -> Callable[[str], str]:
-    """What the second checkpoint's names were in the first: itself, or as most others changed."""
+    """What names that only the second checkpoint has were in the first: as most others changed."""
     prefixes = Counter(prefixes_of(old.name, new.name) for old, new in renamed)
     plain = {unwrapped(name): name for name in left}
 
     def old_name(name: str) -> str:
-        if name in left:
-            return name
         for (old, new), _ in prefixes.most_common(1):
-            if name.startswith(new):
-                return old + name.removeprefix(new)
+            if name.startswith(new) and (found := old + name.removeprefix(new)) in left:
+                return found
         return plain.get(unwrapped(name), name)
 
     return old_name

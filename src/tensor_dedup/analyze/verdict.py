@@ -8,6 +8,7 @@ from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
 from tensor_dedup.analyze.picture import percent
 from tensor_dedup.analyze.stored import SCHEME, looks_like_step
+from tensor_dedup.errors import NoSuchPathError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.text_table import human
 
@@ -92,8 +93,15 @@ def _together(analysis: Analysis, first: str) -> Advice:
 
 
 def _for_vllm(path: str) -> str:
-    """A checkpoint as vLLM takes it: of ORG/NAME@REVISION, which it does not know, the folder."""
-    return path if _stored(path) or "@" not in path else os.fspath(locate(path))
+    """A checkpoint as vLLM takes it: it knows neither RUN@STEP nor ORG/NAME@REVISION."""
+    if path.startswith(SCHEME) or "@" not in path:
+        return path
+    try:
+        found = os.fspath(locate(path))
+    except NoSuchPathError:  # of the cache; `analyze` has found it as a step
+        found = path
+    is_step = found == path and looks_like_step(path) and not os.path.lexists(path)
+    return SCHEME + path if is_step else found
 
 
 def _stored(path: str) -> bool:

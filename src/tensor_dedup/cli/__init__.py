@@ -3,9 +3,9 @@
 The module of a verb is imported only when the verb is called, so that `--help` stays quick and no
 verb pays for another's libraries.
 
-A failure leaves one line on stderr and an exit status, and nothing on stdout: a verb with `--json`
-prints its one document when it has succeeded, so a reader of the document never takes an error for
-a result.
+A failure leaves one line on stderr and an exit status, and nothing on stdout, so a reader of the
+document of `--json` never takes an error for a result. Verbs that look for damage print what they
+found, with status 1 where there is some.
 """
 
 import importlib
@@ -138,13 +138,16 @@ def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
 
 
-def printable(name: str) -> str:
-    """Return the text with what is invisible (escapes, controls, direction marks) escaped.
+def visible(name: str) -> str:
+    """Return the text with what is invisible (escapes, controls, direction marks) escaped."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
-    What stdout has no characters for is escaped, too.
-    """
-    if not name.isprintable():
-        name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+def printable(name: str) -> str:
+    """Return `visible` text for stdout: what that has no characters for is escaped, too."""
+    name = visible(name)
     if name.isascii():
         return name
     encoding = sys.stdout.encoding or "ascii"

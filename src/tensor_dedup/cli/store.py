@@ -107,12 +107,20 @@ def existing(store: str | None) -> Store:
 def existing_or_said(
     store: str | None, as_json: bool, document: Mapping[str, object]
 ) -> Store | None:
-    """The store that is there; None once it is said that there is none yet, or `document` is."""
+    """The store that is there; None once it is said that there is none yet, or `document` is.
+
+    Where the document has a `store`, that is the path.
+    """
     try:
         return existing(store)
     except NoStoreError as error:
         path = error.facts["path"]
-        say(document, as_json, f"no store yet at {path}; `tensor-dedup import` makes one")
+        where = {"store": str(path)} if "store" in document else {}
+        say(
+            {**document, **where},
+            as_json,
+            f"no store yet at {path}; `tensor-dedup import` makes one",
+        )
         return None
 
 
@@ -331,7 +339,8 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
     `unique` is what deleting one gives back, once `gc` has run. Exit status 1 when one of them
     cannot be read, such as an external one whose files were moved.
     """
-    opened = existing_or_said(store, as_json, {"checkpoints": [], "damaged": [], "usage": []})
+    nothing: dict[str, object] = {"store": store, "checkpoints": [], "damaged": [], "usage": []}
+    opened = existing_or_said(store, as_json, nothing)
     if opened is None:
         return
     found, usage = opened.list(), opened.usage().checkpoints
@@ -572,7 +581,7 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
     opened = existing(store)
-    opened.check_exists(name)
+    opened.check_deletable(name)
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
     reclaimable, space = space_after(opened)
