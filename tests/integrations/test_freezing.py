@@ -230,10 +230,10 @@ def test_runs_of_a_sweep_keep_frozen_layers_once(tmp_path: Path) -> None:
     for number in range(2):
         with Store.open(tmp_path / "store").checkpoint(f"run-{number}@6") as stored:
             digests.append({each.name: each.digest for each in stored})
-    stored = {name for name in base if f"model.{name}" in digests[0]}
-    assert len(stored & kept) > 10
-    assert {n for n in stored if digests[0][f"model.{n}"] == digests[1][f"model.{n}"]} == (
-        stored & kept
+    there = {name for name in base if f"model.{name}" in digests[0]}
+    assert len(there & kept) > 10
+    assert {n for n in there if digests[0][f"model.{n}"] == digests[1][f"model.{n}"]} == (
+        there & kept
     )
 
 
