@@ -50,7 +50,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def narrowed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     narrow = Console(width=width, force_terminal=True, color_system=None)
-    monkeypatch.setattr("tensor_dedup.cli.store.console", lambda: narrow)
+    for module in ("store", "output"):
+        monkeypatch.setattr(f"tensor_dedup.cli.{module}.console", lambda: narrow)
 
 
 def cells(table: str, column: int = 1) -> list[str]:
@@ -77,11 +78,43 @@ def test_tables_fit_and_break_no_word(
         shown = said(*verb.split())
         assert max(map(len, shown.splitlines()[1:])) <= width, shown
         assert "…" not in shown
-        if verb in ("list", "du") and width > 60:  # there is no room for a whole revision there
-            assert unbroken(cells(shown), LONG), shown
+        if verb in ("list", "du"):  # there is no room for a whole revision
+            assert unbroken(cells(shown), LONG[:-28]), shown
         found = [cell for row in shown.splitlines() for cell in row.split("│") if SIZE.search(cell)]
         assert found or verb.startswith("find"), shown
         assert all(cell.endswith("B ") for cell in found), shown
+
+
+def test_the_beginning_of_a_revision_is_enough(store: Store, tmp_path: Path) -> None:
+    begun = LONG[:-28]
+    assert document("show", begun)["name"] == LONG
+    assert document("du", f"store://{begun}")["name"] == LONG
+    assert document("diff", "base", begun)["unchanged"]["tensors"] == 1
+    said("export", begun, str(tmp_path / "out"))
+    assert document("delete", begun, "--yes")["deleted"] == LONG
+    assert "no checkpoint" in said("show", begun, status=2)
+
+
+def test_the_beginning_of_two_revisions_is_of_none(store: Store) -> None:
+    store.rename("base", LONG[:-1] + "0")
+    assert "no checkpoint" in said("show", LONG[:-28], status=2)
+    assert document("show", LONG)["name"] == LONG
+
+
+def test_du_of_a_folder_says_what_importing_it_would_add(store: Store, tmp_path: Path) -> None:
+    tensors = u8(**{"embed": noise(1, 90 * KIB), "new": noise(7, 10 * KIB)})
+    folder = write(tmp_path / "other", {"model.safetensors": safetensors(tensors)})
+    found = document("du", str(folder))
+    assert (found["nbytes"], found["shared_bytes"], found["unique_bytes"]) == (
+        *(100 * KIB, 90 * KIB, 10 * KIB),
+    )
+    before = store.usage()
+    store.import_(folder)
+    after = store.usage()
+    stored = [each.unique_bytes + each.shared_bytes for each in (before, after)]
+    added = stored[1] - stored[0]
+    assert found["unique_bytes"] <= added < found["unique_bytes"] + KIB  # and its header
+    assert document("du", str(folder))["unique_bytes"] == 0
 
 
 def store_digest(store: Store) -> str:
