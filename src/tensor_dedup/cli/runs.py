@@ -176,7 +176,7 @@ def show(run: str, store: str | None, as_json: bool) -> None:
         "adapter": [printable(step.adapter) for step in steps],
     }
     least = ["adapter", "saved", "kept", *reversed(headings.values()), "size"]
-    widest = max(len(str(step.step)) for step in steps)
+    widest = max(len(str(text)) for text in ("step", *(step.step for step in steps)))
     out = console()
     table, left_out = fitted(out, "step", [f"{s.step:>{widest}}" for s in steps], columns, least)
     out.print(table)
