@@ -14,8 +14,9 @@ _NUMBER: Final = r"(\d[\d,]*(?:\.\d+)?)"
 _INTERVAL: Final = re.compile(rf"{_NUMBER}(?: \[{_NUMBER}, {_NUMBER}\])?")
 _RANGE: Final = re.compile(rf"{_NUMBER}-{_NUMBER} %")
 _OURS: Final = re.compile(r"ours|.*tensor-dedup|attach")
-_WIDTH, _LABEL, _ROW, _VALUE = 760, 300, 24, 100
-_ROOM: Final = 46  # letters of a label
+# A label stands above its bar, so that a telephone shows both.
+_WIDTH, _ROW, _VALUE = 480, 38, 90
+_ROOM: Final = 66  # letters of a label
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class Bar:
 
 CHARTS: Final = {
     "savings": Chart("savings", 0, "% saved", 2),
-    "load": Chart("load", 0, "x the time of plain vLLM", 3, rows=r" x \|", compared=True),
+    "load": Chart(
+        "load", 0, "x the time of plain vLLM", 3, rows=r"\] s \| [^|]* x \|", compared=True
+    ),
     "pipelines": Chart(
         "pipelines", 0, "x the time of plain Diffusers", 3, rows=r" x \|", compared=True
     ),
@@ -80,9 +83,13 @@ def bars(chart: Chart, text: str) -> list[Bar]:
     tables = re.findall(r"(?:^\|.*\n)+", rest.split("<!-- ")[0], re.MULTILINE)
     if not found or len(tables) <= chart.table:
         raise LookupError(f"{TABLES}: no table {chart.table} in {chart.section!r}")
-    drawn = []
+    drawn, before = list[Bar](), ""
     for line in tables[chart.table].splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0].startswith("the same"):
+            cells[0] = cells[0].replace("the same", before)
+        else:
+            before = cells[0]
         if not re.search(chart.rows, line):
             continue
         label = ", ".join(cells[at] for at in chart.label).replace("`", "")
@@ -109,37 +116,36 @@ def svg(name: str) -> str:
     # An interval that is much wider than all medians would leave no room for those.
     most = max(max(bar.median for bar in drawn) * 1.6, 1.2 * chart.compared)
     most = min(most, max(max(bar.high for bar in drawn), 1.2 * chart.compared))
-    room = _WIDTH - _LABEL - _VALUE
+    room = _WIDTH - _VALUE
     scale = room / most
-    height = _ROW * len(drawn) + 28
+    height = _ROW * len(drawn) + 22
     parts = [_bar(bar, at, scale, room, chart) for at, bar in enumerate(drawn)]
     if chart.compared:
-        x = _LABEL + scale
-        parts.append(f'<line class="one" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height - 22}"/>')
-    parts.append(f'<text x="{_LABEL}" y="{height - 6}">{html.escape(chart.unit)}</text>')
+        parts.append(
+            f'<line class="one" x1="{scale:.1f}" y1="0" x2="{scale:.1f}" y2="{height - 20}"/>'
+        )
+    parts.append(f'<text class="unit" x="0" y="{height - 4}">{html.escape(chart.unit)}</text>')
     told = "; ".join(f"{bar.label}: {bar.said}" for bar in drawn)
     return (
-        '<figure class="bars" tabindex="0">'
+        '<figure class="bars">'
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{html.escape(f"{chart.unit}. {told}")}">{"".join(parts)}</svg></figure>'
     )
 
 
 def _bar(bar: Bar, row: int, scale: float, room: float, chart: Chart) -> str:
-    y, middle = row * _ROW, row * _ROW + _ROW / 2
-    width = min(room, bar.median * scale)
+    top = row * _ROW + 18
+    middle, width = top + 8, min(room, bar.median * scale)
     ours = chart.compared or _OURS.match(bar.label) is not None or chart.section == "savings"
     kind = "lost" if chart.compared and bar.median > 1 else "ours" if ours else "other"
-    low, high = (_LABEL + min(room, each * scale) for each in (bar.low, bar.high))
-    value = bar.said.split(" [")[0]
+    low, high = (min(room, each * scale) for each in (bar.low, bar.high))
+    value = bar.said.split(" [")[0].split(" x")[0]
     return (
         f"<g><title>{html.escape(f'{bar.label}: {bar.said}')}</title>"
-        f'<text x="{_LABEL - 8}" y="{middle + 4:.0f}" text-anchor="end">'
-        f"{html.escape(_cut(bar.label))}</text>"
-        f'<rect class="{kind}" x="{_LABEL}" y="{y + 4}" width="{width:.1f}" height="{_ROW - 8}"/>'
+        f'<text x="0" y="{top - 4}">{html.escape(_cut(bar.label))}</text>'
+        f'<rect class="{kind}" x="0" y="{top}" width="{width:.1f}" height="16"/>'
         f'<line class="interval" x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}"/>'
-        f'<text x="{max(high, _LABEL + width) + 6:.1f}" y="{middle + 4:.0f}">'
-        f"{html.escape(value)}</text></g>"
+        f'<text x="{max(high, width) + 6:.1f}" y="{middle + 4}">{html.escape(value)}</text></g>'
     )
 
 
