@@ -5,6 +5,7 @@ begins. All of it happens under the session's lock, and everything that the refe
 is looked up once more before the reference is written.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -329,7 +330,9 @@ def import_source(
     space; the encoder is closed.
     """
     for file in source.files if in_place else ():
-        check_text(str(file.path.absolute()), file.path)  # where the weights are is written down
+        # Where the weights are is written down, as text that is not of this locale.
+        text = os.fsencode(file.path.absolute()).decode("utf-8", "surrogateescape")
+        check_text(text, file.path)
     progress.start(source.nbytes)
     with ExitStack() as undo:
         if encoder is not None:

@@ -193,7 +193,7 @@ def test_many_checkpoints_are_listed_by_pairs(tmp_path: Path) -> None:
 
 
 def test_options_reach_the_numbers(pair: checkpoints.Pair) -> None:
-    found = document(pair.base, "--min-tensor-bytes", "65536", "--hash-algorithm", "xxh3_128")
+    found = document(pair.base, "--min-tensor-bytes", "64KiB", "--hash-algorithm", "xxh3_128")
     large = [t for t in checkpoints.tensors(pair.base).values() if t.numel() * 2 >= 65536]
     assert found["checkpoints"][0]["tensors"] == len(large)
     assert document(pair.base, pair.base, "--top", "1")["largest_shared"][0]["digest"]
@@ -239,7 +239,7 @@ def test_of_two_equal_models_all_that_comes_second_is_shared(pair: checkpoints.P
     assert [group["shared"] for group in groups] == [group["followers"] for group in groups]
     assert [group["fused"] for group in groups] == [2 * group["shared"] for group in groups]
     table = run(pair.base, pair.base, "--details").stdout.partition(
-        "Fused by vLLM, loaded in this order"
+        "Fused by vLLM: "
     )[2]
     rows = [line.split("│")[1:-1] for line in table.splitlines() if "_proj" in line]
     assert len(rows) == len(groups)
@@ -408,15 +408,11 @@ def test_links_keep_their_names(models: list[Path], tmp_path: Path) -> None:
     assert "Qwen2-tiny " not in "\n".join(lines)
 
 
-def test_an_ascii_terminal_has_other_cells(
-    models: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ascii_terminal_has_other_cells(models: list[Path]) -> None:
     lines = screen(models, encoding="ascii")
     assert "#      # # # . # #  #" in row_of(lines, "Qwen2-tiny-Instruct")
     assert "#      + + + + + +  #" in row_of(lines, "Qwen2-tiny-sql-lora-merged")
     assert any("# shared" in line and "+ partly" in line for line in lines)
-    monkeypatch.setenv("LC_ALL", "C")
-    assert screen(models) == lines
 
 
 def test_no_colour_is_no_escape(models: list[Path]) -> None:

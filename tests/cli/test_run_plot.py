@@ -3,11 +3,13 @@
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import chromium
 from tensor_dedup.cli.run_plot import PlottedRun, labels, page, ticks
 from tensor_dedup.store.checkpoints.runs import Step
 from tensor_dedup.store.checkpoints.sizes import Growth
@@ -142,3 +144,22 @@ def test_what_is_not_finite_is_left_out_of_charts() -> None:
     assert Nesting(text).open == []
     assert not re.search(r'(points|x|y|cx|cy)="[^"]*(nan|inf)', text)
     assert "no finite values" in page([a_run("run", [float("nan")])])
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_browser_shows_it_and_axe_finds_nothing_serious(
+    tmp_path: Path, width: int, dark: bool
+) -> None:
+    target = tmp_path / "page.html"
+    runs = [a_run("a", [3.0, 1.0, 2.0], kept=0), a_run("b", [2.0, 1.5])]
+    target.write_text(page(runs), encoding="utf-8")
+    with chromium.browser() as shown:
+        shown.show(target.as_uri(), width, dark=dark)
+        assert shown.ask("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)"
+        )
+        assert shown.ask("document.documentElement.scrollWidth") <= width
+        assert shown.requested == [target.as_uri()]
+        assert shown.said == []
+        assert shown.accessibility() == []

@@ -14,7 +14,13 @@ from tensor_dedup.analyze.digests import Digests, read_digests
 from tensor_dedup.analyze.fusion import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.stored import StrPath, find, measure_stored, open_store
+from tensor_dedup.analyze.stored import (
+    StrPath,
+    find,
+    looks_like_step,
+    measure_stored,
+    open_store,
+)
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
@@ -169,7 +175,9 @@ def analyze(
             files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
     links = {file.path: each.links for each in opened.values() for file in each.files}
     held = {
-        number: measure_stored(each, given[number], where, min_tensor_bytes)
+        number: measure_stored(
+            each, given[number] if looks_like_step(given[number]) else each, where, min_tensor_bytes
+        )
         for number, each in enumerate(found)
         if isinstance(each, str) and where is not None
     }

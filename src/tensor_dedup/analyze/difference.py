@@ -10,7 +10,7 @@ from typing import Any, Final
 from tensor_dedup.analyze.analysis import analyze
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.picture import unwrapped
-from tensor_dedup.analyze.stored import SCHEME, StrPath, find
+from tensor_dedup.analyze.stored import StrPath, find, full_name
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -256,8 +256,8 @@ def reading(
     found = find(path, store)
     with ExitStack() as stack:
         if not isinstance(found, Path):
-            name = found.removeprefix(SCHEME)
-            held = stack.enter_context(Store.open(store, create=False).checkpoint(name))
+            where = Store.open(store, create=False)
+            held = stack.enter_context(where.checkpoint(full_name(where, found)))
             yield lambda tensor, start, stop: bytes(held.read_range(tensor, start, stop))
             return
         checkpoint = open_checkpoint(found, follow_links=follow_links)

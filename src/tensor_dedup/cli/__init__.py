@@ -9,6 +9,8 @@ found, with status 1 where there is some.
 """
 
 import importlib
+import io
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -137,6 +139,9 @@ def data_errors() -> Iterator[None]:
         raise _FAILURES[error.exit_status](_one_line(error)) from error
     except BrokenPipeError:
         raise  # `| head` has seen enough: click ends the command without a message
+    except UnicodeEncodeError as error:
+        what = f"{error.object!a} has no form in this locale ({error.encoding}); "
+        raise WrongUse(f"{what}set LC_ALL=C.UTF-8 or PYTHONUTF8=1") from error
     except OSError as error:
         raise Failure(_one_line(error)) from error
 
@@ -213,13 +218,32 @@ class Verbs(click.Group):
         return verb, command, rest
 
 
+def _use_what_streams_can_show() -> None:
+    """Escape what stdout and stderr have no characters for, and all but ASCII in the locale C.
+
+    Python writes UTF-8 there, which a terminal of that locale does not know.
+    """
+    told = os.environ.get("PYTHONUTF8") or os.environ.get("PYTHONIOENCODING")
+    plain = os.environ.get("LC_ALL") in ("C", "POSIX") and not told
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="ascii" if plain else None, errors="backslashreplace")
+
+
 class Program(Verbs):
     """A group that turns errors, and Ctrl-C, into one line and an exit status."""
 
     def invoke(self, ctx: click.Context) -> object:
+        _use_what_streams_can_show()
         try:
             with data_errors():
                 result: object = super().invoke(ctx)
+        except click.ClickException as error:
+            output = importlib.import_module("tensor_dedup.cli.output")  # late: --help is quick
+            error.message = output.error_lines(error.format_message())
+            if isinstance(error, click.BadParameter):  # it would put its parameter in front again
+                raise click.UsageError(error.message, error.ctx) from error
+            raise
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)

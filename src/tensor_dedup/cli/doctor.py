@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -18,7 +19,7 @@ import psutil
 
 from tensor_dedup import settings
 from tensor_dedup.cli.manager import socket_option
-from tensor_dedup.cli.output import cell, console, counted, json_option, say, short
+from tensor_dedup.cli.output import counted, json_option, say, say_lines, short
 from tensor_dedup.cli.store import existing, store_option
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
@@ -92,12 +93,13 @@ def command(
         ("store", lambda: _store(store)),
     ]
     width = max(len(about) for about, _ in checks)
-    found, out = list[Finding](), console()
+    found = list[Finding]()
     for about, check in checks:
         for each in _guarded(about, check):
             found.append(each)
             if not as_json:  # at once: to import an engine takes its time
-                out.print(cell(f"{each.verdict:<9}{each.about:<{width}}  {each.what}"))
+                line = f"{each.verdict:<9}{each.about:<{width}}  {each.what}"
+                say_lines(line, indent=width + 11)
     damaged = any(each.verdict == "damaged" for each in found)
     if as_json:
         say({"healthy": not damaged, "checks": [asdict(each) for each in found]}, as_json)
@@ -174,11 +176,10 @@ def _engine(name: str, quick: bool) -> Callable[[], Iterator[Finding]]:
 def _version(name: str) -> str | None:
     if importlib.util.find_spec(name) is None:
         return None
-    owners = importlib.metadata.packages_distributions().get(name, [name])
-    try:
-        return " ".join([owners[0], importlib.metadata.version(owners[0])])
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+    for owner in (name, f"{name}-cpu"):  # to look through all distributions takes seconds
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return f"{owner} {importlib.metadata.version(owner)}"
+    return "of unknown version"
 
 
 def _compared(name: str, version: str) -> Finding:

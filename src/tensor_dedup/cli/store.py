@@ -10,19 +10,21 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from tensor_dedup.analyze.stored import full_name
 from tensor_dedup.cli import Failure, WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
     Dotted,
     ask,
-    cell,
     console,
     counted,
     fitted,
     json_option,
     listing,
     say,
+    say_lines,
     short,
+    shortened,
     yes_option,
 )
 from tensor_dedup.errors import (
@@ -141,14 +143,13 @@ def print_fitted(
     table, left_out = fitted(out, heading, names, columns, least)
     print_table(store, table)
     if left_out:
-        out.print(left_out)
+        say_lines(left_out)
 
 
 def print_table(store: Store, table: Table) -> None:
     """A table of what a store has, under the store's path."""
-    out = console()
-    out.print(cell(f"store {store.path}"), soft_wrap=True)
-    out.print(table)
+    say_lines(f"store {store.path}")
+    console().print(table)
 
 
 @click.command(name="import")
@@ -324,7 +325,9 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
     if str(directory) == "-":
         raise WrongUse("an export is a folder of files: name one; `cat` writes a tensor to stdout")
     with ByteBar("exporting") as progress:
-        paths = existing(store).export(name, directory, progress=progress)
+        opened = existing(store)
+        name = full_name(opened, name)
+        paths = opened.export(name, directory, progress=progress)
     document = {"name": name, "files": [str(path) for path in paths]}
     say(document, as_json, f"{name}: {counted(len(paths), 'file')} in {directory}")
 
@@ -401,16 +404,18 @@ _DIGITS: Final = 12  # of a digest; `find` takes the beginning of one, too
 @json_option
 def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
     """Show the files and tensors of the checkpoint NAME; digests are those `analyze` shows."""
-    with existing(store).checkpoint(name) as checkpoint:
+    opened = existing(store)
+    with opened.checkpoint(full_name(opened, name)) as checkpoint:
         if as_json:
             say(_document(checkpoint), as_json)
             return
         out = console()
+        say_lines(checkpoint.name)
         out.print(_file_table(checkpoint))
         table, left_out = _tensor_table(checkpoint, out, None if digests else _DIGITS)
         out.print(table)
         if left_out:
-            out.print(left_out)
+            say_lines(left_out)
 
 
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
@@ -440,7 +445,6 @@ def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
 
 def _file_table(checkpoint: StoredCheckpoint) -> Table:
     table = listing("file", "size")
-    table.title, table.title_justify = printable(checkpoint.name), "left"
     for file in checkpoint.files:
         table.add_row(Dotted(file.path), human(file.nbytes))
     return table
@@ -523,6 +527,8 @@ def gc(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: bool)
             ask(f"{'. '.join(gc_lines(plan, grace))}. Do it?", yes)
         plan = opened.gc(grace)
     files = [str(item.path) for item in (*plan.trash, *plan.delete, *plan.unfinished)]
+    if console().is_terminal:
+        files = [shortened(file) for file in files]
     say(plan.to_dict(), as_json, *(files if dry_run else []), *gc_lines(plan, grace))
 
 
@@ -581,6 +587,7 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
     opened = existing(store)
+    name = full_name(opened, name)
     opened.check_deletable(name)
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
@@ -677,5 +684,7 @@ def repair(
 @json_option
 def rename(name: str, new_name: str, store: str | None, as_json: bool) -> None:
     """Give the checkpoint NAME the name NEW_NAME, which no other has."""
-    existing(store).rename(name, new_name)
+    opened = existing(store)
+    name = full_name(opened, name)
+    opened.rename(name, new_name)
     say({"renamed": name, "name": new_name}, as_json, f"{name} is now {new_name}")
