@@ -228,9 +228,7 @@ def test_of_two_equal_models_all_that_comes_second_is_shared(pair: checkpoints.P
     groups = document(pair.base, pair.base)["vllm"]["groups"]
     assert [group["shared"] for group in groups] == [group["followers"] for group in groups]
     assert [group["fused"] for group in groups] == [2 * group["shared"] for group in groups]
-    table = run(pair.base, pair.base, "--details").stdout.partition(
-        "Fused by vLLM: "
-    )[2]
+    table = run(pair.base, pair.base, "--details").stdout.partition("Fused by vLLM: ")[2]
     rows = [line.split("│")[1:-1] for line in table.splitlines() if "_proj" in line]
     assert len(rows) == len(groups)
     for row in rows:
