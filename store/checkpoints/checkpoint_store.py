@@ -139,8 +139,8 @@ class CheckpointStore:
         After each save, steps that no rule keeps are deleted. The rules keep the `keep_last` steps
         that were saved last, the multiples of `keep_every`, and by `keep_best=(metric, count, "min"
         or "max")` the best ones by a metric. Pinned steps and the one just saved stay, and without
-        a rule all do. So they do while no step has the metric of `keep_best`; the first save
-        without it logs a warning, since its name may be misspelt.
+        a rule all do. So they do while no step has the metric of `keep_best`, or all have NaN; the
+        first save without it logs a warning, since its name may be misspelt.
 
         `config` (a folder, or texts by path) is kept with each step, so that engines can load
         `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,

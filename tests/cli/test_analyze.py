@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 import gallery
 import tiny_checkpoints as checkpoints
 from tensor_dedup.analyze import analyze
+from tensor_dedup.analyze.verdict import vllm_server
 from tensor_dedup.cli.analyze import show_analysis
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
@@ -211,7 +212,16 @@ def test_wrong_data_ends_with_1_and_wrong_use_with_2(tmp_path: Path) -> None:
     for wrong in ([], ["--min-tensor-bytes", "-1", "x"], ["--hash-algorithm", "md5", "x"], nothing):
         result = run(*wrong, "--json")
         assert (result.returncode, result.stdout) == (2, ""), wrong
-    assert "no such file or folder" in run(*nothing).stderr
+    assert "no such file or folder; give the path" in run(*nothing).stderr
+    # What may be a name of the Hub was looked for in its cache, too.
+    for name in ("Qwen/Qwen2-0.5B", "Qwen/Qwen2-0.5B@main"):
+        told = run(name).stderr
+        assert f"{name}: no such file or folder, and no model of that name in " in told
+        assert "huggingface" in told or "hub" in told
+    (tmp_path / "config.json").write_text("{}")
+    result = run(tmp_path / "config.json")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "holds no weights; give its folder" in result.stderr
 
 
 def test_labels_are_as_long_as_it_takes(tmp_path: Path) -> None:
@@ -305,7 +315,7 @@ def test_names_in_the_hub_cache_and_steps_are_checkpoints(
     text = run(*names, *where).stdout
     assert "\ntiny@abc111 " in text
     # vLLM does not know revisions in names.
-    assert f"vllm serve {tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --" in text
+    assert f"{tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --tensor-dedup" in text
     unclear = run("Qwen/tiny", *where)
     assert (unclear.returncode, unclear.stdout) == (2, "")
     assert "name one of Qwen/tiny@abc111, Qwen/tiny@def222" in unclear.stderr
@@ -362,7 +372,7 @@ def test_a_row_says_what_a_checkpoint_adds_and_why(models: list[Path]) -> None:
     assert [each.adds_bytes for each in saved.contributions] == [
         229_824, 29_760, 15_360, 54_528, 229_824,
     ]  # fmt: skip
-    assert f"  vllm serve {models[0]} --tensor-dedup" in "\n".join(lines)
+    assert f"  {vllm_server()} {models[0]} --tensor-dedup" in "\n".join(lines)
     assert f"  tensor-dedup import {models[-1]} --compress auto" in "\n".join(lines)
 
 

@@ -63,7 +63,11 @@ class Nesting(HTMLParser):
 
 
 @pytest.mark.parametrize(
-    "values", [[3.068e6, 3.069e6], [1e-9, 2e-9], [-5.0, 7.0], [2.0], [0.0, 0.0], [1e300, 1e301]]
+    "values",
+    [
+        *([3.068e6, 3.069e6], [1e-9, 2e-9], [-5.0, 7.0], [2.0], [0.0, 0.0], [1e300, 1e301]),
+        *([0.0, 5e-324], [-9e303, 9e303], [1.0, 1e308, -1e308, 2.0]),
+    ],
 )
 def test_no_label_is_cut_at_the_left(values: list[float]) -> None:
     found = page([a_run("run", values)])

@@ -147,7 +147,7 @@ def test_what_deleting_gives_back_and_when_is_said(shell: Shell) -> None:
         said(main, "import", shell.root / "m", "--name", name, *here)
     assert "no space to give back" in said(main, "delete", "m", "--yes", *here)
     text = said(main, "delete", "twin", "--yes", *here)
-    assert re.search(r"can give back \d{2}\.\d KiB in all.*24 hours later.*--grace 0", text)
+    assert re.search(r"gc` moves \d{2}\.\d KiB .* to the trash.*24 hours later.*--grace 0", text)
     assert "a gc 24 hours later deletes" in said(main, "gc", "--yes", *here)
     text = said(main, "gc", "--grace", "0", "--dry-run", *here)
     assert re.search(r"To delete: [1-9]\d* files, \d{2}\.\d KiB", text)
@@ -194,7 +194,7 @@ def test_what_stays_in_containers_of_others_is_said(shell: Shell) -> None:
     for name in ("both", "one"):
         said(main, "import", shell.root / name, *here)
     text = said(main, "delete", "both", "--yes", *here)
-    assert "in all, 4.1 KiB that nobody uses lie in what others need" in text
+    assert "; 4.1 KiB that nobody uses lie in files that others need" in text
     assert "4.1 KiB in containers" in said(main, "stats", *here)
 
 

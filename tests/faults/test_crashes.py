@@ -226,6 +226,19 @@ def test_delete(world: World, folder: Path) -> None:
         assert_clean(store, _either(store, world.committed, left))
 
 
+def test_rename(world: World, folder: Path) -> None:
+    """It has one of its names or, when that is interrupted, both."""
+    scene = Scene(world, folder, _nothing)
+    both = {**world.committed, "new-name": world.content["tune"]}
+    states = world.committed, both, {n: held for n, held in both.items() if n != "tune"}
+    seen = set()
+    for store in scene.deaths(lambda store: store.rename("tune", "new-name"), True):
+        state = _either(store, *states)
+        seen.add(states.index(state))
+        assert_clean(store, state)
+    assert seen == {0, 1, 2}
+
+
 @pytest.mark.parametrize("grace", [0, 24])
 def test_gc(world: World, folder: Path, grace: int, every: bool) -> None:
     def before(store: Store) -> None:
@@ -349,6 +362,7 @@ def _states(world: World) -> dict[str, Expected]:
         "import": world.only("base", "tune", "tiny", "new"),
         "replace": {**world.committed, "tiny": world.content["new"]},
         "delete": world.only("base", "tiny"),
+        "rename": {**world.only("base", "tiny"), "new-name": world.content["tune"]},
         "gc": world.committed,
     }
 
@@ -357,6 +371,7 @@ ACTS: dict[str, Callable[[World, Store], object]] = {
     "import": lambda world, store: store.import_(world.paths["new"], base="base"),
     "replace": lambda world, store: store.import_(world.paths["new"], "tiny", True, base="base"),
     "delete": lambda world, store: store.delete("tune"),
+    "rename": lambda world, store: store.rename("tune", "new-name"),
     "gc": lambda world, store: store.gc(0),
 }
 

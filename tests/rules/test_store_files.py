@@ -18,7 +18,8 @@ HARMLESS = {
     "sched_getaffinity",
     "sysconf",
 }
-# What a Path can do to a disk; `files.open(...)` is the door itself, `Store.open` goes through it.
+# What a Path can do to a disk; `files.open(...)` is the door itself, `Store.open` and `Remote.open`
+# go through it.
 METHODS = {
     "chmod",
     "exists",
@@ -42,7 +43,7 @@ METHODS = {
     "write_bytes",
     "write_text",
 }
-RECEIVERS = {"Store", "files", "_files", "self"}
+RECEIVERS = {"Remote", "Store", "files", "_files", "self"}
 
 
 def faults(text: str) -> Iterator[str]:

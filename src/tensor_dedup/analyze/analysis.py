@@ -12,7 +12,7 @@ from tensor_dedup.analyze.changes import Reasons, reasons
 from tensor_dedup.analyze.contributions import Contribution, contributions
 from tensor_dedup.analyze.digests import Digests, read_digests
 from tensor_dedup.analyze.fusion import Fused, survives
-from tensor_dedup.analyze.layers import SharedLayer, shared_layers, split
+from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.stored import (
     StrPath,
@@ -25,6 +25,7 @@ from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.layer_names import split
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.writing.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, TensorSpec

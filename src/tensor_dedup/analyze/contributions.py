@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensor_dedup.analyze.layers import split
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.layer_names import split
 
 
 @dataclass(frozen=True, slots=True)

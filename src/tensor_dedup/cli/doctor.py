@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 import click
@@ -34,6 +35,8 @@ Verdict = Literal["ok", "note", "no", "damaged"]
 
 _PIDFD: Final = (6, 5)  # before, a client in another pid namespace cannot be held by a pidfd
 _FEW_DESCRIPTORS: Final = 4096
+# What the driver's kernel module shows, and Windows' to a Linux below it.
+_DRIVERS: Final = (Path("/proc/driver/nvidia"), Path("/dev/dxg"))
 _PATIENCE_S: Final = 180
 _GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 # In a process of its own: it imports the framework, which prints, and takes its time and memory.
@@ -147,13 +150,13 @@ def _memory() -> Iterator[Finding]:
 def _descriptors() -> Iterator[Finding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard >= _FEW_DESCRIPTORS:
-        yield Finding("descriptors", "ok", f"{hard} a process")
+        yield Finding("descriptors", "ok", f"{hard} open files a process")
     else:
         yield Finding(
             "descriptors",
             "note",
-            f"{hard} a process: each piece of shared memory is one; raise `ulimit -Hn` to "
-            f"{_FEW_DESCRIPTORS} or more",
+            f"{hard} open files a process: each piece of shared memory is one; raise "
+            f"`ulimit -Hn` to {_FEW_DESCRIPTORS} or more",
         )
 
 
@@ -239,6 +242,9 @@ def _manager(socket: str | None) -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
+    if not any(path.exists() for path in _DRIVERS):
+        yield Finding("GPU", "note", "none: this machine has no NVIDIA driver")
+        return
     try:
         driver = NvidiaDriver()
         driver.init()

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import click
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -274,7 +274,7 @@ class ByteBar:
         console = Console(stderr=True)
         self._label = label
         self.bar = Bar(
-            TextColumn(label),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
             _Rate(),
@@ -285,7 +285,7 @@ class ByteBar:
         )
         self._task = self.bar.add_task(label, total=None)
 
-    def __enter__(self) -> "ByteBar":
+    def __enter__(self) -> Self:
         self.bar.start()
         return self
 
@@ -295,6 +295,10 @@ class ByteBar:
     def start(self, total_bytes: int) -> None:
         """`total_bytes` will be handled."""
         self.bar.update(self._task, total=total_bytes)
+
+    def describe(self, label: str) -> None:
+        """Put another text in front of the bar."""
+        self.bar.update(self._task, description=label)
 
     def advance(self, nbytes: int) -> None:
         """So many more bytes are done."""

@@ -43,13 +43,14 @@ from tensor_dedup.store.checkpoints.notes import shown
 from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
 from tensor_dedup.store.checkpoints.retention import best as best_step
 from tensor_dedup.store.checkpoints.runs import Step, parse_step_name
-from tensor_dedup.store.checkpoints.sizes import RunStats, TensorChanges
+from tensor_dedup.store.checkpoints.sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 
 _SHOWN_NAMES = 20
+_NO_COST = RunCost(0, 0, 0, 0, 0)
 
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -198,7 +199,7 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
     """Say what RUN, or all runs together, hold, and what they cost beside the rest of the store."""
     if tensors and run is None:
         raise WrongUse("say which run's tensors: runs stats RUN --tensors")
-    nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict()
+    nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict() | {"logical_bytes": 0} | _NO_COST.to_dict()
     opened = existing_or_said(store, as_json, nothing) if run is None else existing(store)
     if opened is None:
         return
@@ -229,7 +230,8 @@ def _cost(
     try:
         cost = store.run_cost(run)
     except StoreError as error:
-        return {"reclaimable_bytes": None}, [saved, f"on disk       not known: {error}"]
+        unknown = dict.fromkeys(_NO_COST.to_dict())
+        return unknown, [saved, f"on disk       not known: {error}"]
     logical, kept = sum(sizes), cost.disk_bytes
     if kept <= logical:
         share = f"{(logical - kept) / logical if logical else 0:.0%}".replace("%", " %")

@@ -109,12 +109,20 @@ def existing(store: str | None) -> Store:
 def existing_or_said(
     store: str | None, as_json: bool, document: Mapping[str, object]
 ) -> Store | None:
-    """The store that is there; None once it is said that there is none yet, or `document` is."""
+    """The store that is there; None once it is said that there is none yet, or `document` is.
+
+    Where the document has a `store`, that is the path.
+    """
     try:
         return existing(store)
     except NoStoreError as error:
         path = error.facts["path"]
-        say(document, as_json, f"no store yet at {path}; `tensor-dedup import` makes one")
+        where = {"store": str(path)} if "store" in document else {}
+        say(
+            {**document, **where},
+            as_json,
+            f"no store yet at {path}; `tensor-dedup import` makes one",
+        )
         return None
 
 
@@ -334,7 +342,8 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
     `unique` is what deleting one gives back, once `gc` has run. Exit status 1 when one of them
     cannot be read, such as an external one whose files were moved.
     """
-    opened = existing_or_said(store, as_json, {"checkpoints": [], "damaged": [], "usage": []})
+    nothing: dict[str, object] = {"store": store, "checkpoints": [], "damaged": [], "usage": []}
+    opened = existing_or_said(store, as_json, nothing)
     if opened is None:
         return
     found, usage = opened.list(), opened.usage().checkpoints
@@ -473,7 +482,7 @@ def stats(store: str | None, as_json: bool) -> None:
         as_json,
         f"checkpoints   {found.checkpoints} with {counted(found.tensors, 'tensor')}",
         f"their size    {human(found.logical_bytes)}",
-        f"distinct      {human(found.unique_bytes)} ({found.dedup_ratio:.1%})",
+        f"distinct      {human(found.unique_bytes)} ({100 * found.dedup_ratio:.1f} %)",
         f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
         *_encoded(found),
         f"unused        {human(found.reclaimable_bytes)} that gc takes, "
@@ -491,7 +500,7 @@ def _encoded(found: Stats) -> list[str]:
     nbytes = sum(coded.nbytes for coded in encoded.values())
     stored = sum(coded.stored_bytes for coded in encoded.values())
     return [
-        f"encoded       {human(nbytes)} as {human(stored)} ({stored / nbytes:.1%})",
+        f"encoded       {human(nbytes)} as {human(stored)} ({100 * stored / nbytes:.1f} %)",
         *(
             f"  {codec:<12}{counted(coded.pieces, 'piece')}, {human(coded.nbytes)} as "
             f"{human(coded.stored_bytes)}"
@@ -560,13 +569,13 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
     if nbytes:
         later = _later(DEFAULT_GRACE_HOURS)
         text = (
-            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it moves them to the trash, "
-            f"and deletes them when it runs {later} (`gc --grace 0`: at once)"
+            f"`tensor-dedup gc` moves {human(nbytes)} that nobody uses any more to the trash, and "
+            f"frees them when it runs again {later} (`gc --grace 0`: at once)"
         )
     else:
         text = "there is no space to give back: other checkpoints need the files that it lies in"
     if 100 * plan.dead_bytes > nbytes:  # less is not worth a word
-        text += f"; in all, {human(plan.dead_bytes)} that nobody uses lie in what others need"
+        text += f"; {human(plan.dead_bytes)} that nobody uses lie in files that others need"
     return known, text
 
 
@@ -579,7 +588,7 @@ def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
     opened = existing(store)
     name = full_name(opened, name)
-    opened.check_exists(name)
+    opened.check_deletable(name)
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
     reclaimable, space = space_after(opened)
