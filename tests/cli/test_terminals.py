@@ -43,6 +43,15 @@ COMMANDS = [
     "find {digest}",
     "export base out-{}",
     "rename new-{} other-{}",
+    "substitute Qwen2-tiny Qwen2-tiny-Instruct --layers 0-2 --output mixed-{}",
+    "push base {url}",
+    f"push {RUN} {{url}}",
+    "pull {url} base --store pulled-{}",
+    "remote list {url}",
+    "remote show {url} base",
+    "remote du {url}",
+    "remote verify {url}",
+    "remote gc {url} --dry-run",
     "runs list",
     f"runs show {RUN}",
     f"runs stats {RUN} --tensors",
@@ -83,7 +92,7 @@ SIZE = re.compile(r"[\d.]+ (?:B|[KMG]iB)\b")
 NUMBER = re.compile(r"[\d.,]+(?: (?:B|[KMG]iB|s))?|-")
 UNITS = {"B", "KiB", "MiB", "GiB"}
 PICTURE = re.compile(r"[#+.]+")
-CHANGES = re.compile(r"\{\}|import|gc|repair|delete")
+CHANGES = re.compile(r"\{\}|import|push|gc|repair|delete")
 ENDS = "./_@+=:-"  # what a word that has no room may be broken after
 
 
@@ -179,14 +188,14 @@ def tensor_digest(store: Store) -> str:
 
 def assert_no_width_breaks_a_word(environment: Mapping[str, str], widths: Sequence[int]) -> None:
     with world(environment) as (commands, store):
-        digest = tensor_digest(store)
+        names = {"digest": tensor_digest(store), "url": f"file://{store.path.parent}/remote"}
         for command in [*COMMANDS, *FAILING]:
 
             def run(
                 number: int, width: int | None = None, command: str = command
             ) -> terminal.Shown:
                 numbers = [number] * command.count("{}")
-                return commands.run(*command.format(*numbers, digest=digest).split(), width=width)
+                return commands.run(*command.format(*numbers, **names).split(), width=width)
 
             # A command that changes something may say another thing when it is done again.
             piped = [run(number) for number in (PIPED if CHANGES.search(command) else PIPED[:1])]

@@ -13,6 +13,8 @@ FORBIDDEN = {"shutil", "io", "tempfile", "mmap", "fcntl", "subprocess", "glob", 
 HARMLESS = {
     "PathLike",
     "environ",
+    "fsdecode",
+    "fsencode",
     "getpid",
     "register_at_fork",
     "sched_getaffinity",

@@ -240,10 +240,12 @@ class Program(Verbs):
                 result: object = super().invoke(ctx)
         except click.ClickException as error:
             output = importlib.import_module("tensor_dedup.cli.output")  # late: --help is quick
-            error.message = output.error_lines(error.format_message())
-            if isinstance(error, click.BadParameter):  # it would put its parameter in front again
-                raise click.UsageError(error.message, error.ctx) from error
-            raise
+            lines = output.error_lines(error.format_message())
+            if lines == error.format_message():
+                raise
+            if isinstance(error, click.UsageError):
+                raise click.UsageError(lines, error.ctx) from error
+            raise type(error)(lines) from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)

@@ -267,18 +267,30 @@ class _Rate(ProgressColumn):
         return Text("" if rate is None else f"{human(int(rate))}/s")
 
 
+# What a size of so many, and what need not travel, take of a line; and the least of a bar.
+_DOWNLOAD: Final = 36
+_BAR: Final = 12
+
+
 class ByteBar:
     """A bar on stderr with bytes, rate and time left; nothing where stderr is no terminal."""
 
     def __init__(self, label: str) -> None:
         console = Console(stderr=True)
-        self._label = label
-        self.bar = Bar(
+        self._label = label = shortened(printable(label))
+        columns: list[ProgressColumn] = [
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
             DownloadColumn(binary_units=True),
-            _Rate(),
-            TimeRemainingColumn(),
+        ]
+        # As much of the rest as there is room for; a cut bar says nothing.
+        room = console.width - len(label) - _DOWNLOAD
+        for width, column in ((12, _Rate()), (8, TimeRemainingColumn())):
+            if (room := room - width) > 0:
+                columns.append(column)
+        if room > _BAR:
+            columns.insert(1, BarColumn())
+        self.bar = Bar(
+            *columns,
             console=console,
             disable=not console.is_terminal,
             transient=True,
