@@ -125,7 +125,7 @@ def diff(
         tuple(changed),
         tuple((tensor.name, tensor.nbytes) for tensor in added),
         tuple((tensor.name, tensor.nbytes) for tensor in removed),
-        state_a != state_b,
+        bool(state_a and state_b) and state_a != state_b,
     )
 
 
