@@ -309,8 +309,8 @@ def s3() -> Iterator[Proxy]:
 
 
 @contextmanager
-def web(folder: Path) -> Iterator[str]:
-    """The URL of a plain web server of a folder's files, which knows ranges and nothing else."""
+def web(folder: Path, *, ranges: bool = True) -> Iterator[str]:
+    """The URL of a plain web server of a folder's files, which knows ranges at most."""
 
     class Files(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -322,7 +322,7 @@ def web(folder: Path) -> Iterator[str]:
                 return
             data, more = path.read_bytes(), {"ETag": f'"{path.stat().st_mtime_ns}"'}
             wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            if wanted is None:
+            if wanted is None or not ranges:
                 self._answer(200, data, more)
                 return
             start, last = int(wanted[1]), min(int(wanted[2]), len(data) - 1)

@@ -275,10 +275,11 @@ def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
         server.server_close()
 
 
-def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store) -> None:
-    """What a push to a folder has left, behind a server of files that knows ranges."""
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store, ranges: bool) -> None:
+    """What a push to a folder has left, behind a server of files, which may know ranges."""
     store.push("mine", f"file://{tmp_path}/served")
-    with remotes.web(tmp_path / "served") as url:
+    with remotes.web(tmp_path / "served", ranges=ranges) as url:
         other = open_store(tmp_path / "other")
         other.pull(url, "mine")
         assert stored(other, "mine") == content(tmp_path / "tiny")
