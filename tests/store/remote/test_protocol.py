@@ -313,3 +313,28 @@ def test_a_push_refuses_to_refer_to_what_is_gone(full: Store, based: MemoryBucke
     assert not Remote(based).verify().fine  # which takes it out of the catalog
     full.push("tune", Remote(based))
     assert [f.affected for f in Remote(based).verify(full=True).faults if f.affected] != []
+
+
+def test_a_push_that_takes_too_long_begins_anew(
+    full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it found in the catalog may have been deleted since; what it has sent is there."""
+    from tensor_dedup.store.remote import push
+
+    class Clock:
+        """Half a lease passes while the first attempt sends."""
+
+        now, asked = 0.0, 0
+
+        def monotonic(self) -> float:
+            self.asked += 1
+            if self.asked == 3:
+                self.now += push.LEASE_S
+            return self.now
+
+    monkeypatch.setattr(push, "time", Clock())
+    gate = Faulty(based)
+    full.push("tune", Remote(gate))
+    assert gate.calls.count("get catalog/HEAD") > 2
+    assert Remote(based).names() == ["base", "tune"]
+    assert Remote(based).verify(full=True).fine
