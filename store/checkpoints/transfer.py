@@ -225,7 +225,9 @@ class _CopyWriter(ContainerWriter):
                     self._write(bytes(view), start)
             return leaves
 
-        leaves = b"".join(self._hasher.each(work, range(0, nbytes, _BLOCK_BYTES)))
+        blocks = range(0, nbytes, _BLOCK_BYTES)
+        # To hand a single one to a thread takes longer than hashing it.
+        leaves = b"".join(self._hasher.each(work, blocks) if len(blocks) > 1 else map(work, blocks))
         self._records.append(record_of(start, nbytes, Hashed(digest, leaves)))
 
     def copy_encoded(self, source: PieceSource, container: ContainerId, record: Record) -> bool:

@@ -35,7 +35,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
-from tensor_dedup.store.remote.layout import PROBE
+from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -49,6 +49,8 @@ _SINGLE_BYTES: Final = 80 << 20
 _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
 _USER: Final = re.compile(r"//[^/\s@]*@")
 _SHOWN: Final = 240
+# What obstore says of a server that answers a range with the whole object.
+_NO_RANGES: Final = ("non-partial response", "Range request not supported")
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -363,11 +365,21 @@ class ServerBucket(Bucket):
             with self._translated(key):
                 found = memoryview(obstore.get_range(self._store, key, start=start, end=stop))
         except RemoteUnreachableError as error:
-            if "416 " not in str(error):
+            if "416 " in str(error):
+                found = memoryview(b"")  # it ends before the range begins
+            elif any(sign in str(error) for sign in _NO_RANGES):
+                found = self._whole(key)[start:stop]
+            else:
                 raise
-            found = memoryview(b"")  # it ends before the range begins
         self.traffic.add(received=found.nbytes)
         return found
+
+    def _whole(self, key: str) -> memoryview:
+        """An object of a server that knows no ranges, if it is not too large to be read often."""
+        found = self.get(key, 2 * CONTAINER_BYTES)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key))
+        return memoryview(found[0])
 
     def head(self, key: str) -> ObjectStatus | None:
         # docstring inherited

@@ -35,7 +35,13 @@ def prepare(bucket: Bucket) -> bool:
         if bucket.put_if(layout.MARKER, marker, None):
             raise _ignored(bucket, "If-None-Match")
         return False
-    _refuse_filled(bucket)
+    first = next(iter(bucket.list(layout.REFS)), None)
+    if first is not None:
+        # Another first push may have come so far in between; what was cut short leaves no names.
+        if bucket.get(layout.MARKER, layout.TEXT_BYTES) is not None:
+            return prepare(bucket)
+        what = f"it holds {first.key} and no {layout.MARKER}"
+        raise NotARemoteError.at(bucket.url, what)
     _probe(bucket)
     if not bucket.put_if(layout.MARKER, marker, None):
         found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
@@ -69,17 +75,6 @@ def check_marker(bucket: Bucket, text: bytes) -> None:
     if lines != layout.MARKER_LINES:
         what = f"{', '.join(lines[1:])}, this program knows version 1"
         raise NewerFormatError.at(bucket.at(layout.MARKER), what)
-
-
-def _refuse_filled(bucket: Bucket) -> None:
-    """Refuse a place without a marker that has names in it: the marker may be lost, or another's.
-
-    A push that was cut short leaves none.
-    """
-    first = next(iter(bucket.list(layout.REFS)), None)
-    if first is not None:
-        what = f"it holds {first.key} and no {layout.MARKER}"
-        raise NotARemoteError.at(bucket.url, what)
 
 
 def _probe(bucket: Bucket) -> None:

@@ -452,7 +452,9 @@ def _plan(
     kept = needed(found.live(), found.held()).containers
     used = {layout.container_key(c) for c in kept} | {layout.table_key(c.name) for c in kept}
     used |= {layout.manifest_key(name) for each in found.manifests for name in each.blobs}
-    used |= {layout.ref_key(each.name) for each in found.manifests}
+    # No reference is ever deleted, not even that of a deleted name: a request to delete it that
+    # came late would take what was pushed under that name meanwhile.
+    used |= {key for key in found.objects if key.startswith(layout.REFS)}
     dead = {key: status for key, status in found.objects.items() if key not in used}
     before = catalog.trash.condemned
     old = {k: s for k, s in dead.items() if now - s.modified >= lease_s}
@@ -491,7 +493,7 @@ def _plan(
 
 def _order(key: str) -> tuple[int, str]:
     """A table before its data: without it the data is no container."""
-    return (0 if key.startswith((layout.TABLES, layout.REFS)) else 1, key)
+    return (0 if key.startswith(layout.TABLES) else 1, key)
 
 
 def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str]) -> None:

@@ -11,7 +11,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus, too_large
 from tensor_dedup.store.remote.errors import RemoteUnreachableError
@@ -111,7 +114,7 @@ class Faulty(Bucket):
         inner: Bucket,
         at: int = -1,
         fault: str = "",
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(inner.url)
         self.inner, self._at, self._fault, self._meanwhile = inner, at, fault, meanwhile
@@ -303,3 +306,51 @@ def s3() -> Iterator[Proxy]:
                 os.environ[name] = value
         proxy.close()
         server.stop()
+
+
+@contextmanager
+def web(folder: Path, *, ranges: bool = True) -> Iterator[str]:
+    """The URL of a plain web server of a folder's files, which knows ranges at most."""
+
+    class Files(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = folder / unquote(self.path).lstrip("/")
+            if not path.is_file():
+                self._answer(404, b"", {})
+                return
+            data, more = path.read_bytes(), {"ETag": f'"{path.stat().st_mtime_ns}"'}
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            if wanted is None or not ranges:
+                self._answer(200, data, more)
+                return
+            start, last = int(wanted[1]), min(int(wanted[2]), len(data) - 1)
+            more["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
+            self._answer(206, data[start : last + 1], more)
+
+        do_HEAD = do_GET
+
+        def _answer(self, status: int, body: bytes, more: dict[str, str]) -> None:
+            self.send_response(status)
+            now = "Mon, 23 Nov 2026 00:00:00 GMT"
+            for name, value in {
+                "Content-Length": str(len(body)),
+                "Last-Modified": now,
+                **more,
+            }.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Files)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
