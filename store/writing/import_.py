@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from tensor_dedup.digest import digests_by_place
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import check_text
 from tensor_dedup.formats.weights import read_header
@@ -74,7 +75,7 @@ class ImportListener(Protocol):
     def imported(
         self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Receive the digests of one file, by (start, nbytes). Must not raise.
+        """Receive the digests of tensors and their leaves, by (start, nbytes). Must not raise.
 
         The open file `fd` had the status `before` when hashing began at `began_ns` (ns since 1970),
         and still has it.
@@ -197,11 +198,10 @@ class Import:
         began_ns: int,
         hashed: Sequence[Hashed],
     ) -> None:
-        digests = {
-            (part.start, part.nbytes): found.digest.hex()
-            for part, found in zip(file.segments, hashed, strict=True)
-            if part.name is not None
-        }
+        digests: dict[tuple[int, int], str] = {}
+        for part, found in zip(file.segments, hashed, strict=True):
+            if part.name is not None:
+                digests |= digests_by_place(part.start, part.nbytes, found.leaf_list)
         if digests:
             self._hints.imported(handle.fd, before, began_ns, digests)
 
