@@ -4,8 +4,9 @@
 
 An embedding of 64 MiB of float32 (random weights, rows of 896) is stored; then the same with one
 changed row, with 256 new rows, and with fewer rows, as an import and as steps of a run, with codecs
-and without. Each is read back and compared. Reading is timed in pairs with a store that has nothing
-but the tensor, stored as it is; files are in the page cache.
+and without. Each is read back and compared. Reading is compared, by the time of processors that it
+takes, in pairs with a store that has nothing but the tensor, stored as it is; files are in the page
+cache.
 """
 
 import shutil
@@ -88,7 +89,7 @@ def steps(folder: Path, arrays: Mapping[str, Array], *, encode: bool) -> list[st
 
 
 def reading(folder: Path, arrays: Mapping[str, Array], pairs: int) -> list[str]:
-    """Time reading each by leaf against reading it as it is; return a line for each."""
+    """Compare reading each by leaf with reading it as it is; return a line for each."""
     lines = []
     both = Store.open(folder / "store")
     for name, array in arrays.items():
@@ -99,9 +100,9 @@ def reading(folder: Path, arrays: Mapping[str, Array], pairs: int) -> list[str]:
         for number in range(pairs + 1):
             seconds = {}
             for store in (alone, both) if number % 2 else (both, alone):
-                began = time.monotonic()
+                began = time.process_time()
                 store.load(path.name)
-                seconds[store.path] = time.monotonic() - began
+                seconds[store.path] = time.process_time() - began
             if number:  # the first warms both
                 ratios.append(seconds[both.path] / seconds[alone.path])
         ratios.sort()
