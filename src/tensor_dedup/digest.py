@@ -198,8 +198,11 @@ class StreamDigest:
             )
         if self._flat is not None:
             return f"{self._algorithm}:{self._flat.hexdigest()}"
-        partial = [self._leaf.digest()] if self._seen % LEAF_BYTES else []
-        return combine(self._seen, self._leaves + partial)
+        return combine(self._seen, self.leaves())
+
+    def leaves(self) -> list[bytes]:
+        """Return the leaf digests of all bytes so far, with blake3; more may follow."""
+        return self._leaves + ([self._leaf.digest()] if self._seen % LEAF_BYTES else [])
 
 
 class _Hasher(Protocol):

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import time_ns
 from types import MappingProxyType
 
-from tensor_dedup.digest import StreamDigest, digests_by_place, leaf_digests, leaf_places
+from tensor_dedup.digest import StreamDigest, digests_by_place, leaf_places
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
@@ -191,13 +191,12 @@ class _File:
             self._progress.advance(stop - start)
 
     def _digests(self, spec: TensorSpec, pieces: Iterable[memoryview]) -> dict[Place, str]:
-        """The digest of a tensor, given in pieces of whole leaves, and those of its leaves."""
-        if self._algorithm == "blake3":
-            leaves = [leaf for piece in pieces for leaf in leaf_digests(piece)]
-            return digests_by_place(spec.start, spec.nbytes, leaves)
+        """The digest of a tensor, given in pieces, and those of its leaves."""
         stream = StreamDigest(self._algorithm, spec.nbytes)
         for piece in pieces:
             stream.update(piece)
+        if self._algorithm == "blake3":
+            return digests_by_place(spec.start, spec.nbytes, stream.leaves())
         return {(spec.start, spec.nbytes): stream.hexdigest()}
 
     def _read(self, start: int, nbytes: int) -> memoryview:
