@@ -139,9 +139,11 @@ class Store:
         read and hashed, even of files whose digests are
         remembered; `hints` receives the digests.
 
-        With `compress`, new tensors are stored encoded where samples show that this saves a tenth:
-        by themselves, or as the difference from a tensor of the checkpoint `base`, by default the
-        most similar one in the store. `base` implies `compress`. With `external` the weights stay
+        Leaves (2 MiB) that a new tensor has in common with a stored one, at the same offset, are
+        not stored again, where that saves a tenth: a vocabulary that grew costs its new rows. With
+        `compress`, new tensors are stored encoded where samples show that this saves a tenth: by
+        themselves, or as the difference from a tensor of the checkpoint `base`, by default the most
+        similar one in the store. `base` implies `compress`. With `external` the weights stay
         where they are and are indexed there: there is no second copy, and no guarantee except that
         changes to them are noticed.
 
@@ -175,7 +177,7 @@ class Store:
                 )
             encoder = None
             if compress is not None or base is not None:
-                encoder = self._encoder(index, hasher, source, base)
+                encoder = self._encoder(index, source, base)
             return import_source(
                 self._objects,
                 index,
@@ -195,12 +197,10 @@ class Store:
         if self._objects.ref(name) != manifest:
             raise NameTakenError.at(self.path, f"{name!r} is there already", name=name)
 
-    def _encoder(
-        self, index: StoreIndex, hasher: Hasher, source: ImportSource, base: str | None
-    ) -> "Encoder":
+    def _encoder(self, index: StoreIndex, source: ImportSource, base: str | None) -> "Encoder":
         from tensor_dedup.store.writing.encoder import Encoder  # and with it numpy
 
-        encoder = Encoder(self._objects, index, hasher)
+        encoder = Encoder(self._objects, index)
         if base is not None:
             encoder.open_base(check_name(base))
         else:

@@ -149,7 +149,9 @@ class CheckpointStore:
         New tensors are stored encoded where that saves a tenth. With `compress="auto"` a save
         leaves what takes long to a thread that works while no save runs; `close` and `gc` wait for
         it, and what is not encoded when a program ends without `close` stays as it was saved. With
-        "always" each save encodes everything, with None nothing is encoded.
+        "always" each save encodes everything, with None nothing is encoded. In any case, leaves
+        (2 MiB) that a tensor has in common with a stored one, at the same offset, are not stored
+        again where that saves a tenth.
 
         The first step of a run is stored against the checkpoint of the store called `base`, an
         import or a step of another run; without one, the nearest is found by comparing samples.

@@ -12,6 +12,7 @@ read, encoded ones as they can be read from the copy.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Protocol, Self
 
 import msgspec
@@ -27,7 +28,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.decoding import read_chunk, read_head
+from tensor_dedup.store.reading.decoding import decode_leaf, read_chunk, read_head
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
     ContainerWriter,
@@ -49,11 +50,14 @@ class PieceSource(Protocol):
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
         """Return the copies of a piece, unread."""
 
+    def records(self, digest: bytes) -> list[Record]:
+        """Return the records of a piece; none where it is not there."""
+
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
         """Fill `view` with bytes of a container as they are stored; False where that fails."""
 
-    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        """Return a verified range of the piece of `nbytes` with this digest."""
+    def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
+        """Fill `view` with the verified leaf at `start` of a piece, and return its digest."""
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
         """Fill `view` with verified whole leaves of a piece, and return their digests."""
@@ -177,7 +181,7 @@ class Transfer:
         for container, record in sorted(encoded, key=lambda place: place[1].stored)[:1]:
             with suppress(CorruptTensorError, MissingObjectError):  # then any other copy will do
                 if record.base is not None:
-                    self._bring_anchor(source, record.base, nbytes)
+                    self._bring_anchor(source, record.base)
                 if self._writer(ENCODED).copy_encoded(source, container, record):
                     self._sent[digest] = record.base is None
                     self.sent_bytes += record.stored
@@ -186,10 +190,14 @@ class Transfer:
         self._sent[digest] = True
         self.sent_bytes += nbytes
 
-    def _bring_anchor(self, source: PieceSource, digest: bytes, nbytes: int) -> None:
+    def _bring_anchor(self, source: PieceSource, digest: bytes) -> None:
         there = any(place.base is None for place in self._index.find({digest}).get(digest, ()))
         if not there and not self._sent.get(digest):
-            self._send(source, digest, nbytes, as_anchor=True)
+            sizes = [record.nbytes for record in source.records(digest)]
+            if not sizes:
+                what = f"no container holds {digest.hex()}, which others are stored against"
+                raise MissingObjectError.at(self._objects.layout.root, what)
+            self._send(source, digest, sizes[0], as_anchor=True)
 
     def _writer(self, kind: str) -> "_CopyWriter":
         writer = self._writers.get(kind)
@@ -256,9 +264,7 @@ class _CopyWriter(ContainerWriter):
 
     def _is_right(self, source: PieceSource, record: Record) -> bool:
         """Whether a copy is what its digest says, leaf by leaf."""
-        from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
-
-        files, handle, codec = self._objects.files, self._opened(), CODECS[record.codec]
+        files, handle = self._objects.files, self._opened()
         leaves = record.leaf_list
         try:
             chunks = read_head(files, handle, record)
@@ -268,15 +274,14 @@ class _CopyWriter(ContainerWriter):
         def work(number: int) -> bool:
             at = number * LEAF_BYTES
             stop = min(at + LEAF_BYTES, record.nbytes)
-            base = record.base
-            under = None if base is None else source.read_piece(base, at, stop, record.nbytes)
+            base = partial(source.read_leaf, record.base or b"")
             leaf = memoryview(bytearray(stop - at))
             try:
                 chunk = read_chunk(files, handle, record, chunks[number])
-                codec.decode(chunk, None if under is None else memoryview(under), leaf)
+                known = decode_leaf(record.codec, chunk, at, leaf, base)
             except CorruptFrameError:
                 return False
-            return leaf_digests(leaf) == [leaves[number]]
+            return [known or leaf_digests(leaf)[0]] == [leaves[number]]
 
         return all(self._hasher.each(work, range(len(chunks))))
 

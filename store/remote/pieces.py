@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Self
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
@@ -17,7 +18,7 @@ from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.reading.decoding import leaves_of
+from tensor_dedup.store.reading.decoding import decode_leaf, leaves_of
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
@@ -86,6 +87,10 @@ class RemotePieces:
         """Return where a piece is."""
         return [self._places[digest]]
 
+    def records(self, digest: bytes) -> list[Record]:
+        """Return the record of a piece; none where it is not among these."""
+        return [self._places[digest][1]] if digest in self._places else []
+
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
         """Fill `view` with bytes of a container as they are stored, unverified."""
         at = 0
@@ -146,12 +151,12 @@ class RemotePieces:
         held = [self._names.get(d, d.hex()) for d, p in self._places.items() if p[0] == container]
         return ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "")
 
-    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        """Return a verified range of what a delta is against, from the store."""
+    def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
+        """Fill `view` with a verified leaf of what others are stored against, from the store."""
         if self._bases is None or digest not in self._bases:
             what = f"what {digest.hex()} is needed for is stored against it, and it is not here"
             raise MissingRemoteError.at(self._bucket.url, what, digest=digest.hex())
-        return self._bases.read_piece(digest, start, stop, nbytes)
+        return self._bases.read_leaf(digest, start, view)
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
         """Fill `view` with verified whole leaves of a piece, and return their digests.
@@ -176,8 +181,7 @@ class RemotePieces:
         self, container: ContainerId, record: Record, start: int, view: memoryview
     ) -> bytes:
         """What came as it is encoded was wrong: fetch its chunks again, and decode them."""
-        from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
-
+        base = partial(self.read_leaf, record.base or b"")
         leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
         try:
             head = self._fetch(container, record.offset, record.offset + size)
@@ -187,12 +191,7 @@ class RemotePieces:
                 chunk = places[(start + at) // LEAF_BYTES]
                 where = record.offset + chunk.offset
                 blob = self._fetch(container, where, where + chunk.size)
-                under = None
-                if record.base is not None:
-                    begin = start + at
-                    held = self.read_piece(record.base, begin, begin + leaf.nbytes, record.nbytes)
-                    under = memoryview(held)
-                CODECS[record.codec].decode(blob, under, leaf)
+                decode_leaf(record.codec, blob, start + at, leaf, base)
         except CorruptFrameError:
             raise self._corrupt(container, record) from None
         if b"".join(leaf_digests(view)) != leaves:

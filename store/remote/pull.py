@@ -310,26 +310,21 @@ class _Lookup:
         return places
 
     def _add_anchors(self, catalog: Catalog, places: Places, local: Collection[bytes]) -> None:
-        needed = {
-            record.base: record.nbytes
-            for _, record in [*places.values()]
-            if record.base is not None and record.base not in local
-        }
-        absent = {digest: n for digest, n in needed.items() if digest not in places}
+        bases = [record.base for _, record in places.values() if record.base is not None]
+        needed = [base for base in dict.fromkeys(bases) if base not in local]
+        absent = [digest for digest in needed if digest not in places]
         self._read_tables(catalog, absent, alone=True)
-        for digest, nbytes in needed.items():
-            alone = [p for p in self._options(digest, nbytes) if p[1].base is None]
+        for digest in needed:
+            alone = [p for p in self._options(digest) if p[1].base is None]
             if not alone:
                 raise self._missing_error(digest)
             places[digest] = min(alone, key=lambda place: (place[1].stored, place[0]))
 
-    def _options(
-        self, digest: bytes, nbytes: int | None = None
-    ) -> list[tuple[ContainerId, Record]]:
-        wanted = self._missing[digest] if nbytes is None else nbytes
+    def _options(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
         held = self._records.get(digest, [])
+        wanted = self._missing.get(digest)  # of an anchor that is not missing no size is known
         for container, record in held:
-            if record.nbytes != wanted:
+            if wanted is not None and record.nbytes != wanted:
                 what = f"{record.nbytes} bytes of {digest.hex()}, {wanted} expected"
                 where = self._bucket.at(layout.table_key(container.name))
                 raise DamagedRemoteError.at(where, what)

@@ -105,6 +105,7 @@ def test_an_error_that_is_logged_is_found() -> None:
 # Public classes that two modules may call by one name, with the reason.
 SEVERAL_HOMES = {
     "StoreCallback": "the callback that users of Trainer and of Lightning each look for",
+    "FreezeCallback": "the callback that users of Trainer and of Lightning each look for",
 }
 
 

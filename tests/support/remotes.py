@@ -8,6 +8,8 @@ counts what goes over a socket. `s3` is a server that speaks S3's protocol, on t
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -274,17 +276,31 @@ _VARIABLES = {
 }
 
 
+_S3_SERVER = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
 @contextmanager
 def s3() -> Iterator[Proxy]:
-    """A server that speaks S3's protocol with a bucket called `bucket`, behind a counting proxy."""
-    import logging
+    """A server that speaks S3's protocol with a bucket called `bucket`, behind a counting proxy.
 
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    proxy = Proxy(server.get_host_and_port()[1])
+    It is a process of its own: vLLM looks at everything that is imported in its process, and what
+    Flask leaves in its modules raises when it is looked at.
+    """
+    server = subprocess.Popen(
+        [sys.executable, "-c", _S3_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    proxy = Proxy(int(server.stdout.readline()))
     wanted = {**_VARIABLES, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -305,7 +321,9 @@ def s3() -> Iterator[Proxy]:
             else:
                 os.environ[name] = value
         proxy.close()
-        server.stop()
+        server.stdin.close()  # which ends it
+        server.wait(30)
+        server.stdout.close()
 
 
 @contextmanager

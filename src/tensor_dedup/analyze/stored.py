@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.digest import combine, leaf_places
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.store import Store
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.types import Fingerprint
 
 SCHEME = "store://"
@@ -85,8 +87,16 @@ def measure_stored(path: str, shown: str, store: Store, min_tensor_bytes: int) -
                 small.append(tensor.name)
                 continue
             found = Fingerprint(tensor.shape, tensor.dtype, tensor.digest)
-            tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes))
+            leaves = _leaves(checkpoint, tensor)
+            tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes, leaves))
     return Measured(shown, tensors, small)
+
+
+def _leaves(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> tuple[str, ...]:
+    places = leaf_places(0, tensor.nbytes)
+    records = checkpoint.records(bytes.fromhex(tensor.digest)) if places else []
+    leaves = records[0].leaf_list if records else []
+    return tuple(combine(size, [leaf]) for (_, size), leaf in zip(places, leaves, strict=False))
 
 
 def open_store(store: StrPath | None, algorithm: str) -> Store:

@@ -188,6 +188,9 @@ def import_(
     Face cache (ORG/NAME or ORG/NAME@REVISION); a folder's other files (config, tokenizer) are kept
     too, so that an export works anywhere.
 
+    A new tensor that has leaves (2 MiB) in common with a stored one, at the same offset, costs the
+    others: a vocabulary that grew costs its new rows.
+
     With --compress auto, new tensors are stored encoded where samples of them say that it saves a
     tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
     default the most similar one. Exports are byte for byte the same; reading takes longer.
@@ -234,6 +237,8 @@ def _import_lines(result: ImportResult) -> list[str]:
         f"new {human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}, "
         f"known {human(result.known_bytes)}; {human(result.stored_bytes)} written",
     ]
+    if result.leaf_shared_bytes:
+        lines.append(f"{human(result.leaf_shared_bytes)} of the new were there, in other tensors")
     if result.encoded_tensors:
         against = f", against {result.base}" if result.base is not None else ""
         encoded = counted(result.encoded_tensors, "tensor")

@@ -22,8 +22,10 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.codecs.interface import LEAVES
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.remote import Remote
 
@@ -111,6 +113,33 @@ def test_an_anchor_comes_along_where_the_remote_has_a_delta_only(
     with other.checkpoint("tune") as checkpoint:
         assert any(checkpoint.stored(tensor)[2] for tensor in checkpoint)
     assert stored(other, "tune") == content(tmp_path / "tune")
+
+
+@pytest.mark.parametrize("compress", [None, "auto"])
+@pytest.mark.parametrize("with_base", [True, False])
+def test_leaves_in_common_travel_once(
+    tmp_path: Path, remote: Remote, compress: str | None, with_base: bool
+) -> None:
+    base = noise(1, 3 * LEAF_BYTES + 5000)
+    grown = base[:100] + b"a changed row" + base[113:] + noise(2, 70_000)
+    full, other = open_store(tmp_path / "full"), open_store(tmp_path / "other")
+    for name, data in (("base", base), ("grown", grown)):
+        path = write(tmp_path / name, {"model.safetensors": safetensors(u8(embedding=data))})
+        full.import_(path, name, compress=compress)
+    with full.checkpoint("grown") as checkpoint:
+        assert checkpoint.stored(checkpoint["embedding"])[0] == LEAVES
+    full.push("base", remote)
+    changed = LEAF_BYTES + len(grown) - 3 * LEAF_BYTES  # the first leaf and the last
+    assert full.push("grown", remote).moved_bytes < changed + 64 * KIB
+    if with_base:
+        other.pull(remote, "base")
+    pulled = other.pull(remote, "grown")
+    assert pulled.moved_bytes < changed + 64 * KIB + (0 if with_base else len(base) + 64 * KIB)
+    with other.checkpoint("grown") as checkpoint:
+        assert checkpoint.stored(checkpoint["embedding"])[0] == LEAVES
+    assert stored(other, "grown") == content(tmp_path / "grown")
+    assert other.verify(full=True).faults == []
+    assert remote.verify(full=True).fine
 
 
 def test_pushing_and_pulling_again_moves_nothing(
