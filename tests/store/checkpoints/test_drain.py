@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,11 @@ def test_waiting_for_room_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
             mount.open_.clear()
             save(run, step)
             waiting = run.save_async(model_of(step), step + 1)
+            deadline = time.monotonic() + 60
+            while not any("wait while" in message for message in caplog.messages):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.05)  # later ones say nothing when they begin to wait
             assert not waiting.done()
             mount.open_.set()
             waiting.wait()
