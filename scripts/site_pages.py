@@ -14,7 +14,7 @@ import msgspec
 
 from tensor_dedup import errors
 from tensor_dedup.memory_manager.protocol.tables import Totals
-from tensor_dedup.memory_manager.server.metrics import TotalsCollector
+from tensor_dedup.memory_manager.server.metrics import TotalsCollector, attach_seconds
 
 sys.path.append(str(Path(__file__).parent))  # a hook is loaded by its path
 import site_charts
@@ -29,6 +29,7 @@ class _Idle:
     totals = msgspec.convert({f.name: f.type() for f in msgspec.structs.fields(Totals)}, Totals)
     bookkeeping = saved_bytes = 0
     device = ""
+    attach_seconds, _ = attach_seconds("")
     silence_s: float | None = None
     overview: ClassVar[dict[str, Any]] = {}
 

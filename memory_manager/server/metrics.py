@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -71,8 +71,23 @@ _COUNTERS: Final = {
 }
 
 
+# An answer takes some 0.1 ms; what takes longer waits for work of other clients.
+_ATTACH_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.5, 2.5)
+
+
+def attach_seconds(device: str) -> tuple[Histogram, Histogram]:
+    """Return a histogram of how long look-ups take, and its part for one device, to be fed."""
+    text = "Seconds from a look-up of layers or tensors until its answer is on its way."
+    name = _PREFIX + "attach_seconds"
+    family = Histogram(name, text, ["device"], registry=None, buckets=_ATTACH_BUCKETS)
+    return family, family.labels(device or _HOST)
+
+
 class MetricsSource(Protocol):
     """A source of totals."""
+
+    attach_seconds: Histogram
+    """How long look-ups took, labelled by device. Safe from any thread."""
 
     @property
     def totals(self) -> Totals:
@@ -120,6 +135,7 @@ class TotalsCollector(Collector):
         yield _gauge("bookkeeping_bytes", text, device, source.bookkeeping)
         text = "Bytes that clients would use beyond those that are there if nothing were shared."
         yield _gauge("saved_bytes", text, device, source.saved_bytes)
+        yield from source.attach_seconds.collect()
         build = InfoMetricFamily(_PREFIX + "build", "What runs.", labels=["device"])
         build.add_metric([device], {"version": version("tensor-dedup"), "protocol": str(VERSION)})
         yield build

@@ -37,7 +37,11 @@ from tensor_dedup.memory_manager.errors import ProtocolError, RefusedError
 from tensor_dedup.memory_manager.protocol import wire
 from tensor_dedup.memory_manager.protocol.codec import decode_request, encode
 from tensor_dedup.memory_manager.protocol.limits import Code
-from tensor_dedup.memory_manager.protocol.messages import DESCRIPTORS_OF_REQUEST
+from tensor_dedup.memory_manager.protocol.messages import (
+    DESCRIPTORS_OF_REQUEST,
+    Lookup,
+    LookupDigests,
+)
 from tensor_dedup.memory_manager.server.acceptor import (
     AcceptedConnection,
     Acceptor,
@@ -45,6 +49,7 @@ from tensor_dedup.memory_manager.server.acceptor import (
     lacks_descriptors,
 )
 from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
+from tensor_dedup.memory_manager.server.metrics import attach_seconds
 from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
 from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_over, notify, watched
 
@@ -170,6 +175,8 @@ class Server:
         """What `status --json` says, without the residents; likewise, and empty without the option.
         It is replaced as a whole, never changed."""
         self.device: Final = settings.device
+        self.attach_seconds, self._attach_seconds = attach_seconds(self.device)
+        """How long look-ups took; likewise, and at once."""
         self._turned_at: float | None = None
         self._watched = watched()
 
@@ -384,7 +391,11 @@ class Server:
             text = f"{type(request).__name__} comes with {wanted} descriptors, not with "
             self._garbage(client, "protocol", text + str(len(self._arrived)))
             return
-        self._effects.extend(self._core.received(self._now(), client.number, request))
+        began = self._now()
+        self._effects.extend(self._core.received(began, client.number, request))
+        if isinstance(request, Lookup | LookupDigests):
+            self._do_effects()
+            self._attach_seconds.observe(self._now() - began)
 
     def _garbage(self, client: ClientSocket, code: Code, text: str) -> None:
         self._effects.extend(self._core.garbage(self._now(), client.number, code, text))

@@ -94,6 +94,23 @@ def test_a_process_saves_nothing_by_itself() -> None:
     assert saved_bytes([*rows, ClientRow(8, "serve.py", 1, SIZE, 0, 1.0)], 3 * SIZE) == SIZE
 
 
+def test_look_ups_are_timed(folder: Path) -> None:
+    with managers.running(folder, "--metrics", "0") as manager:
+        base = base_of(manager)
+        actor = managers.Actor(manager.socket, uses_base)
+        with manager.client("an engine") as client:
+            kept = managers.build(client, "layer", managers.pattern(1, SIZE))
+            before = values(base)["tensor_dedup_attach_seconds_count"][1]
+            assert actor.step() == 1
+            after = values(base)
+            labels, count = after["tensor_dedup_attach_seconds_count"]
+            assert labels == {"device": "host"}
+            assert count == before + 1
+            assert 0 < after["tensor_dedup_attach_seconds_sum"][1] < 60
+            actor.kill()
+            del kept
+
+
 def test_what_runs_is_in_build_info(folder: Path) -> None:
     with managers.running(folder, "--metrics", "0") as manager:
         labels, value = values(base_of(manager))["tensor_dedup_build_info"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ def test_an_anchor_comes_along_where_the_remote_has_a_delta_only(
 @pytest.mark.parametrize("compress", [None, "auto"])
 @pytest.mark.parametrize("with_base", [True, False])
 def test_leaves_in_common_travel_once(
-    tmp_path: Path, remote: Remote, compress: str | None, with_base: bool
+    tmp_path: Path, remote: Remote, compress: Literal["auto"] | None, with_base: bool
 ) -> None:
     base = noise(1, 3 * LEAF_BYTES + 5000)
     grown = base[:100] + b"a changed row" + base[113:] + noise(2, 70_000)
