@@ -63,6 +63,10 @@ WITH_STORE = [
     ("substitute m m --output made", 2),
     ("substitute m nowhere --layers * --output made", 2),
     ("substitute m no-weights --layers * --output made", 1),
+    ("plan --models models.toml --nodes 1 --memory 1M", 0),
+    ("plan --models models.toml --nodes 1 --memory 1K", 2),
+    ("plan --models nowhere.toml --nodes 1 --memory 1M", 2),
+    ("plan --models bad.toml --nodes 1 --memory 1M", 1),
     ("completion bash", 0),
     ("completion tcsh", 2),
 ]
@@ -108,6 +112,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path / "other", {"model.safetensors": safetensors(u8(a=noise(2, 90 * KIB)))})
     write(tmp_path / "no-weights", {"config.json": b"{}"})
     write(tmp_path / "full", {"config.json": b"{}"})
+    (tmp_path / "models.toml").write_text('[models.m]\npath = "m"\n')
+    (tmp_path / "bad.toml").write_text('[models.m]\npath = "no-weights"\n')
     return tmp_path
 
 
@@ -174,7 +180,7 @@ def test_every_verb_is_tried() -> None:
     tried = {arguments.split()[0] for arguments, _ in tables}
     groups = (GROUPS[title] for title in ("Store", "Memory", "Other"))
     listed = {verb for group in groups for verb in group} & VERBS.keys()
-    assert tried == listed | {"substitute"}
+    assert tried == listed | {"plan", "substitute"}
 
 
 def test_the_documentation_and_the_help_have_the_table() -> None:

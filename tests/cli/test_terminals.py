@@ -44,6 +44,7 @@ COMMANDS = [
     "export base out-{}",
     "rename new-{} other-{}",
     "substitute Qwen2-tiny Qwen2-tiny-Instruct --layers 0-2 --output mixed-{}",
+    "plan --models models.toml --nodes 3 --memory 1GiB",
     "push base {url}",
     f"push {RUN} {{url}}",
     "pull {url} base --store pulled-{}",
@@ -87,6 +88,14 @@ FAILING = [
     "stop --socket nowhere/m.sock",
     "top --every 0",
 ]
+FLEET = """
+room = "10MiB"
+[models.base]
+path = "Qwen2-tiny"
+replicas = 2
+[models.customer-17-of-the-southern-region]
+path = "Qwen2-tiny-Instruct"
+"""
 BORDER = re.compile(r"[-+|=]+")
 SIZE = re.compile(r"[\d.]+ (?:B|[KMG]iB)\b")
 NUMBER = re.compile(r"[\d.,]+(?: (?:B|[KMG]iB|s))?|-")
@@ -103,6 +112,7 @@ def world(environment: Mapping[str, str]) -> Iterator[tuple[terminal.Terminal, S
         folder.chmod(0o700)
         gallery.make(folder)
         (folder / "Qwen2-tiny-sql-lora-merged").rename(folder / "gewächs")
+        (folder / "models.toml").write_text(FLEET)
         store = Store.open(folder / "store")
         names = {"base": "Qwen2-tiny", "tuned": "Qwen2-tiny-Instruct", LONG: "Qwen2-tiny-full-ft"}
         for name, source in names.items():

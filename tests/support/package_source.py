@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"patches", "integrations"}),
 )
 # The top may import every layer, and no layer imports the top.
-TOP = frozenset({"", "__main__", "analyze", "cli", "substitution"})
+TOP = frozenset({"", "__main__", "analyze", "cli", "placement", "substitution"})
 # A second name for parts of the package, which nothing in the package itself uses.
 SECOND_NAME = "tensorcas"
 # The module that DeepSpeed imports in place of DataStates' own; nothing in the package uses it.

@@ -167,6 +167,32 @@ def analyze(
             out of it.
         StoreError: the store, or the checkpoint in it, is missing or damaged.
     """
+    measured, digests = measure(
+        paths,
+        min_tensor_bytes=min_tensor_bytes,
+        hash_algorithm=hash_algorithm,
+        hints=hints,
+        store=store,
+        progress=progress,
+        follow_links=follow_links,
+    )
+    return compare(measured, digests.bytes_read, digests.bytes_hashed)
+
+
+def measure(
+    paths: Sequence[StrPath],
+    *,
+    min_tensor_bytes: int = 0,
+    hash_algorithm: str = "blake3",
+    hints: HintIndex | None = None,
+    store: StrPath | None = None,
+    progress: ProgressListener | None = None,
+    follow_links: bool = False,
+) -> tuple[list[Measured], Digests]:
+    """Return the tensors of each checkpoint with their digests, and what it took to know them.
+
+    Arguments and errors are those of `analyze`, which compares what this returns.
+    """
     _check(min_tensor_bytes, hash_algorithm)
     given = [os.fspath(path) for path in paths]
     found = [find(path, store) for path in given]
@@ -195,7 +221,7 @@ def analyze(
         else held[number]
         for number, path in enumerate(given)
     ]
-    return compare(measured, digests.bytes_read, digests.bytes_hashed)
+    return measured, digests
 
 
 def compare(

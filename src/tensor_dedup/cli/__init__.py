@@ -42,6 +42,7 @@ VERBS: Mapping[str, str] = {
     "import": "Take a checkpoint into the store, each distinct tensor once.",
     "list": "List the checkpoints of the store.",
     "pin": "Keep a checkpoint in shared memory.",
+    "plan": "Say which model goes to which machine, by what models share.",
     "pull": "Fetch a checkpoint from a remote: only what is not here.",
     "push": "Send a checkpoint to a remote: only what is not there.",
     "remote": "Remotes: what object storage or a folder holds, and its upkeep.",
@@ -60,7 +61,7 @@ VERBS: Mapping[str, str] = {
 }
 # In the order of the help; a verb that is in none of them is the last group's.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Compare": ("analyze", "diff", "substitute"),
+    "Compare": ("analyze", "diff", "substitute", "plan"),
     "Store": (
         *("import", "list", "show", "du", "stats", "find", "cat", "export", "rename", "delete"),
         *("gc", "verify", "repair"),
@@ -85,6 +86,7 @@ _COMMANDS: Mapping[str, str] = {
     "import": "tensor_dedup.cli.store:import_",
     "list": "tensor_dedup.cli.store:list_",
     "pin": "tensor_dedup.cli.manager:pin",
+    "plan": "tensor_dedup.cli.plan:command",
     "pull": "tensor_dedup.cli.remote:pull",
     "push": "tensor_dedup.cli.remote:push",
     "remote": "tensor_dedup.cli.remote:command",

@@ -1,0 +1,189 @@
+"""`tensor-dedup plan`: which model goes to which machine."""
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tensor_dedup.cli import WrongUse, printable
+from tensor_dedup.cli.output import (
+    ByteBar,
+    Dotted,
+    byte_size,
+    console,
+    counted,
+    json_option,
+    say,
+)
+from tensor_dedup.cli.plan_page import write_page
+from tensor_dedup.cli.store import store_option
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.placement import Node, Plan, measured, plan, read_fleet
+from tensor_dedup.placement.plan import Assignment, Move, PlannedNode
+from tensor_dedup.placement.pods import patches
+from tensor_dedup.text_table import human
+
+
+@click.command(name="plan")
+@click.option(
+    "--models",
+    "fleet",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The models to serve, in TOML: names, paths, replicas, room beside the weights.",
+)
+@click.option(
+    "--nodes", metavar="N", help="How many machines there are; or their names, with commas."
+)
+@click.option(
+    "--memory",
+    type=byte_size(1),
+    metavar="SIZE",
+    help="What each has for weights and engines, for example 80GiB.",
+)
+@click.option(
+    "--host-memory",
+    type=byte_size(),
+    metavar="SIZE",
+    help="What each machine has beside that, where --memory is a device's.",
+)
+@click.option(
+    "--from",
+    "before",
+    metavar="PLAN.json",
+    help="A plan that was printed with --json: what it placed stays where it is.",
+)
+@click.option(
+    "--rebalance", is_flag=True, help="Say what moving would save and cost. Needs --from."
+)
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also draw the plan as a page of its own.",
+)
+@click.option(
+    "--kubernetes",
+    "pods",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write node affinities for the Pods MODEL-1, MODEL-2, …, as patches for Kustomize.",
+)
+@store_option
+@json_option
+def command(
+    fleet: Path,
+    nodes: str | None,
+    memory: int | None,
+    host_memory: int | None,
+    before: str | None,
+    rebalance: bool,
+    page: Path | None,
+    pods: Path | None,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Say which model goes to which machine, so that what models share is held as rarely as can be.
+
+    A machine holds each tensor once, whoever uses it. Replicas of a model go to different machines.
+    Nothing is started or moved: the plan is for whatever places your engines.
+    """
+    if page is not None and page.suffix != ".html":
+        raise WrongUse(f"{page} does not end in .html; name a file that does")
+    if rebalance and before is None:
+        raise WrongUse("--rebalance compares with a plan: give it with --from")
+    machines, current = _earlier(before) if before is not None else ([], None)
+    if nodes is not None or not machines:
+        if nodes is None or memory is None:
+            raise WrongUse("say which machines there are: --nodes 8 --memory 80GiB")
+        machines = [Node(name, memory, host_memory) for name in _names(nodes)]
+    with ByteBar("hashing") as progress:
+        models = measured(read_fleet(fleet), store=store, hints=HintIndex(), progress=progress)
+    found = plan(models, machines, current=current, rebalance=rebalance)
+    if page is not None:
+        write_page(page, found)
+    if pods is not None:
+        pods.write_text(patches(found), encoding="utf-8")
+    if as_json:
+        say(found.to_dict(), as_json)
+    else:
+        _show(found, console(), compared=current is not None)
+
+
+def _names(nodes: str) -> list[str]:
+    """The names of the machines, where only their number is given: node-1 and so on."""
+    if nodes.isdecimal() and int(nodes):
+        return [f"node-{n + 1}" for n in range(int(nodes))]
+    names = [name.strip() for name in nodes.split(",")]
+    if nodes.lstrip("-").isdecimal() or not all(names) or len({*names}) < len(names):
+        raise WrongUse(f"--nodes {nodes}: give a number of 1 or more, or different names")
+    return names
+
+
+def _earlier(path: str) -> tuple[list[Node], dict[str, list[str]]]:
+    """The machines and the placement of a plan that was printed before."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        machines = [Node(each["name"], int(each["memory_bytes"])) for each in found["nodes"]]
+        placed: dict[str, list[str]] = {}
+        for node in found["nodes"]:
+            for each in node["models"]:
+                placed.setdefault(str(each["model"]), []).append(str(node["name"]))
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise WrongUse(f"{path} is no plan of `tensor-dedup plan --json`: {error}") from error
+    return machines, placed
+
+
+def _show(found: Plan, out: Console, *, compared: bool) -> None:
+    for node in found.nodes:
+        if node.models:
+            used, memory = human(node.used_bytes), human(node.memory_bytes)
+            out.print(f"{printable(node.name)}: {used} of {memory}")
+            out.print(_table(node))
+            out.print()
+    replicas = [each for node in found.nodes for each in node.models]
+    busy = sum(1 for node in found.nodes if node.models)
+    out.print(
+        f"{counted(len({each.model for each in replicas}), 'model')}, "
+        f"{counted(len(replicas), 'replica')} on {busy} of {counted(len(found.nodes), 'node')}: "
+        f"{human(found.used_bytes)}, where nothing is shared {human(found.alone_bytes)}."
+    )
+    if compared:
+        for move in found.moves:
+            out.print(_movement(move))
+        if not found.moves:
+            out.print("Nothing moves.")
+        if found.saved_bytes:
+            loads = sum(move.loads_bytes for move in found.moves)
+            out.print(f"Moving saves {human(found.saved_bytes)} and loads {human(loads)}.")
+
+
+def _table(node: PlannedNode) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("  model")
+    for heading in ("adds", "of", "room"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why here")
+    for each in node.models:
+        sizes = map(human, (each.adds_bytes, each.weights_bytes, each.room_bytes))
+        table.add_row(Dotted(f"  {each.model}"), *sizes, reason(each))
+    return table
+
+
+def reason(each: Assignment) -> str:
+    """Return why a replica is where it is, in a few words."""
+    if each.shares_with is None:
+        return "room for it and its kin"
+    return f"{human(each.shared_bytes)} are there, most with {printable(each.shares_with)}"
+
+
+def _movement(move: Move) -> str:
+    name = printable(move.model)
+    if move.target is None:
+        return f"{name} leaves {printable(move.source or '')}."
+    origin = f"moves from {printable(move.source)}" if move.source else "is new"
+    return f"{name} {origin}: {printable(move.target)} loads {human(move.loads_bytes)}."

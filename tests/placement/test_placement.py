@@ -1,0 +1,180 @@
+"""Placements: what they count and find, and that nothing is placed where it does not fit."""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensor_dedup.placement.exact import solve
+from tensor_dedup.placement.heuristic import best_fit, first_fit, kin, place
+from tensor_dedup.placement.placement import Placement
+from tensor_dedup.placement.problem import Model, Node, Problem
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_models: int = 8, most_nodes: int = 4) -> Problem:
+    tensors = {f"t{n}": draw(st.integers(1, 30)) for n in range(draw(st.integers(1, 10)))}
+    models = [
+        Model(
+            f"m{number}",
+            {name: tensors[name] for name in draw(st.sets(st.sampled_from(sorted(tensors))))},
+            room=draw(st.integers(0, 10)),
+            host=draw(st.integers(0, 3)),
+            replicas=draw(st.integers(1, 2)),
+        )
+        for number in range(draw(st.integers(1, most_models)))
+    ]
+    host = draw(st.none() | st.integers(0, 20))
+    nodes = [
+        Node(f"n{number}", draw(st.integers(10, 150)), host)
+        for number in range(draw(st.integers(1, most_nodes)))
+    ]
+    return Problem(models, nodes)
+
+
+def counted(problem: Problem, models: Sequence[int]) -> int:
+    """What models take on a node, counted tensor by tensor."""
+    chosen = [problem.models[number] for number in models]
+    tensors = {digest: n for model in chosen for digest, n in model.tensors.items()}
+    return sum(tensors.values()) + sum(model.room for model in chosen)
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_a_node_counts_each_tensor_once(problem: Problem, draw: random.Random) -> None:
+    placed = Placement(problem)
+    for _ in range(20):
+        model, node = draw.randrange(len(problem.models)), draw.randrange(len(problem.nodes))
+        if node in placed.nodes_of(model):
+            freed, before = placed.freed(model, node), placed.total
+            placed.remove(model, node)
+            assert before - placed.total == freed
+        else:
+            added, before = int(placed.marginal(model)[node]), placed.total
+            placed.add(model, node)
+            assert placed.total - before == added
+        for number in range(len(problem.nodes)):
+            held = placed.models_on(number)
+            assert placed.used[number] == counted(problem, held) == problem.used(held)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_nothing_is_placed_where_it_does_not_fit(problem: Problem) -> None:
+    for placed in (place(problem), best_fit(problem), first_fit(problem)):
+        assert placed.is_sound()
+        for number, model in enumerate(problem.models):
+            assert len(placed.nodes_of(number)) + placed.missing()[number] == model.replicas
+        for number, node in enumerate(problem.nodes):
+            held = placed.models_on(number)
+            assert counted(problem, held) <= node.memory
+            if node.host is not None:
+                assert sum(problem.models[each].host for each in held) <= node.host
+
+
+def rank(placed: Placement) -> tuple[int, int]:
+    return sum(placed.missing().values()), placed.total
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_it_is_never_worse_than_best_fit(problem: Problem) -> None:
+    ours, theirs = place(problem), best_fit(problem)
+    if sum(ours.missing().values()) == sum(theirs.missing().values()):
+        assert rank(ours) <= rank(theirs)
+    assert sum(ours.missing().values()) <= sum(theirs.missing().values())
+
+
+def all_placements(problem: Problem) -> Iterator[Placement]:
+    """Every way to place all replicas."""
+    nodes = range(len(problem.nodes))
+    choices = [[*combinations(nodes, model.replicas)] for model in problem.models]
+    for chosen in product(*choices):
+        placed = Placement(problem)
+        for number, where in enumerate(chosen):
+            for node in where:
+                placed.add(number, node)
+        if placed.is_sound():
+            yield placed
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(most_models=5, most_nodes=3))
+def test_nothing_is_better_than_the_best_of_all(problem: Problem) -> None:
+    ours = place(problem)
+    least = min((each.total for each in all_placements(problem)), default=None)
+    if not ours.missing():
+        assert least is not None
+        assert ours.total >= least
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(most_models=5, most_nodes=3))
+def test_the_solver_finds_the_best_of_all(problem: Problem) -> None:
+    pytest.importorskip("ortools")
+    least = min((each.total for each in all_placements(problem)), default=None)
+    found = solve(problem, 20.0)
+    if least is None:
+        assert found.placement is None
+    else:
+        assert found.placement is not None
+        assert found.is_proven
+        assert found.placement.is_sound()
+        assert found.placement.total == found.bound == least
+
+
+def family(name: str, members: int, shared: int, own: int, room: int = 0) -> list[Model]:
+    return [
+        Model(f"{name}-{n}", {f"{name}/base": shared, f"{name}/{n}": own}, room)
+        for n in range(members)
+    ]
+
+
+def test_families_stay_together_where_best_fit_tears_them() -> None:
+    models = [m for pair in zip(*(family(n, 4, 40, 5) for n in "abcd"), strict=True) for m in pair]
+    problem = Problem(models, [Node(f"n{n}", 100) for n in range(4)])
+    ours = place(problem)
+    assert ours.total == 4 * (40 + 4 * 5)
+    assert best_fit(problem).total > ours.total
+    for number in range(4):
+        assert len({problem.models[m].name[0] for m in ours.models_on(number)}) <= 1
+
+
+def test_a_family_that_no_node_takes_is_split_into_as_few_as_can_be() -> None:
+    problem = Problem(family("a", 9, 40, 20), [Node(f"n{n}", 100) for n in range(4)])
+    ours = place(problem)
+    assert not ours.missing()
+    assert ours.total == 9 * 20 + 3 * 40  # three fit a node
+
+
+def test_one_in_the_way_moves() -> None:
+    models = [
+        Model("a", {"a": 60}),
+        Model("b", {"b": 40}),
+        Model("c", {"c": 50}),
+        Model("d", {"d": 50}),
+    ]
+    problem = Problem(models, [Node("n0", 100), Node("n1", 100)])
+    start = Placement(problem)
+    start.add(0, 0)
+    start.add(2, 1)
+    start.add(1, 1)
+    assert place(problem, start).missing() == {3: 1}  # it may not move what is there
+    assert not place(problem).missing()
+
+
+def test_kin_are_found_without_pairs() -> None:
+    models = [*family("a", 30, 40, 5), *family("b", 30, 30, 5), Model("x", {"x": 70})]
+    common = {"everywhere": 1}
+    models = [Model(m.name, {**m.tensors, **common}) for m in models]
+    found = kin(Problem(models, [Node("n", 1)]))
+    assert sorted(map(len, found)) == [1, 30, 30]
+
+
+def test_the_same_again() -> None:
+    models = [m for name in "abcdef" for m in family(name, 7, 23, 11, room=3)]
+    problem = Problem(models, [Node(f"n{n}", 120) for n in range(8)])
+    assert [*place(problem).replicas()] == [*place(problem).replicas()]
+    assert [*place(problem).replicas()] == [*place(Problem(models, problem.nodes)).replicas()]
