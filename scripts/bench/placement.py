@@ -27,7 +27,7 @@ import click
 from tensor_dedup.placement.exact import solve
 from tensor_dedup.placement.heuristic import best_fit, first_fit, place
 from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Model, Node, Problem
+from tensor_dedup.placement.problem import Model, Node, PackingProblem
 
 MIB, GIB = 1 << 20, 1 << 30
 # Tensors of a layer, by their share of a layer's bytes in per mille (Llama's proportions).
@@ -55,9 +55,9 @@ FLEETS = (
     Fleet("six bases, half frozen", [(8, 5, ("frozen half",))] * 6, 0, 6, 32),
     Fleet("four bases, a quarter frozen", [(8, 6, ("frozen quarter",))] * 4, 0, 4, 44),
     Fleet("three bases, new vocabulary", [(14, 8, ("vocabulary",))] * 3, 2, 4, 60),
-    Fleet("five bases, all kinds", [(8, 5, KINDS)] * 5, 3, 5, 32),
+    Fleet("five bases, all kinds", [(8, 5, KINDS)] * 5, 3, 5, 36),
     Fleet("sizes mixed", [(14, 5, ("lora",)), (8, 8, ("frozen half",)), (3, 9, KINDS)], 4, 4, 30),
-    Fleet("a hub: 8.3 % equal", [(6, 6, ("hub",))] * 5, 0, 6, 34),
+    Fleet("a hub: 8.3 % equal", [(6, 6, ("hub",))] * 5, 0, 6, 38),
     Fleet("a hub with LoRAs", [(6, 6, ("hub", "lora"))] * 5, 4, 5, 38),
     Fleet("replicas", [(8, 4, ("lora", "frozen half"))] * 5, 2, 8, 40, replicas=2),
     Fleet("A/B pairs", [(12, 2, ("same",))] * 12, 0, 8, 30),
@@ -135,7 +135,7 @@ def nodes_of(fleet: Fleet) -> list[Node]:
     return [Node(f"node-{n + 1}", fleet.memory_gib * GIB) for n in range(fleet.nodes)]
 
 
-def spread(problem: Problem) -> Placement:
+def spread(problem: PackingProblem) -> Placement:
     """Ray's default: first nodes below half of their memory, the fullest; then the emptiest.
 
     The hybrid policy of Ray 2 (`scheduler_spread_threshold=0.5`), without its random choice among
@@ -156,7 +156,7 @@ def spread(problem: Problem) -> Placement:
     return placed
 
 
-PLACERS: dict[str, Callable[[Problem], Placement]] = {
+PLACERS: dict[str, Callable[[PackingProblem], Placement]] = {
     "ours": place,
     "first-fit": first_fit,
     "best-fit": best_fit,
@@ -165,13 +165,13 @@ PLACERS: dict[str, Callable[[Problem], Placement]] = {
 
 
 def nodes_needed(
-    fleet: Fleet, models: Sequence[Model], placer: Callable[[Problem], Placement]
+    fleet: Fleet, models: Sequence[Model], placer: Callable[[PackingProblem], Placement]
 ) -> int:
     """The fewest nodes of the fleet's kind on which a placer places everything."""
-    whole = Problem(models, [Node("all", 1)])
+    whole = PackingProblem(models, [Node("all", 1)])
     least = -(-whole.used(range(len(models))) // (fleet.memory_gib * GIB))
     for count in range(max(1, least, fleet.replicas), 10 * fleet.nodes):
-        problem = Problem(models, nodes_of(replace(fleet, nodes=count)))
+        problem = PackingProblem(models, nodes_of(replace(fleet, nodes=count)))
         if not placer(problem).missing():
             return count
     raise RuntimeError(f"{fleet.name}: not placed on {10 * fleet.nodes} nodes")
@@ -180,7 +180,7 @@ def nodes_needed(
 def rows(seconds: float) -> Iterator[list[str]]:
     for fleet in FLEETS:
         models = models_of(fleet)
-        problem = Problem(models, nodes_of(fleet))
+        problem = PackingProblem(models, nodes_of(fleet))
         placed = {name: placer(problem) for name, placer in PLACERS.items()}
         best = solve(problem, seconds, hint=placed["ours"])
         needed = {name: nodes_needed(fleet, models, placer) for name, placer in PLACERS.items()}
@@ -211,7 +211,7 @@ def scale() -> Iterator[str]:
         fleet = Fleet(f"{count} models", families, 0, nodes, 44)
         models = models_of(fleet)
         began = time.process_time()
-        problem = Problem(models, nodes_of(fleet))
+        problem = PackingProblem(models, nodes_of(fleet))
         placed = place(problem)
         took = time.process_time() - began
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

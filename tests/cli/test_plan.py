@@ -113,6 +113,14 @@ def test_pods_of_the_manifest_go_where_the_plan_says(fleet: Path, tmp_path: Path
     assert {node for _, node in told} == {*names}
 
 
+def test_a_solver_says_what_the_least_is(fleet: Path) -> None:
+    pytest.importorskip("ortools")
+    machines = ("--nodes", "3", "--memory", "1GiB", "--exact", "20")
+    found = planned("--models", fleet, *machines)
+    assert found["least_bytes"] == found["used_bytes"]
+    assert ": this is 0.0 % more." in run("--models", fleet, *machines).stdout
+
+
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [400, 1600])
 def test_the_page_is_for_everybody(fleet: Path, tmp_path: Path, width: int, dark: bool) -> None:
@@ -138,6 +146,7 @@ def test_the_page_is_for_everybody(fleet: Path, tmp_path: Path, width: int, dark
         (None, ["--nodes", "3"], 2, "--memory 80GiB"),
         (None, ["--nodes", "3", "--memory", "1G", "--rebalance"], 2, "--from"),
         (None, ["--from", "models.toml"], 2, "is no plan"),
+        (None, ["--from", "models.toml", "--exact", "1"], 2, "leave out --from"),
         (None, ["--nodes", "3", "--memory", "1G", "--html", "x.pdf"], 2, "end in .html"),
         ("", [], 2, "names no model"),
         ("[models.a]", [], 2, "path is missing"),

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensor_dedup.placement.exact import solve
-from tensor_dedup.placement.heuristic import best_fit, first_fit, kin, place
+from tensor_dedup.placement.heuristic import best_fit, first_fit, improve, kin, place
 from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Model, Node, Problem
+from tensor_dedup.placement.problem import Model, Node, PackingProblem
 
 
 @st.composite
-def problems(draw: st.DrawFn, most_models: int = 8, most_nodes: int = 4) -> Problem:
+def problems(draw: st.DrawFn, most_models: int = 8, most_nodes: int = 4) -> PackingProblem:
     tensors = {f"t{n}": draw(st.integers(1, 30)) for n in range(draw(st.integers(1, 10)))}
     models = [
         Model(
@@ -32,10 +32,10 @@ def problems(draw: st.DrawFn, most_models: int = 8, most_nodes: int = 4) -> Prob
         Node(f"n{number}", draw(st.integers(10, 150)), host)
         for number in range(draw(st.integers(1, most_nodes)))
     ]
-    return Problem(models, nodes)
+    return PackingProblem(models, nodes)
 
 
-def counted(problem: Problem, models: Sequence[int]) -> int:
+def counted(problem: PackingProblem, models: Sequence[int]) -> int:
     """What models take on a node, counted tensor by tensor."""
     chosen = [problem.models[number] for number in models]
     tensors = {digest: n for model in chosen for digest, n in model.tensors.items()}
@@ -43,7 +43,7 @@ def counted(problem: Problem, models: Sequence[int]) -> int:
 
 
 @given(problems(), st.randoms(use_true_random=False))
-def test_a_node_counts_each_tensor_once(problem: Problem, draw: random.Random) -> None:
+def test_a_node_counts_each_tensor_once(problem: PackingProblem, draw: random.Random) -> None:
     placed = Placement(problem)
     for _ in range(20):
         model, node = draw.randrange(len(problem.models)), draw.randrange(len(problem.nodes))
@@ -60,16 +60,16 @@ def test_a_node_counts_each_tensor_once(problem: Problem, draw: random.Random) -
             assert placed.used[number] == counted(problem, held) == problem.used(held)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems())
-def test_nothing_is_placed_where_it_does_not_fit(problem: Problem) -> None:
+def test_nothing_is_placed_where_it_does_not_fit(problem: PackingProblem) -> None:
     for placed in (place(problem), best_fit(problem), first_fit(problem)):
         assert placed.is_sound()
         for number, model in enumerate(problem.models):
             assert len(placed.nodes_of(number)) + placed.missing()[number] == model.replicas
         for number, node in enumerate(problem.nodes):
             held = placed.models_on(number)
-            assert counted(problem, held) <= node.memory
+            assert counted(problem, held) == placed.used[number] <= node.memory
             if node.host is not None:
                 assert sum(problem.models[each].host for each in held) <= node.host
 
@@ -78,16 +78,16 @@ def rank(placed: Placement) -> tuple[int, int]:
     return sum(placed.missing().values()), placed.total
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems())
-def test_it_is_never_worse_than_best_fit(problem: Problem) -> None:
+def test_it_is_never_worse_than_best_fit(problem: PackingProblem) -> None:
     ours, theirs = place(problem), best_fit(problem)
     if sum(ours.missing().values()) == sum(theirs.missing().values()):
         assert rank(ours) <= rank(theirs)
     assert sum(ours.missing().values()) <= sum(theirs.missing().values())
 
 
-def all_placements(problem: Problem) -> Iterator[Placement]:
+def all_placements(problem: PackingProblem) -> Iterator[Placement]:
     """Every way to place all replicas."""
     nodes = range(len(problem.nodes))
     choices = [[*combinations(nodes, model.replicas)] for model in problem.models]
@@ -102,7 +102,7 @@ def all_placements(problem: Problem) -> Iterator[Placement]:
 
 @settings(max_examples=60, deadline=None)
 @given(problems(most_models=5, most_nodes=3))
-def test_nothing_is_better_than_the_best_of_all(problem: Problem) -> None:
+def test_nothing_is_better_than_the_best_of_all(problem: PackingProblem) -> None:
     ours = place(problem)
     least = min((each.total for each in all_placements(problem)), default=None)
     if not ours.missing():
@@ -112,7 +112,7 @@ def test_nothing_is_better_than_the_best_of_all(problem: Problem) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(problems(most_models=5, most_nodes=3))
-def test_the_solver_finds_the_best_of_all(problem: Problem) -> None:
+def test_the_solver_finds_the_best_of_all(problem: PackingProblem) -> None:
     pytest.importorskip("ortools")
     least = min((each.total for each in all_placements(problem)), default=None)
     found = solve(problem, 20.0)
@@ -134,7 +134,7 @@ def family(name: str, members: int, shared: int, own: int, room: int = 0) -> lis
 
 def test_families_stay_together_where_best_fit_tears_them() -> None:
     models = [m for pair in zip(*(family(n, 4, 40, 5) for n in "abcd"), strict=True) for m in pair]
-    problem = Problem(models, [Node(f"n{n}", 100) for n in range(4)])
+    problem = PackingProblem(models, [Node(f"n{n}", 100) for n in range(4)])
     ours = place(problem)
     assert ours.total == 4 * (40 + 4 * 5)
     assert best_fit(problem).total > ours.total
@@ -143,7 +143,7 @@ def test_families_stay_together_where_best_fit_tears_them() -> None:
 
 
 def test_a_family_that_no_node_takes_is_split_into_as_few_as_can_be() -> None:
-    problem = Problem(family("a", 9, 40, 20), [Node(f"n{n}", 100) for n in range(4)])
+    problem = PackingProblem(family("a", 9, 40, 20), [Node(f"n{n}", 100) for n in range(4)])
     ours = place(problem)
     assert not ours.missing()
     assert ours.total == 9 * 20 + 3 * 40  # three fit a node
@@ -156,7 +156,7 @@ def test_one_in_the_way_moves() -> None:
         Model("c", {"c": 50}),
         Model("d", {"d": 50}),
     ]
-    problem = Problem(models, [Node("n0", 100), Node("n1", 100)])
+    problem = PackingProblem(models, [Node("n0", 100), Node("n1", 100)])
     start = Placement(problem)
     start.add(0, 0)
     start.add(2, 1)
@@ -165,16 +165,31 @@ def test_one_in_the_way_moves() -> None:
     assert not place(problem).missing()
 
 
+def test_two_that_are_in_each_other_s_place_change_places() -> None:
+    models = [*family("a", 4, 30, 5), *family("b", 4, 30, 5)]
+    problem = PackingProblem(models, [Node("n0", 82), Node("n1", 82)])
+    start = Placement(problem)
+    for number, node in enumerate((0, 0, 0, 1, 0, 1, 1, 1)):
+        start.add(number, node)
+    assert start.is_sound()
+    assert start.free().max() == 2  # less than any model adds
+    improve(start, kin(problem))
+    assert start.total == problem.least() == 100
+    assert start.total == sum(problem.used(start.models_on(node)) for node in (0, 1))
+
+
 def test_kin_are_found_without_pairs() -> None:
     models = [*family("a", 30, 40, 5), *family("b", 30, 30, 5), Model("x", {"x": 70})]
     common = {"everywhere": 1}
     models = [Model(m.name, {**m.tensors, **common}) for m in models]
-    found = kin(Problem(models, [Node("n", 1)]))
+    found = kin(PackingProblem(models, [Node("n", 1)]))
     assert sorted(map(len, found)) == [1, 30, 30]
 
 
 def test_the_same_again() -> None:
     models = [m for name in "abcdef" for m in family(name, 7, 23, 11, room=3)]
-    problem = Problem(models, [Node(f"n{n}", 120) for n in range(8)])
+    problem = PackingProblem(models, [Node(f"n{n}", 120) for n in range(8)])
     assert [*place(problem).replicas()] == [*place(problem).replicas()]
-    assert [*place(problem).replicas()] == [*place(Problem(models, problem.nodes)).replicas()]
+    assert [*place(problem).replicas()] == [
+        *place(PackingProblem(models, problem.nodes)).replicas()
+    ]

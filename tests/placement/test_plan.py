@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tensor_dedup.placement import DoesNotFitError, Model, Node, Plan, plan
+from tensor_dedup.placement import DoesNotFitError, FleetPlan, Model, Node, plan
 
 
 def family(name: str, members: int, shared: int, own: int, **more: int) -> list[Model]:
@@ -22,7 +22,7 @@ def nodes(count: int, memory: int) -> list[Node]:
 MODELS = [*family("a", 4, 40, 5, room=2), *family("b", 3, 30, 5, room=1), Model("x", {"x": 25})]
 
 
-def where(found: Plan) -> dict[str, set[str]]:
+def where(found: FleetPlan) -> dict[str, set[str]]:
     return {name: set(held) for name, held in found.placement().items()}
 
 

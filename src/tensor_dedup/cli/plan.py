@@ -20,7 +20,7 @@ from tensor_dedup.cli.output import (
 from tensor_dedup.cli.plan_page import write_page
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.placement import Node, Plan, measured, plan, read_fleet
+from tensor_dedup.placement import FleetPlan, Node, measured, plan, read_fleet
 from tensor_dedup.placement.plan import Assignment, Move, PlannedNode
 from tensor_dedup.placement.pods import patches
 from tensor_dedup.text_table import human
@@ -60,6 +60,13 @@ from tensor_dedup.text_table import human
     "--rebalance", is_flag=True, help="Say what moving would save and cost. Needs --from."
 )
 @click.option(
+    "--exact",
+    "exact_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Let a solver (extra `plan`) look for a better plan so long, and say what is the least.",
+)
+@click.option(
     "--html",
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -82,6 +89,7 @@ def command(
     host_memory: int | None,
     before: str | None,
     rebalance: bool,
+    exact_s: float | None,
     page: Path | None,
     pods: Path | None,
     store: str | None,
@@ -96,6 +104,8 @@ def command(
         raise WrongUse(f"{page} does not end in .html; name a file that does")
     if rebalance and before is None:
         raise WrongUse("--rebalance compares with a plan: give it with --from")
+    if exact_s is not None and before is not None:
+        raise WrongUse("--exact plans from nothing: leave out --from")
     machines, current = _earlier(before) if before is not None else ([], None)
     if nodes is not None or not machines:
         if nodes is None or memory is None:
@@ -103,7 +113,7 @@ def command(
         machines = [Node(name, memory, host_memory) for name in _names(nodes)]
     with ByteBar("hashing") as progress:
         models = measured(read_fleet(fleet), store=store, hints=HintIndex(), progress=progress)
-    found = plan(models, machines, current=current, rebalance=rebalance)
+    found = plan(models, machines, current=current, rebalance=rebalance, exact_s=exact_s)
     if page is not None:
         write_page(page, found)
     if pods is not None:
@@ -138,7 +148,7 @@ def _earlier(path: str) -> tuple[list[Node], dict[str, list[str]]]:
     return machines, placed
 
 
-def _show(found: Plan, out: Console, *, compared: bool) -> None:
+def _show(found: FleetPlan, out: Console, *, compared: bool) -> None:
     for node in found.nodes:
         if node.models:
             used, memory = human(node.used_bytes), human(node.memory_bytes)
@@ -152,6 +162,11 @@ def _show(found: Plan, out: Console, *, compared: bool) -> None:
         f"{counted(len(replicas), 'replica')} on {busy} of {counted(len(found.nodes), 'node')}: "
         f"{human(found.used_bytes)}, where nothing is shared {human(found.alone_bytes)}."
     )
+    if found.least_bytes is not None:
+        above = 100 * (found.used_bytes / found.least_bytes - 1)
+        out.print(
+            f"No plan takes less than {human(found.least_bytes)}: this is {above:.1f} % more."
+        )
     if compared:
         for move in found.moves:
             out.print(_movement(move))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.cli import visible
-from tensor_dedup.placement import Plan
+from tensor_dedup.placement import FleetPlan
 from tensor_dedup.placement.plan import PlannedNode
 from tensor_dedup.text_table import human
 
@@ -59,7 +59,7 @@ there already. Hatched: room of its engine.</p>
 """
 
 
-def write_page(path: Path, found: Plan) -> None:
+def write_page(path: Path, found: FleetPlan) -> None:
     """Write the page.
 
     Raises:
@@ -68,7 +68,7 @@ def write_page(path: Path, found: Plan) -> None:
     path.write_text(page(found), encoding="utf-8")
 
 
-def page(found: Plan) -> str:
+def page(found: FleetPlan) -> str:
     """Return the page as text."""
     busy = [node for node in found.nodes if node.models]
     replicas = sum(len(node.models) for node in busy)

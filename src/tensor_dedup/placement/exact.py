@@ -8,7 +8,7 @@ from typing import Any
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Problem
+from tensor_dedup.placement.problem import PackingProblem
 from tensor_dedup.suggestions import install_hint
 
 
@@ -24,7 +24,7 @@ class Optimum:
     is_proven: bool
 
 
-def solve(problem: Problem, seconds: float, hint: Placement | None = None) -> Optimum:
+def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None) -> Optimum:
     """Look for the placement that takes the fewest bytes, beginning with `hint`.
 
     Raises:
@@ -61,10 +61,7 @@ def solve(problem: Problem, seconds: float, hint: Placement | None = None) -> Op
     solver.parameters.num_workers = 2
     solver.parameters.random_seed = 1
     status = solver.solve(model)
-    # Everything is somewhere, and what a model with two replicas has is on two nodes.
-    least = sum(int(problem.own[m]) * problem.models[m].replicas for m in models)
-    least += sum(int(problem.sizes[part]) * most for part, most in needed.items())
-    bound = max(least, math.ceil(solver.best_objective_bound - 1e-6) * unit)
+    bound = max(problem.least(), math.ceil(solver.best_objective_bound - 1e-6) * unit)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Optimum(None, bound, is_proven=False)
     placed = Placement(problem)
@@ -74,7 +71,7 @@ def solve(problem: Problem, seconds: float, hint: Placement | None = None) -> Op
     return Optimum(placed, bound, is_proven=placed.total == bound)
 
 
-def _needed(problem: Problem) -> dict[int, int]:
+def _needed(problem: PackingProblem) -> dict[int, int]:
     """On how many nodes each part is at least."""
     found: dict[int, int] = {}
     for parts, model in zip(problem.parts, problem.models, strict=True):
@@ -84,7 +81,7 @@ def _needed(problem: Problem) -> dict[int, int]:
 
 
 def _hold_parts(
-    model: Any, problem: Problem, on: dict[tuple[int, int], Any], needed: dict[int, int]
+    model: Any, problem: PackingProblem, on: dict[tuple[int, int], Any], needed: dict[int, int]
 ) -> dict[tuple[int, int], Any]:
     """Add variables for a part being on a node, which a model there implies."""
     nodes = range(len(problem.nodes))

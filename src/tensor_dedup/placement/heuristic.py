@@ -8,6 +8,7 @@ replicas and groups of a family move or change places for as long as that saves 
 is compared with best-fit by size, improved in the same way, and the better one is returned.
 """
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -16,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Problem
+from tensor_dedup.placement.problem import PackingProblem
 
 # Models are of one family when one has this share of the other's bytes.
 _KINSHIP: Final = 0.05
@@ -25,10 +26,13 @@ _REPRESENTATIVES: Final = 8
 _ROUNDS: Final = 20
 # Swaps are tried for as many pairs; then the cheaper moves have to do.
 _SWAPS: Final = 20_000
+_RUINS: Final = 100
+_RUIN_WORK: Final = 200_000  # models times nodes: large fleets have no time for it
+_SORTED: Final = 0.5
 _EVICTIONS: Final = 64  # nodes on which room is looked for in this way
 
 
-def place(problem: Problem, start: Placement | None = None) -> Placement:
+def place(problem: PackingProblem, start: Placement | None = None) -> Placement:
     """Return a placement of all replicas, or of as many as were found room for.
 
     With `start`, its replicas stay where they are. Deterministic.
@@ -43,10 +47,10 @@ def place(problem: Problem, start: Placement | None = None) -> Placement:
     found = [by_family, best_fit(problem)]
     for each in found:
         improve(each, families)  # never makes it worse
-    return min(found, key=lambda each: (sum(each.missing().values()), each.total, each.busy))
+    return _recreated(min(found, key=_rank), families)
 
 
-def best_fit(problem: Problem) -> Placement:
+def best_fit(problem: PackingProblem) -> Placement:
     """Place models by size alone, largest first, each on the fullest node that has room."""
     placed = Placement(problem)
     missing = placed.missing()
@@ -58,7 +62,7 @@ def best_fit(problem: Problem) -> Placement:
     return placed
 
 
-def first_fit(problem: Problem) -> Placement:
+def first_fit(problem: PackingProblem) -> Placement:
     """Place models in their order, each on the first node that has room."""
     placed = Placement(problem)
     for model, count in placed.missing().items():
@@ -69,7 +73,7 @@ def first_fit(problem: Problem) -> Placement:
     return placed
 
 
-def kin(problem: Problem) -> list[list[int]]:
+def kin(problem: PackingProblem) -> list[list[int]]:
     """Return the models by family: each has a good part in common with another of its own.
 
     Source of the method: single-linkage clustering, each model with its nearest relative.
@@ -91,7 +95,9 @@ def kin(problem: Problem) -> list[list[int]]:
     return sorted(distinct.values())
 
 
-def _nearest(problem: Problem, holders: Mapping[int, Sequence[int]], model: int) -> int | None:
+def _nearest(
+    problem: PackingProblem, holders: Mapping[int, Sequence[int]], model: int
+) -> int | None:
     """Return the model that has most in common with this one, if that is a good part of either."""
     common: Counter[int] = Counter()
     for part in problem.parts[model].tolist():
@@ -103,6 +109,37 @@ def _nearest(problem: Problem, holders: Mapping[int, Sequence[int]], model: int)
     nearest = min(common, key=lambda each: (-common[each], each))
     least = _KINSHIP * min(problem.weights[model], problem.weights[nearest])
     return nearest if common[nearest] >= least else None
+
+
+def _rank(placed: Placement) -> tuple[int, int, int]:
+    return sum(placed.missing().values()), placed.total, placed.busy
+
+
+def _recreated(best: Placement, families: Sequence[Sequence[int]]) -> Placement:
+    """Empty two nodes and fill them anew, again and again, and keep what is better.
+
+    Ruin and recreate (Schrimpf, Schneider, Stamm-Wilbrandt and Dueck, "Record breaking optimization
+    results using the ruin and recreate principle", J. Comput. Phys. 159, 2000). It finds room on
+    nodes that are all but full, where single moves find none.
+    """
+    problem = best.problem
+    least = problem.least()
+    draw = random.Random(0)
+    work = len(problem.models) * len(problem.nodes)
+    for _ in range(min(_RUINS, _RUIN_WORK // work) if len(problem.nodes) > 1 else 0):
+        if not best.missing() and best.total == least:
+            break
+        tried = best.copy()
+        for node in draw.sample(range(len(problem.nodes)), 2):
+            for model in tried.models_on(node):
+                tried.remove(model, node)
+        order = [[*family] for family in families]
+        draw.shuffle(order)
+        _fill(tried, order, sort=draw.random() < _SORTED)
+        improve(tried, families)
+        if _rank(tried) < _rank(best):
+            best = tried
+    return best
 
 
 def improve(placed: Placement, families: Sequence[Sequence[int]]) -> None:
@@ -118,7 +155,7 @@ def improve(placed: Placement, families: Sequence[Sequence[int]]) -> None:
             return
 
 
-def _fill(placed: Placement, families: Sequence[Sequence[int]]) -> None:
+def _fill(placed: Placement, families: Sequence[Sequence[int]], *, sort: bool = True) -> None:
     problem, missing = placed.problem, placed.missing()
     copies = max(missing.values(), default=0)
     # A second replica needs another node: each family once, then what it has twice, and so on.
@@ -127,7 +164,8 @@ def _fill(placed: Placement, families: Sequence[Sequence[int]]) -> None:
         for copy in range(copies)
         for family in families
     ]
-    for group in sorted(filter(None, groups), key=lambda each: -problem.used(each)):
+    groups = [group for group in groups if group]
+    for group in sorted(groups, key=lambda each: -problem.used(each)) if sort else groups:
         _fill_family(placed, group)
 
 
@@ -238,6 +276,8 @@ def _swap(placed: Placement, relatives: dict[int, Sequence[int]]) -> None:
     """Change places of two replicas where that saves: a full node may lack nothing but room."""
     tried = 0
     for model, node in [*placed.replicas()]:
+        if node not in placed.nodes_of(model):
+            continue  # it has changed places with one before it
         marginal = placed.marginal(model)
         freed = placed.freed(model, node)
         wished = np.flatnonzero((marginal < freed) & (marginal > placed.free()))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tensor_dedup.placement.problem import Bytes, Problem
+from tensor_dedup.placement.problem import Bytes, PackingProblem
 
 
 class Placement:
@@ -15,7 +15,7 @@ class Placement:
     A replica is a pair of numbers: its model's and its node's.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PackingProblem) -> None:
         """Begin with empty nodes."""
         self.problem = problem
         nodes = len(problem.nodes)
@@ -93,7 +93,8 @@ class Placement:
         return admitted
 
     def add(self, model: int, node: int) -> None:
-        """Place a replica, whether there is room or not."""
+        """Place a replica on a node that has none of the model, whether there is room or not."""
+        assert not self._on[model, node]
         self.used[node] += self.marginal_on(model, node)
         self._holders[self.problem.parts[model], node] += 1
         self._host[node] += self.problem.host[model]
@@ -107,6 +108,7 @@ class Placement:
 
     def remove(self, model: int, node: int) -> None:
         """Take a replica from its node."""
+        assert self._on[model, node]
         self.used[node] -= self.freed(model, node)
         self._holders[self.problem.parts[model], node] -= 1
         self._host[node] -= self.problem.host[model]

@@ -1,15 +1,16 @@
 """A plan: which model goes to which node, why, and what changes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from tensor_dedup.errors import WRONG_USE, TensorDedupError
+from tensor_dedup.placement.exact import solve
 from tensor_dedup.placement.heuristic import improve, kin, place
 from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Model, Node, Problem
+from tensor_dedup.placement.problem import Model, Node, PackingProblem
 from tensor_dedup.text_table import human
 
 # Of the JSON document.
@@ -65,12 +66,13 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """Where each model goes. Sizes in bytes.
 
     `used_bytes` counts each tensor once a node, and the engines' room; `alone_bytes` is what the
     same replicas take where nothing is shared. `moves` are those from the placement before.
-    `saved_bytes` is what a rebalancing takes less than leaving everything where it is.
+    `saved_bytes` is what a rebalancing takes less than leaving everything where it is. No plan
+    takes less than `least_bytes`, if a solver was asked.
     """
 
     nodes: Sequence[PlannedNode]
@@ -78,6 +80,7 @@ class Plan:
     alone_bytes: int
     moves: Sequence[Move] = ()
     saved_bytes: int = 0
+    least_bytes: int | None = None
     schema: int = field(default=SCHEMA)
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,21 +103,26 @@ def plan(
     *,
     current: Mapping[str, Sequence[str]] | None = None,
     rebalance: bool = False,
-) -> Plan:
+    exact_s: float | None = None,
+) -> FleetPlan:
     """Choose a node for each replica so that all nodes together hold the fewest bytes.
 
     What is `current` (the nodes of each model) stays where it is unless `rebalance` is on. The same
-    arguments give the same plan.
+    arguments give the same plan. With `exact_s`, and nothing that has to stay, a solver is given
+    so many seconds to find a better one, and the plan says what the least is.
 
     Raises:
         DoesNotFitError: some replica has no room.
+        UnsupportedError: the solver is not installed.
     """
-    problem = Problem(models, nodes)
+    problem = PackingProblem(models, nodes)
     _check_sizes(problem)
     if current is None:
-        placed = place(problem)
+        placed, least = place(problem), None
+        if exact_s is not None:
+            placed, least = _exact(problem, placed, exact_s)
         _check(placed, "")
-        return _explained(placed)
+        return replace(_explained(placed), least_bytes=least)
     before = _held(problem, current)
     kept = place(problem, before)
     if not rebalance:
@@ -129,7 +137,15 @@ def plan(
     return _explained(placed, _moves(problem, current, before, placed), saved)
 
 
-def _check_sizes(problem: Problem) -> None:
+def _exact(problem: PackingProblem, placed: Placement, seconds: float) -> tuple[Placement, int]:
+    found = solve(problem, seconds, None if placed.missing() else placed)
+    better = found.placement
+    if better is not None and (placed.missing() or better.total < placed.total):
+        placed = better
+    return placed, found.bound
+
+
+def _check_sizes(problem: PackingProblem) -> None:
     """Refuse what fits no node, or wants more nodes than there are, before anything is tried."""
     largest = int(problem.capacity.max(initial=0))
     for number, model in enumerate(problem.models):
@@ -171,7 +187,7 @@ def _check(placed: Placement, hint: str) -> None:
     raise DoesNotFitError(f"{what}; give more --nodes or --memory", models=names)
 
 
-def _replicas(problem: Problem) -> int:
+def _replicas(problem: PackingProblem) -> int:
     return sum(model.replicas for model in problem.models)
 
 
@@ -180,7 +196,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _held(problem: Problem, current: Mapping[str, Sequence[str]]) -> Placement:
+def _held(problem: PackingProblem, current: Mapping[str, Sequence[str]]) -> Placement:
     """What of the placement before there still is: models, nodes and room change."""
     nodes = {node.name: number for number, node in enumerate(problem.nodes)}
     placed = Placement(problem)
@@ -217,7 +233,10 @@ def _matched(placed: Placement, before: Placement) -> Placement:
 
 
 def _moves(
-    problem: Problem, current: Mapping[str, Sequence[str]], before: Placement, placed: Placement
+    problem: PackingProblem,
+    current: Mapping[str, Sequence[str]],
+    before: Placement,
+    placed: Placement,
 ) -> list[Move]:
     names = [node.name for node in problem.nodes]
     resident = before.copy()
@@ -238,7 +257,7 @@ def _moves(
     return found
 
 
-def _explained(placed: Placement, moves: Sequence[Move] = (), saved: int = 0) -> Plan:
+def _explained(placed: Placement, moves: Sequence[Move] = (), saved: int = 0) -> FleetPlan:
     """Put a placement into words."""
     problem = placed.problem
     nodes = []
@@ -247,10 +266,10 @@ def _explained(placed: Placement, moves: Sequence[Move] = (), saved: int = 0) ->
         used = int(placed.used[number])
         nodes.append(PlannedNode(node.name, node.memory, used, _reasons(problem, models)))
     alone = sum(int(problem.needs[model]) for model, _ in placed.replicas())
-    return Plan(nodes, placed.total, alone, [*moves], saved)
+    return FleetPlan(nodes, placed.total, alone, [*moves], saved)
 
 
-def _reasons(problem: Problem, models: Sequence[int]) -> list[Assignment]:
+def _reasons(problem: PackingProblem, models: Sequence[int]) -> list[Assignment]:
     """Explain the models of a node, largest first, relatives together."""
     holders = np.zeros(len(problem.sizes), np.int64)
     for number in models:
@@ -287,6 +306,6 @@ def _reasons(problem: Problem, models: Sequence[int]) -> list[Assignment]:
     return found
 
 
-def _common(problem: Problem, one: int, other: int) -> int:
+def _common(problem: PackingProblem, one: int, other: int) -> int:
     both = np.intersect1d(problem.parts[one], problem.parts[other], assume_unique=True)
     return int(problem.sizes[both].sum())

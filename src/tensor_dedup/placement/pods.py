@@ -5,7 +5,7 @@ import re
 from typing import Final
 
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.placement.plan import Plan
+from tensor_dedup.placement.plan import FleetPlan
 
 # https://kubernetes.io/docs/concepts/overview/working-with-objects/names/#dns-label-names, less
 # what the number of a replica takes.
@@ -26,7 +26,7 @@ spec:
 """
 
 
-def patches(found: Plan) -> str:
+def patches(found: FleetPlan) -> str:
     """Return one patch a replica, as documents of YAML.
 
     The Pods are called MODEL-1, MODEL-2 and so on, in the order of the plan's nodes, whose names

@@ -47,7 +47,7 @@ class Node:
     host: int | None = None
 
 
-class Problem:
+class PackingProblem:
     """Models and nodes in the form in which placements are computed. Immutable; any thread.
 
     `own[m]` are the bytes that each replica of model m needs whoever else is there, `parts[m]` the
@@ -79,6 +79,17 @@ class Problem:
         most = np.iinfo(np.int64).max
         hosts = [most if node.host is None else node.host for node in nodes]
         self.host_capacity: Bytes = np.array(hosts, np.int64)
+
+    def least(self) -> int:
+        """Return a number of bytes below which no placement of everything is, on any nodes.
+
+        Each part is on as many nodes as a model that has it.
+        """
+        replicas = np.array([model.replicas for model in self.models], np.int64)
+        most = np.zeros(len(self.sizes), np.int64)
+        for number, parts in enumerate(self.parts):
+            most[parts] = np.maximum(most[parts], replicas[number])
+        return int(self.own @ replicas + self.sizes @ most)
 
     def used(self, models: Iterable[int]) -> int:
         """What these models take on one node together."""
