@@ -44,7 +44,8 @@ class ModelReport:
     headers. `known` tells whether all digests were remembered. `skipped` lists (name, reason) of
     what could not be shared. `collisions` counts hits that a comparison of bytes refused;
     `tokens_equal_plain` is set by tests and benchmarks that compare outputs; `stored_as` is the
-    name under which the store holds the checkpoint.
+    name under which the store holds the checkpoint. `frozen_base` says which layers a base gave in
+    place of the checkpoint's own, as `base`, `layers`, and the number and bytes of their tensors.
     """
 
     name: str = ""
@@ -68,6 +69,7 @@ class ModelReport:
     collisions: int = 0
     tokens_equal_plain: bool | None = None
     stored_as: str | None = None
+    frozen_base: dict[str, Any] | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
     components: list[Any] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)

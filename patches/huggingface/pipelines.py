@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import wrapt
 
 from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.patches.huggingface.enabled import OPT_OUT, SWITCH
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ def enable(config: object = True) -> Enabled:
 
     Raises:
         ConfigError: The configuration is not valid.
+        UnsupportedError: It has layers taken from a base, which only vLLM's models can.
     """
-    chosen = TensorDedupConfig.from_any(config)
+    chosen = _without_base(TensorDedupConfig.from_any(config))
     install()
     return Enabled(chosen, SWITCH.set(chosen))
 
@@ -108,7 +110,17 @@ def move(target: object, device: object, config: object = None) -> None:
 
 def _chosen(config: object) -> TensorDedupConfig:
     chosen = SWITCH.config if config is None else TensorDedupConfig.from_any(config)
-    return chosen or TensorDedupConfig()
+    return _without_base(chosen or TensorDedupConfig())
+
+
+def _without_base(config: TensorDedupConfig) -> TensorDedupConfig:
+    if config.frozen_base is not None:
+        raise UnsupportedError(
+            "frozen_base is for models of vLLM; write the checkpoint with `tensor-dedup "
+            "substitute` and load that",
+            field="frozen_base",
+        )
+    return config
 
 
 def install() -> None:
@@ -144,6 +156,7 @@ def _wrapped(original: Any) -> Any:
             return _refused(lambda: original(cls, *args, **kwargs))
         if config is None or not config.enabled or OPT_OUT.depth:
             return original(cls, *args, **kwargs)
+        _without_base(config)
         from tensor_dedup.patches.huggingface import model_load
 
         return model_load.run(

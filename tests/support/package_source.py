@@ -25,6 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "libc",
             "formats",
             "layer_names",
+            "layer_pairs",
+            "natural",
             "suggestions",
             "seams",
             "text_table",

@@ -13,7 +13,6 @@ from tensor_dedup.analyze.contributions import Contribution, contributions
 from tensor_dedup.analyze.digests import Digests, read_digests
 from tensor_dedup.analyze.fusion import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
-from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.stored import (
     StrPath,
     find,
@@ -27,6 +26,7 @@ from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.layer_names import split
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.natural import natural
 from tensor_dedup.store.writing.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, TensorSpec
 

@@ -22,6 +22,14 @@ class AnalyzedTensor:
     nbytes: int
     leaves: tuple[str, ...] = ()
 
+    @property
+    def dtype(self) -> str:
+        return self.fingerprint.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.fingerprint.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
