@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader import utils as loader_utils
 from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
+from tensor_dedup.loader.checkpoint_io.marker_report import marked
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
 from tensor_dedup.loader.cuda.provider import GpuProvider
@@ -450,8 +451,10 @@ class LoadRun:
     def report(self, rank: int) -> ModelReport:
         """Return what this load read, hashed, built and shared."""
         counters = self.session.reader.counters
+        shared = {id(source) for source in self.session.ledger.shared_sources()}
         report = ModelReport(name=self._name, rank=rank, known=self._known)
         self.session.ledger.enter(report)
+        report.marked = marked(self._files, lambda source: id(source) in shared)
         report.checkpoint_bytes = sum(source.spec.nbytes for source in self._sources)
         report.header_bytes = sum(file.header.header_bytes for file in self._read_files())
         report.source_tensors_total = len(self._sources)

@@ -22,6 +22,7 @@ import reads
 import tiny_checkpoints as checkpoints
 from tensor_dedup import ConfigError, Store, UnsupportedError, enable, report
 from tensor_dedup.errors import CheckpointError, FormatError
+from tensor_dedup.formats.markers import KEY, Marker, in_files
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.report import ModelReport
@@ -199,6 +200,32 @@ def test_a_reload_takes_them_again(llama: Family) -> None:
         assert model.parameters() != wanted
         model.reload(llama.tune)
         assert model.parameters() == wanted
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_marker_is_counted_and_never_believed(
+    lies: bool,
+    llama: Family,
+    expected: dict[Path, tuple[plain.Answer, ...]],
+    tmp_path: Path,
+) -> None:
+    (true,) = in_files([llama.substituted / checkpoints.WEIGHTS])
+    assert len(true.tensors) > 10
+    every = dict.fromkeys(checkpoints.tensors(llama.base))
+    marker = Marker("base", true.digest, {n: n for n in every} if lies else true.tensors)
+    tune = tmp_path / "tune"
+    shutil.copytree(llama.substituted, tune)
+    held = checkpoints.tensors(tune)
+    metadata = {"format": "pt", KEY: marker.text()}
+    safetensors.torch.save_file(held, tune / checkpoints.WEIGHTS, metadata)
+    base = engines.sharing(llama.base)
+    answers, found = loaded(tune)
+    assert answers == expected[llama.substituted]
+    (told,) = found.marked
+    assert (told["base"], told["digest"]) == ("base", true.digest)
+    assert told["tensors"] == len(marker.tensors)
+    assert told["shared"] == len(true.tensors)
+    engines.drop(base)
 
 
 def without(tune: Path, target: Path, change: dict[str, torch.Tensor | None]) -> Path:

@@ -17,11 +17,11 @@ from tensor_dedup.analyze.stored import SCHEME, StrPath, find
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.formats.markers import KEY, Marker, content_digest
 from tensor_dedup.layer_pairs import Layer, chosen, layers_of
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.substitution.distance import distance
-from tensor_dedup.substitution.markers import KEY, base_digest, marker
 from tensor_dedup.substitution.output import write_files
 from tensor_dedup.substitution.samples import Movement, Samples
 from tensor_dedup.text_table import human
@@ -243,12 +243,12 @@ def _write(
     read_base: ReadRange,
 ) -> list[str]:
     pairs = {tensor.name: old for layer in taken.values() for tensor, old in layer.pairs}
-    content = base_digest(one.tensors)
+    content = content_digest((t.name, t.fingerprint.digest) for t in one.tensors)
     given = os.fspath(base).removeprefix(SCHEME)
     called = Path(given).name if os.path.lexists(given) else given
 
     def metadata(names: Sequence[str]) -> dict[str, str]:
-        return {KEY: marker(called, content, {name: pairs[name].name for name in names})}
+        return {KEY: Marker(called, content, {n: pairs[n].name for n in names}).text()}
 
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
