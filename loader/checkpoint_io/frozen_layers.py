@@ -21,7 +21,7 @@ from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.layer_pairs import chosen, layers_of
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk, FromStore, store_behind
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, check_out
+from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, resolve
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class FrozenLayers:
         """Open the base; return the paths of its files, with what precedes the names in them."""
         base, trust = self.wanted.base, self._trust
         if base.startswith(SCHEME):
-            store = Store.open(self._config.store_folder, create=False)
-            checkout = check_out(store, base)
+            checkout = resolve(base, self._config.store_folder)
+            store = Store.open(checkout.store, create=False)
             self._opening = FromStore(store, checkout, trust=trust)
             return [(Path(checkout.folder, name), "") for name in checkout.weights]
         checkpoint = open_checkpoint(locate(base), follow_links=True)
