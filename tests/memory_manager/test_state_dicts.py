@@ -1,14 +1,17 @@
 """State dicts in the memory manager: published by one process, mapped by others."""
 
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,39 +21,23 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, FormatError, UnsupportedError
 from tensor_dedup.memory_manager import StateDictClient, connect
 from tensor_dedup.memory_manager.client import NewLayer, NewTensor
+from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.client.state_dicts import _key
 from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
 
-# With n, a process that puts the state dict of `full` and dies at the n-th message; else one that
-# gets it and writes what it found, and who shares memory with whom, to a file.
+FORK = multiprocessing.get_context("fork")
+# A process that gets `full`, and writes what it found, and what is of one storage, to a file.
 OTHER = """
-import os, pickle, signal, sys
-import torch
+import pickle, sys
 from tensor_dedup.memory_manager import connect
-from tensor_dedup.memory_manager.client.connection import Connection
 
-sys.path.insert(0, sys.argv[2])
-from test_state_dicts import described, full
+sys.path.insert(0, sys.argv[1])
+from test_state_dicts import described
 
-what, socket = sys.argv[1], sys.argv[3]
-if what == "get":
-    with connect(socket) as shared:
-        found = shared.get("full")
-        with open(sys.argv[4], "wb") as out:
-            pickle.dump(None if found is None else described(found), out)
-    sys.exit()
-left, ask = int(what), Connection.ask
-
-def counted(self, *args, **more):
-    global left
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    return ask(self, *args, **more)
-
-Connection.ask = counted
-with connect(socket) as shared:
-    shared.put("full", full())
+with connect(sys.argv[2]) as shared:
+    found = shared.get("full")
+    with open(sys.argv[3], "wb") as out:
+        pickle.dump(None if found is None else described(found), out)
 """
 
 
@@ -101,18 +88,12 @@ def described(found: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def other(manager: managers.Manager, what: str, out: Path | None = None) -> int:
-    command = [sys.executable, "-c", OTHER, what, str(Path(__file__).parent), str(manager.socket)]
+def got_elsewhere(manager: managers.Manager, out: Path) -> Any:
     support = Path(__file__).parents[1] / "support"
     path = os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", OTHER, str(Path(__file__).parent), str(manager.socket)]
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(
-        [*command, *([str(out)] if out else [])], env=environment, check=False, timeout=120
-    ).returncode
-
-
-def got_elsewhere(manager: managers.Manager, out: Path) -> Any:
-    assert other(manager, "get", out) == 0
+    subprocess.run([*command, str(out)], env=environment, check=True, timeout=120)
     return pickle.loads(out.read_bytes())
 
 
@@ -278,14 +259,35 @@ def test_a_put_may_be_killed_at_any_step(tmp_path: Path) -> None:
 
 def killed_at(step: int, manager: managers.Manager) -> int:
     """Let a process put, and kill it at a message; how it ended."""
-    ended = other(manager, str(step))
+    given = full()
+    process = FORK.Process(target=put_and_die, args=(manager.socket, given, step))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        process.start()
+    process.join(60)
+    ended = process.exitcode
     assert ended in (0, -signal.SIGKILL)
     with connect(manager.socket) as shared:
         found = shared.get("full")
-        assert found is None or described(found) == described(full())
+        assert found is None or described(found) == described(given)
         assert ended or found is not None
-        shared.put("full", full())
+        shared.put("full", given)
         again = shared.get("full")
         assert again is not None
-        assert described(again) == described(full())
+        assert described(again) == described(given)
     return ended
+
+
+def put_and_die(socket: Path, given: dict[str, torch.Tensor], step: int) -> None:
+    """Put, and be killed before the message of this number is sent."""
+    left, ask = step, Connection.ask
+
+    def counted(self: Connection, *args: Any, **more: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return ask(self, *args, **more)
+
+    with mock.patch.object(Connection, "ask", counted), connect(socket) as shared:
+        shared.put("full", given)
