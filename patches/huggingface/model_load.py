@@ -29,12 +29,10 @@ from torch import nn
 from tensor_dedup.errors import TensorDedupError, UnsupportedError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
-from tensor_dedup.loader.checkpoint_io.write_back import keep
 from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
 from tensor_dedup.loader.post_load.mapped_files import MappedFiles
-from tensor_dedup.loader.post_load.stored_weights import StoredWeights
 from tensor_dedup.loader.process_state import release_memory, rng_restored_on_failure
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.residents.provider import host_provider_for
@@ -46,6 +44,7 @@ from tensor_dedup.text_table import BETWEEN_PROCESSES
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
+    from tensor_dedup.loader.post_load.stored_weights import StoredWeights
 
 _log = logging.getLogger(__name__)
 # Modules that some entry of the report is about.
@@ -103,7 +102,7 @@ class ModelLoad:
         # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
         provider = host_provider_for(config.memory_manager, name, keep_alignment=True)
         self._context = DedupContext(config, provider, self._files)
-        self.stored = None if checkout is None else StoredWeights(config, checkout, trust=trust)
+        self.stored = None if checkout is None else _stored_weights(config, checkout, trust=trust)
         if self.stored is not None:
             self._context.built = self.stored.built
         self._dedups: dict[int, ModuleDedup] = {}
@@ -308,8 +307,17 @@ def _first_error_of(stored: StoredWeights | None) -> Iterator[None]:
         raise stored.error
 
 
+def _stored_weights(config: TensorDedupConfig, checkout: Checkout, *, trust: bool) -> StoredWeights:
+    # Here, and in `_keep`: most loads need no store.
+    from tensor_dedup.loader.post_load.stored_weights import StoredWeights
+
+    return StoredWeights(config, checkout, trust=trust)
+
+
 def _keep(config: TensorDedupConfig, name: str, report: ModelReport) -> None:
     """Write what was loaded into the store, or enter into the report why not."""
+    from tensor_dedup.loader.checkpoint_io.write_back import keep
+
     try:
         folder = locate(name)
     except TensorDedupError:

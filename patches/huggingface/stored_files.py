@@ -45,7 +45,7 @@ def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
             if not stored.holds(filename):
                 return original(filename, *args, **options)
             device = args[1] if len(args) > 1 else options.get("device", "cpu")
-            return StoredFile(stored, filename, device)
+            return StoredWeightsFile(stored, filename, device)
 
         return safe_open
 
@@ -53,7 +53,7 @@ def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
         def load_file(filename: Any, device: Any = "cpu") -> Any:
             if not stored.holds(filename):
                 return original(filename, device)
-            file = StoredFile(stored, filename, device)
+            file = StoredWeightsFile(stored, filename, device)
             names = file.keys()
             return {name: file.get_tensor(name) for name in names}
 
@@ -64,14 +64,14 @@ def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
     yield LOAD_FILE, loads
 
 
-class StoredFile:
+class StoredWeightsFile:
     """A stored safetensors file with the methods of `safetensors.safe_open`. Safe from threads."""
 
     def __init__(self, stored: StoredWeights, filename: Any, device: Any) -> None:
         self._stored, self._path, self._device = stored, filename, device
         self._file = stored.file(filename)
 
-    def __enter__(self) -> StoredFile:
+    def __enter__(self) -> StoredWeightsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -90,15 +90,15 @@ class StoredFile:
         found = self._stored.tensor(self._path, name)
         return found if str(self._device) == "cpu" else found.to(self._device)
 
-    def get_slice(self, name: str) -> StoredSlice:
+    def get_slice(self, name: str) -> StoredWeightsSlice:
         """Return a tensor that is read when it is indexed."""
-        return StoredSlice(self, name, self._file.tensors[name].spec)
+        return StoredWeightsSlice(self, name, self._file.tensors[name].spec)
 
 
-class StoredSlice:
-    """One tensor of a `StoredFile`, not read yet, with the methods of a slice of safetensors."""
+class StoredWeightsSlice:
+    """One tensor of a `StoredWeightsFile`, not read yet, with the methods of a slice of safetensors."""
 
-    def __init__(self, file: StoredFile, name: str, spec: Any) -> None:
+    def __init__(self, file: StoredWeightsFile, name: str, spec: Any) -> None:
         self._file, self._name, self._spec = file, name, spec
 
     def get_shape(self) -> list[int]:
