@@ -109,11 +109,11 @@ class LoadLedger:
         report.tensors_shared = sum(final.is_shared for final in finals)
         report.collisions = self.collisions
         report.skipped = sorted(self.skipped.items())
-        shared = self._shared_sources()
+        shared = self.shared_sources()
         report.source_tensors_shared = len(shared)
         report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
 
-    def _shared_sources(self) -> list[LoadedSource]:
+    def shared_sources(self) -> list[LoadedSource]:
         """Return the sources whose final tensors were all shared."""
         used = {key: s for final in self.finals.values() for key, s in final.sources.items()}
         private = {

@@ -44,7 +44,10 @@ class ModelReport:
     headers. `known` tells whether all digests were remembered. `skipped` lists (name, reason) of
     what could not be shared. `collisions` counts hits that a comparison of bytes refused;
     `tokens_equal_plain` is set by tests and benchmarks that compare outputs; `stored_as` is the
-    name under which the store holds the checkpoint.
+    name under which the store holds the checkpoint. `frozen_base` says which layers a base gave in
+    place of the checkpoint's own, as `base`, `layers`, and the number and bytes of their tensors.
+    `marked` has, for each marker of the checkpoint, `base`, `digest`, how many `tensors` it says
+    are the base's, and how many of these were shared; nothing else follows from a marker.
     """
 
     name: str = ""
@@ -68,6 +71,8 @@ class ModelReport:
     collisions: int = 0
     tokens_equal_plain: bool | None = None
     stored_as: str | None = None
+    frozen_base: dict[str, Any] | None = None
+    marked: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
     components: list[Any] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
+from tensor_dedup.formats.markers import in_files
 from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError, os_errors
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.format.layout import StoreLayout
@@ -204,7 +205,7 @@ class Store:
         if base is not None:
             encoder.open_base(check_name(base))
         else:
-            encoder.find_base(source)
+            encoder.find_base(source, in_files(file.path for file in source.files))
         return encoder
 
     def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:

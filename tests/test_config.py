@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensor_dedup.config import FIELDS, HASH_ALGORITHMS, HashAlgorithm, TensorDedupConfig
+from tensor_dedup.config import (
+    FIELDS,
+    HASH_ALGORITHMS,
+    FrozenBase,
+    HashAlgorithm,
+    TensorDedupConfig,
+)
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.errors import ConfigError
 
@@ -23,6 +29,7 @@ DEFAULTS = {
     "memory_manager": None,
     "store": None,
     "store_writes": False,
+    "frozen_base": None,
     "cpu_weights": None,
     "verify": "hint",
     "audit": 0.0,
@@ -34,6 +41,8 @@ configs = st.builds(
     hash_algorithm=st.sampled_from(HASH_ALGORITHMS),
     verify_bytes=st.none() | st.booleans(),
     min_tensor_bytes=st.integers(0, 1 << 70),
+    frozen_base=st.none()
+    | st.builds(FrozenBase, base=st.text(min_size=1), layers=st.text(min_size=1)),
     cpu_weights=st.sampled_from([None, "packed", "plain"]),
     verify=st.sampled_from(["hint", "always"]),
     audit=st.floats(0.0, 1.0),
@@ -99,6 +108,29 @@ def test_an_unknown_field_names_the_nearest(field: str, nearest: str) -> None:
         with pytest.raises(ConfigError, match=f"'{field}'; did you mean '{nearest}'") as caught:
             make()
         assert caught.value.facts["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("path", "frozen_base is 'path'; give a dict; for example"),
+        ({"base": "b"}, "frozen_base lacks 'layers'; for example"),
+        ({"base": "b", "layers": 7}, "layers of frozen_base is 7; give text; for example"),
+        ({"base": "", "layers": "0"}, "base of frozen_base is ''; give text; for example"),
+        ({"base": "b", "layer": "0"}, "frozen_base has no field 'layer'; did you mean 'layers'"),
+    ],
+)
+def test_a_wrong_frozen_base_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TensorDedupConfig(frozen_base=value)
+    assert str(caught.value).startswith(said)
+    assert caught.value.facts["field"].startswith(("frozen_base", "layers", "base"))
+
+
+def test_a_frozen_base_may_be_a_path() -> None:
+    config = TensorDedupConfig(frozen_base={"base": Path("some/base"), "layers": "0-7"})
+    assert config.frozen_base == FrozenBase(base="some/base", layers="0-7")
+    assert config.to_dict()["frozen_base"] == {"base": "some/base", "layers": "0-7"}
 
 
 @given(st.text())

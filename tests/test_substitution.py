@@ -20,9 +20,9 @@ import tiny_checkpoints
 from tensor_dedup import ConfigError, FormatError, Store, UnsupportedError
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
+from tensor_dedup.formats.markers import KEY, content_digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.substitution import substitute
-from tensor_dedup.substitution.markers import KEY, base_digest
 
 BLOCKS = 4
 Weights = dict[str, torch.Tensor]
@@ -218,7 +218,10 @@ def test_the_file_says_which_tensors_come_from_which_base(
     said = json.loads(metadata[KEY])
     assert said["version"] == 1
     assert said["base"]["name"] == "base"
-    assert said["base"]["digest"] == base_digest(analyze([base]).checkpoints[0].tensors)
+    assert said["base"]["digest"] == content_digest(
+        (tensor.name, tensor.fingerprint.digest)
+        for tensor in analyze([base]).checkpoints[0].tensors
+    )
     assert said["tensors"] == {
         "lm_head.weight": None,
         **{f"model.layers.2.{part}.weight": None for part in ("attn", "mlp", "norm")},

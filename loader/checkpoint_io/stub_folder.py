@@ -60,8 +60,11 @@ class Checkout:
             ) from error
 
 
-def check_out(store: Store, url: str) -> Checkout:
+def check_out(store: Store, url: str, *, folders: bool = False) -> Checkout:
     """Create or restore the folder of a stored checkpoint.
+
+    With `folders`, weights in its folders count, too, as pipelines have them; otherwise only those
+    at its top, beside a configuration, where engines look for them.
 
     Raises:
         StoreError: The checkpoint does not exist or is damaged.
@@ -69,16 +72,33 @@ def check_out(store: Store, url: str) -> Checkout:
     """
     name = url.removeprefix(SCHEME)
     with store.checkpoint(name) as checkpoint:
-        weights = _weights(url, checkpoint)
+        weights = _weights(url, checkpoint, folders=folders)
         folder = _root() / checkpoint.manifest / PurePosixPath(name).name
         for file in checkpoint.files:
             _make_good(folder.joinpath(file.path), _shown(checkpoint, file))
         return Checkout(url, str(store.path), name, checkpoint.manifest, str(folder), weights)
 
 
-def _weights(url: str, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
-    """Return the weights files at the top level, where engines look for them."""
+def resolve(url: str, store: str | None, *, folders: bool = False) -> Checkout:
+    """Return the checkout of `store://NAME`, of the store in a folder or the user's own.
+
+    Raises the errors of `check_out`, and of opening the store.
+    """
+    return check_out(Store.open(store, create=False), url, folders=folders)
+
+
+def _weights(url: str, checkpoint: StoredCheckpoint, *, folders: bool) -> tuple[str, ...]:
+    """Return the weights files, where the loader looks for them."""
     names = [file.path for file in checkpoint.files]
+    if folders and (every := tuple(name for name in names if name.endswith(_WEIGHTS))):
+        return every
+    if folders:
+        raise UnsupportedError(
+            f"{url} has no *{_WEIGHTS}; save it as safetensors and import that, or export it and "
+            "load the folder",
+            url=url,
+            files=names,
+        )
     weights = tuple(name for name in names if name.endswith(_WEIGHTS) and "/" not in name)
     if _CONFIG in names and weights:
         return weights

@@ -19,13 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import TensorDedupError, UnsupportedError
+from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.load_lock import LOAD_LOCK, MOVE_LOCK
 from tensor_dedup.loader.post_load.batch import DedupContext
@@ -36,11 +38,13 @@ from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.patches.huggingface.conversions import watch
 from tensor_dedup.patches.huggingface.enabled import OPT_OUT
-from tensor_dedup.seams import Replacements
+from tensor_dedup.seams import Replacements, usable
 from tensor_dedup.text_table import BETWEEN_PROCESSES
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
+    from tensor_dedup.loader.post_load.stored_weights import StoredWeights
 
 _log = logging.getLogger(__name__)
 # Modules that some entry of the report is about.
@@ -49,6 +53,7 @@ _DIFFUSERS: Final = "diffusers.models.modeling_utils"
 _OFFLOADED: Final = "accelerate moves its weights about"
 _GIVEN: Final = "whoever called brought it"
 _REFUSED: Final = "it was loaded with tensor_dedup=False"
+_FROM_FILES: Final = "Diffusers and Transformers read files themselves; load store://NAME"
 _NO_MODULES: Final = "a %s holds no module of torch"
 _SUMS: Final = (
     "total_bytes",
@@ -78,8 +83,18 @@ class ModelLoad:
     A context manager, because it keeps files open.
     """
 
-    def __init__(self, config: TensorDedupConfig, name: str, *, trust: bool = True) -> None:
-        """Begin a load; without `trust`, hints are not believed whatever the configuration is."""
+    def __init__(
+        self,
+        config: TensorDedupConfig,
+        name: str,
+        *,
+        trust: bool = True,
+        checkout: Checkout | None = None,
+    ) -> None:
+        """Begin a load; without `trust`, hints are not believed whatever the configuration is.
+
+        `checkout` is the stored checkpoint that is loaded, if it is one.
+        """
         self._name = name
         self._config = config
         trust = trust and config.verify == "hint"
@@ -87,6 +102,9 @@ class ModelLoad:
         # Plain loading uses tensors where they lie in the file, and on a CPU results depend on it.
         provider = host_provider_for(config.memory_manager, name, keep_alignment=True)
         self._context = DedupContext(config, provider, self._files)
+        self.stored = None if checkout is None else _stored_weights(config, checkout, trust=trust)
+        if self.stored is not None:
+            self._context.built = self.stored.built
         self._dedups: dict[int, ModuleDedup] = {}
         self._settled: set[int] = set()
         self._left_alone: dict[int, nn.Module] = {}
@@ -103,6 +121,8 @@ class ModelLoad:
         for each in self._dedups.values():
             each.abandon()
         self._files.close()
+        if self.stored is not None:
+            self.stored.close()
 
     def note(self, model: nn.Module, name: str) -> None:
         """Tell that a loader has set a tensor of a model for good.
@@ -168,13 +188,17 @@ class ModelLoad:
             self._enter(report, names.get(key, type(dedup.model).__name__), dedup)
             _reported.add(dedup.model)
         report.skipped.sort()
-        if self._config.store is not None:
-            report.skipped.append(("store", "Diffusers and Transformers read files themselves"))
         context = self._context
+        if self.stored is not None:
+            report.bytes_read = report.bytes_from_store = self.stored.bytes_read
+        elif self._config.store is not None and not self._config.store_writes:
+            report.skipped.append(("store", _FROM_FILES))
         if context.provider.not_lent is not None:
             report.skipped.append((BETWEEN_PROCESSES, context.provider.not_lent))
         report.collisions = context.collisions
         report.known = context.remembered > 0 and context.unknown == 0
+        if self.stored is not None:
+            report.known = self.stored.trusted
         report.bytes_hashed = context.bytes_hashed
         report.seconds["hash"] = context.hash_seconds
         report.seconds["process"] = context.process_seconds
@@ -203,14 +227,31 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 _state: Final = _State()
 
 
-def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int]) -> Any:
+def run(
+    call: Callable[[], Any],
+    config: TensorDedupConfig,
+    name: str,
+    given: set[int],
+    checkout: Checkout | None = None,
+) -> Any:
     """Call a loader of either framework, share what it loads, and report it.
 
     Waits for other loads. `given` are the ids of modules that the caller passed in, which are not
-    shared. If `call` fails, its error is raised and the state of the process is as before.
+    shared; `checkout` is the stored checkpoint whose folder is loaded, if it is one. If `call`
+    fails, its error is raised and the state of the process is as before.
+
+    Raises:
+        StoreError: A stored tensor cannot be read, or is damaged.
+        UnsupportedError: A stored checkpoint is to be loaded as a part of another load.
     """
     with LOAD_LOCK:
         if _state.load is not None:  # a model of a pipeline
+            if checkout is not None:
+                raise UnsupportedError(
+                    f"{checkout.url} cannot be a part of what is being loaded; load it first and "
+                    "pass it on",
+                    url=checkout.url,
+                )
             result = call()
             for model in modules_of(result).values():
                 if id(model) not in given:
@@ -218,25 +259,73 @@ def run(call: Callable[[], Any], config: TensorDedupConfig, name: str, given: se
             return result
         try:
             with rng_restored_on_failure():
-                return _run(call, config, name, given, trust=True)
+                return _run(call, config, name, given, checkout, trust=True)
         except StaleHintError as error:
             # As text: whoever keeps log records must not keep the frames, and memory, of a load.
             _log.warning("%s; loading again without hints", str(error))
-        return _run(call, config, name, given, trust=False)
+        return _run(call, config, name, given, checkout, trust=False)
 
 
 def _run(
-    call: Callable[[], Any], config: TensorDedupConfig, name: str, given: set[int], *, trust: bool
+    call: Callable[[], Any],
+    config: TensorDedupConfig,
+    name: str,
+    given: set[int],
+    checkout: Checkout | None,
+    *,
+    trust: bool,
 ) -> Any:
-    with deduplicated(config, name, trust=trust) as load:
-        result = call()
+    with deduplicated(config, name, trust=trust, checkout=checkout) as load:
+        with _first_error_of(load.stored):
+            result = call()
         every = modules_of(result)
         skipped = [(name, _GIVEN) for name, model in every.items() if id(model) in given]
         if not every:
             skipped.append(("", _NO_MODULES % type(result).__name__))
         models = {name: model for name, model in every.items() if id(model) not in given}
-        add(load.finish(models, skipped))
+        report = load.finish(models, skipped)
+    if config.store_writes and checkout is None:
+        _keep(config, name, report)
+    add(report)
     return result
+
+
+@contextmanager
+def _first_error_of(stored: StoredWeights | None) -> Iterator[None]:
+    """Raise what reading the store has raised, whatever the framework made of it.
+
+    Diffusers replaces it by an OSError that asks whether the file is there; Transformers counts a
+    tensor that it cannot read as missing, and would make numbers up.
+    """
+    try:
+        yield
+    except Exception as error:
+        if stored is None or stored.error is None or stored.error is error:
+            raise
+        raise stored.error from error
+    if stored is not None and stored.error is not None:
+        raise stored.error
+
+
+def _stored_weights(config: TensorDedupConfig, checkout: Checkout, *, trust: bool) -> StoredWeights:
+    # Here, and in `_keep`: most loads need no store.
+    from tensor_dedup.loader.post_load.stored_weights import StoredWeights
+
+    return StoredWeights(config, checkout, trust=trust)
+
+
+def _keep(config: TensorDedupConfig, name: str, report: ModelReport) -> None:
+    """Write what was loaded into the store, or enter into the report why not."""
+    from tensor_dedup.loader.checkpoint_io.write_back import keep
+
+    try:
+        folder = locate(name)
+    except TensorDedupError:
+        folder = Path(name)
+    if not folder.exists():
+        report.skipped.append(("<store>", f"not written to the store: {name} is no path here"))
+        return
+    keep(config.store_folder, folder, report, trust=config.verify == "hint")
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
@@ -302,12 +391,14 @@ def alone() -> Iterator[bool]:
 
 
 @contextmanager
-def deduplicated(config: TensorDedupConfig, name: str, *, trust: bool) -> Iterator[ModelLoad]:
+def deduplicated(
+    config: TensorDedupConfig, name: str, *, trust: bool, checkout: Checkout | None = None
+) -> Iterator[ModelLoad]:
     """Share what this thread loads within the context, and afterwards what it converts.
 
     The caller holds the load lock. Without `trust`, hints are not believed.
     """
-    load = ModelLoad(config, name, trust=trust)
+    load = ModelLoad(config, name, trust=trust, checkout=checkout)
     with load, Replacements(_replacements(load)):
         _state.load = load
         try:
@@ -333,6 +424,17 @@ def _replacements(load: ModelLoad) -> Iterator[Any]:
         from tensor_dedup.patches.huggingface import diffusers
 
         yield from diffusers.replacements(load.note)
+    if load.stored is not None:
+        from tensor_dedup.patches.huggingface import stored_files
+
+        for seam, wrap in stored_files.replacements(load.stored):
+            if not usable(seam):
+                raise UnsupportedError(
+                    f"{load.stored.checkout.url} cannot be loaded by these versions of the "
+                    "frameworks; export it and load the folder",
+                    url=load.stored.checkout.url,
+                )
+            yield seam, wrap
 
 
 def modules_of(loaded: object) -> dict[str, nn.Module]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import wrapt
 
 from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.patches.huggingface.enabled import OPT_OUT, SWITCH
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.report import ModelReport
 
 _KEYWORD: Final = "tensor_dedup"
+_SCHEME: Final = "store://"
 # Imported with the first load, for it needs torch.
 _LOADS: Final = "tensor_dedup.patches.huggingface.model_load"
 # The loaders: class methods whose first argument says what to load, by module. A class that is
@@ -34,6 +36,16 @@ _ENTRIES: Final = {
     "diffusers.loaders.single_file_model": ("FromOriginalModelMixin", "from_single_file"),
     "diffusers.loaders.single_file": ("FromSingleFileMixin", "from_single_file"),
 }
+# What looks at a checkpoint before a loader above does, or reads what is beside the weights: these
+# are wrapped for store:// alone.
+_AUTO: Final = {
+    "transformers.models.auto.auto_factory": ("_BaseAutoModelClass", "from_pretrained"),
+    "transformers.models.auto.configuration_auto": ("AutoConfig", "from_pretrained"),
+    "transformers.models.auto.tokenization_auto": ("AutoTokenizer", "from_pretrained"),
+    "transformers.models.auto.processing_auto": ("AutoProcessor", "from_pretrained"),
+    "transformers.models.auto.image_processing_auto": ("AutoImageProcessor", "from_pretrained"),
+}
+_MODELS: Final = "_BaseAutoModelClass"
 
 
 class Enabled:
@@ -63,8 +75,9 @@ def enable(config: object = True) -> Enabled:
 
     Raises:
         ConfigError: The configuration is not valid.
+        UnsupportedError: It has layers taken from a base, which only vLLM's models can.
     """
-    chosen = TensorDedupConfig.from_any(config)
+    chosen = _without_base(TensorDedupConfig.from_any(config))
     install()
     return Enabled(chosen, SWITCH.set(chosen))
 
@@ -108,12 +121,22 @@ def move(target: object, device: object, config: object = None) -> None:
 
 def _chosen(config: object) -> TensorDedupConfig:
     chosen = SWITCH.config if config is None else TensorDedupConfig.from_any(config)
-    return chosen or TensorDedupConfig()
+    return _without_base(chosen or TensorDedupConfig())
+
+
+def _without_base(config: TensorDedupConfig) -> TensorDedupConfig:
+    if config.frozen_base is not None:
+        raise UnsupportedError(
+            "frozen_base is for models of vLLM; write the checkpoint with `tensor-dedup "
+            "substitute` and load that",
+            field="frozen_base",
+        )
+    return config
 
 
 def install() -> None:
     """Wrap the loaders of both frameworks now, or when they are imported. Idempotent."""
-    for name in _ENTRIES:
+    for name in (*_ENTRIES, *_AUTO):
         module = sys.modules.get(name)
         if module is None:
             _await(name)
@@ -127,23 +150,30 @@ def _await(name: str) -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    owner, method = _ENTRIES[module.__name__]
+    owner, method = _ENTRIES.get(module.__name__) or _AUTO[module.__name__]
     found = vars(module).get(owner)
     # Absent while the module is only half imported; `enable` comes here again.
     entry = vars(found).get(method) if isinstance(found, type) else None
     if isinstance(entry, classmethod) and not hasattr(entry.__func__, "_tensor_dedup"):
-        setattr(found, method, classmethod(_wrapped(entry.__func__)))
+        if module.__name__ in _ENTRIES:
+            wrapped = _wrapped(entry.__func__)
+        else:
+            wrapped = _wrapped_for_store(entry.__func__, weights=owner == _MODELS)
+        setattr(found, method, classmethod(wrapped))
 
 
 def _wrapped(original: Any) -> Any:
     @functools.wraps(original)
     def entry(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if (url := _url(args, kwargs)) is not None:
+            return _stored(original, cls, args, kwargs, url)
         asked = kwargs.pop(_KEYWORD, None)
         config = _in_force() if asked is None else TensorDedupConfig.from_any(asked)
         if asked is not None and config is not None and not config.enabled:
             return _refused(lambda: original(cls, *args, **kwargs))
         if config is None or not config.enabled or OPT_OUT.depth:
             return original(cls, *args, **kwargs)
+        _without_base(config)
         from tensor_dedup.patches.huggingface import model_load
 
         return model_load.run(
@@ -152,6 +182,62 @@ def _wrapped(original: Any) -> Any:
 
     entry._tensor_dedup = True  # type: ignore[attr-defined]
     return entry
+
+
+def _wrapped_for_store(original: Any, *, weights: bool) -> Any:
+    """Wrap a loader for store:// alone; without `weights` it reads what is in the stub folder."""
+
+    @functools.wraps(original)
+    def entry(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        url = _url(args, kwargs)
+        if url is None:
+            return original(cls, *args, **kwargs)
+        return _stored(original, cls, args, kwargs, url, weights=weights)
+
+    entry._tensor_dedup = True  # type: ignore[attr-defined]
+    return entry
+
+
+def _stored(
+    original: Any,
+    cls: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    url: str,
+    *,
+    weights: bool = True,
+) -> Any:
+    """Load a stored checkpoint: from its stub folder, with the weights of the store."""
+    asked = kwargs.pop(_KEYWORD, None)
+    config = _in_force() if asked is None else TensorDedupConfig.from_any(asked)
+    if config is None or not config.enabled or OPT_OUT.depth:
+        raise ConfigError(
+            f"{url} is a checkpoint in a tensor-dedup store: call enable(), or add "
+            "tensor_dedup=True",
+            url=url,
+        )
+    _without_base(config)
+    from tensor_dedup.loader.checkpoint_io.stub_folder import resolve  # and with it the store
+
+    checkout = resolve(url, config.store_folder, folders=True)
+    here = [checkout.folder if each is url else each for each in args]
+    named = {key: checkout.folder if each is url else each for key, each in kwargs.items()}
+
+    def call() -> Any:
+        return original(cls, *here, **named)
+
+    if not weights:
+        return call()
+    from tensor_dedup.patches.huggingface import model_load
+
+    return model_load.run(call, config, url, _given(kwargs), checkout)
+
+
+def _url(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the `store://NAME` that a loader is given for what to load, or None."""
+    named = (each for key, each in kwargs.items() if key.startswith("pretrained_model"))
+    first = next(iter(args), next(named, None))
+    return first if isinstance(first, str) and first.startswith(_SCHEME) else None
 
 
 def _in_force() -> TensorDedupConfig | None:

@@ -86,6 +86,13 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
             "arguments",
             load_format=request.inner,
         )
+    if request.config.frozen_base is not None and request.inner.lower() in load_formats.OWN:
+        raise ConfigError(
+            f"frozen_base does not combine with load_format={request.inner!r}, whose loader reads "
+            "files by itself; drop one of the two arguments, or write the checkpoint with "
+            "`tensor-dedup substitute`",
+            load_format=request.inner,
+        )
     mine = {**request.config.to_dict(), "inner": request.inner.lower()}
     checkout = stored_in(own.get(KEY))
     if checkout is not None:
@@ -229,8 +236,15 @@ def _plain_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(
         self: object, *args: object, tensor_dedup: object = None, **kwargs: object
     ) -> None:
-        if tensor_dedup is not None and TensorDedupConfig.from_any(tensor_dedup).enabled:
+        config = TensorDedupConfig.from_any(False if tensor_dedup is None else tensor_dedup)
+        if config.enabled:
             usable("arguments")  # says what is missing, once in this process
+            if config.frozen_base is not None:
+                raise UnsupportedError(
+                    "frozen_base cannot be taken at load in this vLLM: "
+                    f"{'; '.join(map(str, check('arguments')))}; install vLLM {RECORDED_VERSION}, "
+                    "or write the checkpoint with `tensor-dedup substitute` and load that",
+                )
         if is_url(kwargs.get("model")):
             raise UnsupportedError(
                 f"model={kwargs['model']!r} is a checkpoint in a tensor-dedup store, which this "

@@ -28,6 +28,11 @@ class _Hook:
 
 
 _HOOKS = (
+    _Hook(
+        "vllm.entrypoints.openai.models.serving",
+        "OpenAIServingModels",
+        "tensor_dedup.patches.vllm.model_cards:patch",
+    ),
     _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", "tensor_dedup.patches.vllm.arguments:patch"),
     _Hook(
         "vllm.config.load", "LoadConfig", "tensor_dedup.patches.vllm.arguments:patch_load_config"

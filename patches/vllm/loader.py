@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -26,6 +27,7 @@ from tensor_dedup.loader.checkpoint_io.from_store import (
     OpenCheckpoint,
     store_behind,
 )
+from tensor_dedup.loader.checkpoint_io.frozen_layers import FrozenLayers
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
@@ -125,6 +127,9 @@ class TensorDedupLoader(ReadingLoader):
         self.dedup, inner_format = split(mine)
         self.checkout = stored_in(mine)
         self._folders: dict[str, str] = {}  # where vLLM found a model's weights
+        self._paths: dict[str, list[str]] = {}  # and which files they are
+        self._with_base: str | None = None  # the model that takes layers from a base
+        self._frozen: FrozenLayers | None = None  # what it took when nothing was deferred
         super().__init__(
             dataclasses.replace(
                 load_config, load_format=inner_format, model_loader_extra_config=extra
@@ -138,6 +143,7 @@ class TensorDedupLoader(ReadingLoader):
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
         """Build the model and load its weights."""
+        self._note_base(model_config, draft=load_formats.is_draft(vllm_config, model_config))
         with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
         self._keep(model_config, report)
@@ -151,6 +157,7 @@ class TensorDedupLoader(ReadingLoader):
             return self._load_plainly(refusal, vllm_config, model_config, prefix)
         other = post_load.other_format(self.load_config.load_format, model_config)
         if other is not None:
+            self._refuse_frozen_base(other)
             reason = f"{other} has a loader of its own; shared afterwards"
             return self._load_plainly(reason, vllm_config, model_config, prefix, share=True)
         share = False
@@ -161,7 +168,7 @@ class TensorDedupLoader(ReadingLoader):
             refusal, share = str(error), isinstance(error, post_load.QuantisedWhileLoadedError)
         except (FormatError, OSError) as error:
             # vLLM has errors of its own for files that lie or do not open: let it raise those.
-            if self._stored(model_config.model) is not None:
+            if self._stored(model_config.model) is not None or self._with_base is not None:
                 raise
             _log.debug("the checkpoint cannot be read", exc_info=True)
             refusal, share = str(error), False
@@ -196,6 +203,7 @@ class TensorDedupLoader(ReadingLoader):
         )
         if subfolder is None:
             self._folders[model_name_or_path] = found[0]
+            self._paths[model_name_or_path] = list(found[1])
         return found
 
     def _get_weights_iterator(
@@ -203,18 +211,44 @@ class TensorDedupLoader(ReadingLoader):
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Read as vLLM does; the tensors of a stored checkpoint come from its store."""
         checkout = self._stored(source.model_or_path)
+        opening = partial(self._opening, source.model_or_path, trust=True)
         if checkout is None:
-            return super()._get_weights_iterator(source)
-        if self.counter_before_loading_weights == 0.0:
-            self.counter_before_loading_weights = time.perf_counter()
-        found = weight_iterators.stored_tensors(
-            checkout,
-            lambda: self._opening(source.model_or_path, trust=True),
-            lambda name: not should_skip_weight(name, self.local_expert_ids),
-            subfolder=source.subfolder,
-            patterns=source.allow_patterns_overrides,
-        )
-        return ((source.prefix + name, tensor) for name, tensor in found)
+            found = super()._get_weights_iterator(source)
+            paths = self._paths.get(source.model_or_path, [])
+        else:
+            if self.counter_before_loading_weights == 0.0:
+                self.counter_before_loading_weights = time.perf_counter()
+            where = (checkout, source.subfolder, source.allow_patterns_overrides)
+            paths = weight_iterators.stored_paths(*where)
+            stored = weight_iterators.stored_tensors(
+                paths, opening, lambda name: not should_skip_weight(name, self.local_expert_ids)
+            )
+            found = ((source.prefix + name, tensor) for name, tensor in stored)
+        if source.model_or_path != self._with_base or weight_iterators.active() is not None:
+            return found
+        self._frozen = FrozenLayers(self.dedup, trust=False)
+        return weight_iterators.with_frozen_layers(found, self._frozen, paths, opening)
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield every tensor by name; a reload takes layers from a base again."""
+        self._note_base(model_config, draft=getattr(model_config, "runner_type", "") == "draft")
+        return super().get_all_weights(model_config, model)
+
+    def _note_base(self, model_config: ModelConfig, *, draft: bool) -> None:
+        if self.dedup.frozen_base is not None and not draft:
+            self._with_base = model_config.model
+
+    def _refuse_frozen_base(self, load_format: str) -> None:
+        """Check that nothing is to be taken from a base where another loader reads the files."""
+        if self._with_base is not None:
+            raise UnsupportedError(
+                f"frozen_base takes layers from a base where vLLM's default loader reads files, "
+                f"and {load_format} has a loader of its own; write the checkpoint with "
+                "`tensor-dedup substitute` and load that",
+                load_format=load_format,
+            )
 
     def _keep(self, model_config: ModelConfig, report: ModelReport) -> None:
         """Write what was loaded into the store, if asked to, on rank 0 only."""
@@ -274,6 +308,8 @@ class TensorDedupLoader(ReadingLoader):
         report.bytes_materialised = report.total_bytes
         _describe_checkpoint(report, post_load.weights_of(model_config))
         report.skipped = [("<model>", reason)]
+        if self._frozen is not None:
+            report.frozen_base = self._frozen.to_dict()
         if share:
             self._share_afterwards(model, model_config, report)
         return model, report
@@ -345,6 +381,7 @@ class TensorDedupLoader(ReadingLoader):
                 self._opening(model_config.model, trust=trust_hints),
                 self._name(model_config),
                 DEVICES.at(device),
+                FrozenLayers(self.dedup, trust=trust_hints) if self._with_base else None,
             ) as run,
             set_default_torch_dtype(dtype),
         ):

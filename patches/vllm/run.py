@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader import utils as loader_utils
 from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
+from tensor_dedup.loader.checkpoint_io.marker_report import marked
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
 from tensor_dedup.loader.cuda.provider import GpuProvider
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
+    from tensor_dedup.loader.checkpoint_io.frozen_layers import FrozenLayers
     from tensor_dedup.loader.checkpoint_io.sources import SourceFile
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.deferred.storage import View
@@ -133,8 +135,12 @@ class LoadRun:
         opening: OpenCheckpoint,
         name: str,
         gpu: SharedGpu | None = None,
+        frozen: FrozenLayers | None = None,
     ) -> None:
-        """Open nothing yet. `name` is for reports and a manager's tables."""
+        """Open nothing yet. `name` is for reports and a manager's tables.
+
+        `frozen` are layers that a base gives; the run closes them.
+        """
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
         evaluator = Evaluator(reader, scratch)
@@ -147,6 +153,7 @@ class LoadRun:
         self._config = config
         self._model_dtype = model_dtype
         self._opening = opening
+        self._frozen = frozen
         self._files: list[SourceFile] = []
         self._sources: list[SourceTensor] = []
         self._deferred: dict[int, DeferredParameter] = {}
@@ -170,6 +177,8 @@ class LoadRun:
         for file in self._files:
             file.close()
         self._opening.close()
+        if self._frozen is not None:
+            self._frozen.close()
         self.session.scratch.close()
         # What is left in circles would need a collection of the whole process, which takes longer
         # than loading a model that is resident.
@@ -220,12 +229,18 @@ class LoadRun:
         self, paths: list[str], wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every wanted tensor of these files, deferred, in the order of their names."""
-        for path in paths:
-            file = self._open(Path(path))
+        files = [self._open(Path(path)) for path in paths]
+        if self._frozen is not None:
+            with self.tracer.own_work():
+                self._frozen.choose(files)
+        for file in files:
             deferred: dict[int, torch.Tensor] = {}  # tied names are one tensor, read once
-            for name, source, placed in file.named():
+            for name, own, lies in file.named():
                 if not wanted(name):
                     continue
+                source, placed = own, lies
+                if self._frozen is not None:
+                    source, placed = self._frozen.source(file, name, own, lies)
                 if id(source) not in deferred:
                     self._sources.append(source)
                     deferred[id(source)] = self.tracer.source(source, _dtype(source))
@@ -425,21 +440,29 @@ class LoadRun:
             gc.collect()
         if self.tracer.held():
             raise UntraceableError("its loading code keeps checkpoint tensors out of sight")
-        for file in self._files:
+        for file in self._read_files():
             file.check_unchanged()
-        for file in self._files:
+        for file in self._read_files():
             file.remember()
+
+    def _read_files(self) -> list[SourceFile]:
+        return [*self._files, *(self._frozen.files if self._frozen is not None else ())]
 
     def report(self, rank: int) -> ModelReport:
         """Return what this load read, hashed, built and shared."""
         counters = self.session.reader.counters
+        shared = {id(source) for source in self.session.ledger.shared_sources()}
         report = ModelReport(name=self._name, rank=rank, known=self._known)
         self.session.ledger.enter(report)
+        report.marked = marked(self._files, lambda source: id(source) in shared)
         report.checkpoint_bytes = sum(source.spec.nbytes for source in self._sources)
-        report.header_bytes = sum(file.header.header_bytes for file in self._files)
+        report.header_bytes = sum(file.header.header_bytes for file in self._read_files())
         report.source_tensors_total = len(self._sources)
         report.bytes_read = counters.bytes_read
         report.bytes_from_store = self._opening.bytes_from_store
+        if self._frozen is not None:
+            report.bytes_from_store += self._frozen.bytes_from_store
+            report.frozen_base = self._frozen.to_dict()
         report.bytes_hashed = counters.bytes_hashed
         report.seconds["plan"] = self.plan_seconds
         report.seconds["read"] = counters.read_seconds

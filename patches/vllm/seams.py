@@ -30,13 +30,14 @@ logger = logging.getLogger(__name__)
 RECORDED_VERSION: Final = "0.32"
 EVERY: Final = ("0.26", "0.28", RECORDED_VERSION)
 
-Part = Literal["arguments", "loader", "reload", "updates", "profile"]
+Part = Literal["arguments", "loader", "reload", "updates", "profile", "cards"]
 # What a load does without that part; one sentence, so that the log can say it.
 WITHOUT: Final[dict[str, str]] = {
     "arguments": "`tensor_dedup=` loads weights plainly and `--tensor-dedup` is not offered",
     "loader": "weights are loaded plainly, without sharing",
     "reload": "weights are loaded plainly, because a reload might reach other models",
     "updates": "a weight update keeps the memory that was shared before it, as long as the model",
+    "cards": "`/v1/models` does not tell of layers that a model takes from a base",
     "profile": "on a GPU it may count shared weights otherwise than once",
 }
 
@@ -295,6 +296,14 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         f"{_RUNNER}.gpu_worker:Worker.get_draft_model",
         "updates",
         "called: an update may be of a speculative model",
+        "(self)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
+    ),
+    VllmSeam(
+        "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models",
+        "cards",
+        "wrapped: `/v1/models` tells of layers that a model takes from a base",
         "(self)",
         optional=True,
         versions=(RECORDED_VERSION,),

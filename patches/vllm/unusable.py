@@ -37,7 +37,12 @@ def plain_loader(reason: str) -> type[DefaultModelLoader]:
                     f"{checkout.url} cannot be loaded: {reason}; export it and load the folder",
                     url=checkout.url,
                 )
-            _, inner = split(mine)
+            config, inner = split(mine)
+            if config.frozen_base is not None:
+                raise UnsupportedError(
+                    f"frozen_base cannot be taken at load: {reason}; write the checkpoint with "
+                    "`tensor-dedup substitute` and load that",
+                )
             super().__init__(
                 dataclasses.replace(load_config, load_format=inner, model_loader_extra_config=extra)
             )

@@ -9,7 +9,7 @@ stored checkpoint, which has no files of weights, come from `stored_tensors`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatch
@@ -22,11 +22,13 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.checkpoint_io.frozen_layers import taken_plainly
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
+    from tensor_dedup.loader.checkpoint_io.frozen_layers import FrozenLayers
     from tensor_dedup.loader.checkpoint_io.sources import SourceFile
     from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
     from tensor_dedup.types import TensorSpec
@@ -135,15 +137,9 @@ def install() -> None:
 
 
 def stored_tensors(
-    checkout: Checkout,
-    opening: Callable[[], OpenCheckpoint],
-    wanted: Wanted,
-    *,
-    subfolder: str | None,
-    patterns: Sequence[str] | None,
+    paths: list[str], opening: Callable[[], OpenCheckpoint], wanted: Wanted
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every wanted tensor by name, deferred during a load, otherwise read from the store."""
-    paths = in_order(_paths(checkout, subfolder, patterns))
     open_files = active()
     if open_files is not None:
         yield from open_files(paths, wanted)
@@ -156,7 +152,27 @@ def stored_tensors(
                     yield name, _read_stored(file, file.tensors[name].spec)
 
 
-def _paths(checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | None) -> list[str]:
+def with_frozen_layers(
+    found: Iterable[tuple[str, torch.Tensor]],
+    frozen: FrozenLayers,
+    paths: Sequence[str],
+    opening: Callable[[], OpenCheckpoint],
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield tensors of a load that defers nothing, with the base's in place of the chosen ones."""
+    with taken_plainly(frozen, [Path(path) for path in paths], opening()) as instead:
+        for name, tensor in found:
+            source = instead(name)
+            yield name, tensor if source is None else _read_stored(source.file, source.spec)
+
+
+def stored_paths(
+    checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | None
+) -> list[str]:
+    """Return the paths that a stored checkpoint's files of weights have in its checkout.
+
+    Raises:
+        UnsupportedError: A folder inside the checkpoint is asked for.
+    """
     if subfolder is not None:
         raise UnsupportedError(
             f"{checkout.url}: this model reads weights from the folder {subfolder!r} too, which a "
@@ -166,7 +182,7 @@ def _paths(checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | 
     names = [
         n for n in checkout.weights if patterns is None or any(fnmatch(n, p) for p in patterns)
     ]
-    return [str(Path(checkout.folder, name)) for name in names]
+    return in_order(str(Path(checkout.folder, name)) for name in names)
 
 
 def _read_stored(file: SourceFile, spec: TensorSpec) -> torch.Tensor:

@@ -24,6 +24,61 @@ FORGEABLE = frozenset({"xxh3_128", "xxhash64"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenBase:
+    """Layers that a load takes from another checkpoint in place of the model's own.
+
+    Attributes:
+        base: A folder or file of weights, `store://NAME`, or a name in the Hugging Face cache.
+        layers: Which layers: numbers and ranges of blocks, and patterns of names, with commas, as
+            for `tensor-dedup substitute --layers`.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+
+    base: str
+    layers: str
+
+    def __post_init__(self) -> None:
+        for name in ("base", "layers"):
+            value = getattr(self, name)
+            if isinstance(value, PathLike):
+                object.__setattr__(self, name, fspath(value))
+            elif not isinstance(value, str) or not value:
+                raise _wrong(f"{name} of frozen_base", value, f"give text; {_FROZEN_ADVICE}")
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the fields as a JSON object."""
+        return {"base": self.base, "layers": self.layers}
+
+    @classmethod
+    def from_any(cls, value: object) -> "FrozenBase":
+        """Return what a value of the field `frozen_base` stands for: itself, or a mapping.
+
+        Raises:
+            ConfigError: It is neither, or has other keys than `base` and `layers`.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise _wrong("frozen_base", value, f"give a dict; {_FROZEN_ADVICE}")
+        names = [field.name for field in fields(cls)]
+        given = {str(name): each for name, each in cast("Mapping[object, Any]", value).items()}
+        for name in given:
+            if name not in names:
+                what = f"frozen_base has no field {name!r}; {_advice(name, names, alike=0.0)}"
+                raise ConfigError(what, field=f"frozen_base.{name}")
+        for name in names:
+            if name not in given:
+                what = f"frozen_base lacks {name!r}; {_FROZEN_ADVICE}"
+                raise ConfigError(what, field=f"frozen_base.{name}")
+        return cls(**given)
+
+
+_FROZEN_ADVICE = 'for example {"base": "path/to/base", "layers": "0-7"}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDedupConfig:
     """How one load shares its tensors. Immutable, hashable, picklable, safe from any thread.
 
@@ -43,6 +98,9 @@ class TensorDedupConfig:
         store: The store that digests and `store://` checkpoints come from: its folder, True for
             your own, None for none.
         store_writes: Whether what was read from files is also put into `store`.
+        frozen_base: Layers that a vLLM model takes from a base in place of its own, as a dict with
+            `base` and `layers` or a FrozenBase. This changes what the model computes. None takes
+            every layer from the model's checkpoint.
         cpu_weights: For vLLM on CPUs: "packed" shares weights in the form in which they are
             multiplied, "plain" as the checkpoint has them, which is the form other processes can
             use. None is "plain" with a memory manager and "packed" without.
@@ -65,6 +123,7 @@ class TensorDedupConfig:
     memory_manager: str | PathLike[str] | None = None
     store: bool | str | PathLike[str] | None = None
     store_writes: bool = False
+    frozen_base: FrozenBase | Mapping[str, object] | None = None
     cpu_weights: CpuWeights | None = None
     verify: Verify = "hint"
     audit: float = 0.0
@@ -85,6 +144,8 @@ class TensorDedupConfig:
             _check_choice("cpu_weights", self.cpu_weights, get_args(CpuWeights))
         _check_choice("verify", self.verify, get_args(Verify))
         _check_share("audit", self.audit)
+        if self.frozen_base is not None:
+            object.__setattr__(self, "frozen_base", FrozenBase.from_any(self.frozen_base))
         self._check_store()
         self._check_manager()
 
@@ -178,6 +239,8 @@ def _parse(text: str) -> object:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, FrozenBase):
+        return value.to_dict()
     return fspath(value) if isinstance(value, PathLike) else value
 
 

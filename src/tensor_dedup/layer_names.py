@@ -12,6 +12,8 @@ from tensor_dedup.errors import ConfigError
 _WITHIN: Final = re.compile(r"^(.*?\.\d+)\.(.+)$")
 _BLOCK: Final = re.compile(r"(?:(?P<stack>.*)\.)?(?P<number>\d+)")
 _NUMBERS: Final = re.compile(r"(?:(?P<stack>.+)\.)?(?P<first>\d+)(?:-(?P<last>\d+))?")
+# What wraps the modules of one model and not of another with the same weights.
+_WRAPPER: Final = re.compile(r"^(?:(?:model|module|transformer)\.)+(?=.)")
 _SHOWN: Final = 4
 
 # The names of tensors, by layer.
@@ -28,6 +30,12 @@ def split(name: str) -> tuple[str, str]:
         return block[1], block[2]
     module, dot, last = name.rpartition(".")
     return (module, last) if dot else (name, "")
+
+
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without the names of modules that only wrap the model."""
+    component, slash, rest = name.rpartition("/")
+    return component + slash + _WRAPPER.sub("", rest)
 
 
 def by_layer(names: Iterable[str]) -> dict[str, list[str]]:

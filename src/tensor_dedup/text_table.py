@@ -58,7 +58,19 @@ def render(report: Mapping[str, Any]) -> str:
     out = StringIO()
     Console(file=out, width=_WIDTH, color_system=None).print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-    return "\n".join([*lines, "", _saved(report), *_reasons(models), *devices])
+    frozen = [line for model in models for line in _substituted(model)]
+    return "\n".join([*lines, "", _saved(report), *frozen, *_reasons(models), *devices])
+
+
+def _substituted(model: Mapping[str, Any]) -> list[str]:
+    """Say that a model computes something else than its checkpoint."""
+    found = model.get("frozen_base")
+    if found is None:
+        return []
+    return [
+        f"substituted: {model['name']} has layers {found['layers']} of {found['base']} "
+        f"({found['tensors']} tensors, {human(found['bytes'])})"
+    ]
 
 
 def _cells(models: list[Mapping[str, Any]]) -> list[str]:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
+from tensor_dedup.formats.markers import Marker, content_digest
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store.codecs.choice import SAMPLE_BYTES, Sample, choose, distance, places
 from tensor_dedup.store.files import Handle
@@ -39,6 +40,7 @@ class Encoder:
         self._index = index
         self._undo = ExitStack()
         self._base: _Base | None = None
+        self._marked: set[str] = set()
 
     def close(self) -> None:
         """Close the base checkpoint."""
@@ -53,11 +55,14 @@ class Encoder:
         """Use the tensors of this checkpoint as bases. Raises the errors of opening it."""
         self._base = _Base(self._undo.enter_context(self._opened(name)))
 
-    def find_base(self, source: ImportSource) -> None:
+    def find_base(self, source: ImportSource, markers: Sequence[Marker] = ()) -> None:
         """Use the stored checkpoint most similar to the one to import as the base, if any is.
 
-        If it is deleted at that very moment, another one is looked for.
+        Those that `markers` name are compared first, among many others, and are compared like
+        them: a marker that is wrong changes nothing. If the best is deleted at that very moment,
+        another one is looked for.
         """
+        self._marked = {marker.digest for marker in markers}
         largest = sorted(_tensors(source), key=lambda found: -found[1].nbytes)[:_LARGEST]
         if not largest:
             return
@@ -88,7 +93,16 @@ class Encoder:
                 pieces = self._objects.pieces(manifest, self._objects.manifest(manifest))
                 if any((piece.dtype, piece.shape) in wanted for piece in pieces):
                     found.setdefault(manifest, name)
-        return list(found.values())[:_CHECKPOINTS]
+        if len(found) <= _CHECKPOINTS or not self._marked:
+            return list(found.values())[:_CHECKPOINTS]
+        named = [name for name in found.values() if self._content(name) in self._marked]
+        return list(dict.fromkeys([*named[:1], *found.values()]))[: _CHECKPOINTS + 1]
+
+    def _content(self, name: str) -> str | None:
+        """What identifies a checkpoint in markers, from its manifest."""
+        with suppress(StoreError), self._opened(name) as checkpoint:
+            return content_digest((t.name, t.digest) for t in checkpoint if t.alias_of is None)
+        return None
 
     def _distance(self, base: "_Base", largest: Sequence[tuple[ImportFile, Segment]]) -> float:
         """The mean share of bits in which samples differ; what has no counterpart counts 1/2."""

@@ -86,6 +86,9 @@ def test_json_is_what_the_published_schema_says(
         for number, checkpoint in enumerate(found["checkpoints"]):
             own = [size for place, size in places if place["checkpoint"] == number]
             assert (len(own), sum(own)) == (checkpoint["tensors"], checkpoint["bytes"])
+    with_variants = document(pair.base, pair.fine_tune, "--variants", "3")
+    validator.validate(with_variants)
+    assert len(with_variants["variants"]) == 5
     with pytest.raises(jsonschema.ValidationError):
         validator.validate(found | {"schema": 1})
 

@@ -26,7 +26,7 @@ CONTRACT = {
     *("checkpoint_bytes", "bytes_read", "bytes_hashed", "bytes_materialised", "tensors_total"),
     *("tensors_shared", "source_tensors_total", "source_tensors_shared", "seconds", "components"),
     *("skipped", "header_bytes", "source_bytes_shared", "tokens_equal_plain", "collisions"),
-    *("bytes_from_store", "stored_as"),
+    *("bytes_from_store", "stored_as", "frozen_base", "marked"),
 }
 WORKER = """
 import sys

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 import fleet
 import plain
@@ -125,9 +126,14 @@ def complete(address: str) -> list[int]:
     return tokens
 
 
-def served_models(address: str) -> list[str]:
+def cards(address: str) -> list[dict[str, Any]]:
     with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as response:
-        return [model["id"] for model in json.load(response)["data"]]
+        found: list[dict[str, Any]] = json.load(response)["data"]
+    return found
+
+
+def served_models(address: str) -> list[str]:
+    return [model["id"] for model in cards(address)]
 
 
 def status(environment: dict[str, str]) -> dict[str, Any]:
@@ -273,6 +279,26 @@ def test_a_stored_checkpoint_is_served(
     (load,) = reported(environment)
     assert load["name"] == "store://org/tiny@v1"
     assert load["bytes_from_store"] == load["bytes_read"] == load["checkpoint_bytes"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_server_says_what_a_model_takes_from_its_base(
+    model: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(model, tmp_path / "base"))
+    held = checkpoints.tensors(base)
+    held["lm_head.weight"] = held["lm_head.weight"].flip(0)  # other tokens are the likely ones
+    safetensors.torch.save_file(held, base / checkpoints.WEIGHTS, {"format": "pt"})
+    frozen = {"frozen_base": {"base": str(base), "layers": "*"}}
+    arguments = [model, "--tensor-dedup", json.dumps(frozen)]
+    with server(arguments, environment, tmp_path / "log") as address:
+        answer = complete(address)
+        (card,) = cards(address)
+    assert answer == expected(str(base)) != expected(model)
+    assert card["tensor_dedup"] == frozen
+    (load,) = reported(environment)
+    assert load["frozen_base"]["layers"] == "*"
 
 
 @pytest.mark.vllm

@@ -25,6 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "libc",
             "formats",
             "layer_names",
+            "layer_pairs",
+            "natural",
             "suggestions",
             "seams",
             "text_table",
@@ -49,6 +51,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.store.checkpoints",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
+        "tensor_dedup.memory_manager.client.state_dicts",
         "tensor_dedup.substitution",
         "tensor_dedup.store.store",  # for type checkers: what `Store.load` returns
     ),

@@ -13,7 +13,7 @@ from tensor_dedup.analyze.contributions import Contribution, contributions
 from tensor_dedup.analyze.digests import Digests, read_digests
 from tensor_dedup.analyze.fusion import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
-from tensor_dedup.analyze.natural import natural
+from tensor_dedup.analyze.marker_checks import CheckedMarker, check_markers
 from tensor_dedup.analyze.stored import (
     StrPath,
     find,
@@ -25,13 +25,15 @@ from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS, leaf_places
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.formats.markers import SIDECAR, Marker, in_files, in_header
 from tensor_dedup.layer_names import split
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.natural import natural
 from tensor_dedup.store.writing.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 # Of the JSON document; docs/analyze.schema.json describes it.
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Analysis:
     """What checkpoints have in common. Sizes in bytes; tensors below the minimum are left out.
 
     `unique_bytes` counts each digest once. `contributions` and `reasons` are those of the
-    checkpoints when they are loaded in this order. `bytes_hashed` is 0 when all digests were
+    checkpoints when they are loaded in this order. `markers` are what checkpoints say they have of
+    others, checked. `bytes_hashed` is 0 when all digests were
     remembered.
     """
 
@@ -70,6 +73,7 @@ class Analysis:
     shared_layers: tuple[SharedLayer, ...]
     shared_tensors: tuple[SharedTensor, ...]
     vllm: Fused
+    markers: tuple[CheckedMarker, ...]
     bytes_read: int
     bytes_hashed: int
 
@@ -137,6 +141,7 @@ class Analysis:
             "largest_shared": [_tensor_dict(tensor) for tensor in self.shared_tensors[:top]],
             "tensors": _tensors_dict(self.checkpoints),
             "vllm": _vllm_dict(self.vllm),
+            "markers": [marker.to_dict() for marker in self.markers],
             "bytes_read": self.bytes_read,
             "bytes_hashed": self.bytes_hashed,
         }
@@ -239,6 +244,7 @@ def compare(
         shared_layers=tuple(shared_layers(checkpoints)),
         shared_tensors=tuple(_shared_tensors(checkpoints)),
         vllm=fused,
+        markers=tuple(check_markers(checkpoints)),
         bytes_read=bytes_read,
         bytes_hashed=bytes_hashed,
     )
@@ -271,7 +277,13 @@ def _measure(
         if len(leaves) < len(places):
             leaves = ()
         tensors.append(AnalyzedTensor(name, found, spec.nbytes, leaves))
-    return Measured(path, tensors, small)
+    return Measured(path, tensors, small, _markers(checkpoint))
+
+
+def _markers(checkpoint: Checkpoint) -> list[Marker]:
+    found = [in_header(file.header) for file in checkpoint.files]
+    beside = in_files([checkpoint.path / SIDECAR]) if checkpoint.path.is_dir() else []
+    return [*beside, *(marker for marker in found if marker is not None)]
 
 
 def _pairs(checkpoints: Sequence[Measured]) -> Iterable[PairOverlap]:

@@ -7,10 +7,9 @@ from pathlib import PurePath
 
 from tensor_dedup.analyze.contributions import Contribution
 from tensor_dedup.analyze.fusion import LostPart
-from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.picture import unwrapped
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.layer_names import split
+from tensor_dedup.layer_names import split, unwrapped
+from tensor_dedup.natural import natural
 from tensor_dedup.text_table import human
 
 _KINDS_SHOWN = 3

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import leaf_places
 from tensor_dedup.layer_names import split
+from tensor_dedup.natural import natural
 
 
 @dataclass(frozen=True, slots=True)

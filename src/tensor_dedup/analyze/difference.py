@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from tensor_dedup.analyze.analysis import analyze
-from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.picture import unwrapped
 from tensor_dedup.analyze.stored import StrPath, find, full_name
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.files import opened
+from tensor_dedup.layer_names import unwrapped
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.natural import natural
 from tensor_dedup.store import Store
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.writing.hashing import ProgressListener

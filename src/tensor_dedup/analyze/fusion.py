@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured, Residents
+from tensor_dedup.natural import natural
 from tensor_dedup.types import Fingerprint
 
 # Module name in the checkpoint -> the fused module that takes it.

@@ -5,12 +5,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.layer_names import split
+from tensor_dedup.layer_names import split, unwrapped
+from tensor_dedup.natural import natural
 
-# What wraps the modules of one model and not of another with the same weights.
-_WRAPPER = re.compile(r"^(?:(?:model|module|transformer)\.)+(?=.)")
 _BLOCK = re.compile(r"(?:(?P<prefix>.*)\.)?(?P<number>\d+)")
 _EMBEDDING = re.compile(r"embed|wte|wpe")
 _HEAD = re.compile(r"head|output|score|classif|logits")
@@ -122,12 +120,6 @@ def draw(checkpoints: Sequence[Measured], columns: Sequence[Section]) -> Picture
 def _cell(layers: dict[str, list[AnalyzedTensor]], names: Iterable[str], held: set[str]) -> Cell:
     tensors = tuple(tensor for name in names for tensor in layers.get(name, ()))
     return Cell(tensors, tuple(tensor.fingerprint.digest in held for tensor in tensors))
-
-
-def unwrapped(name: str) -> str:
-    """Return a tensor's name without the names of modules that only wrap the model."""
-    component, slash, rest = name.rpartition("/")
-    return component + slash + _WRAPPER.sub("", rest)
 
 
 def _column(name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tensor_dedup.formats.markers import Marker
 from tensor_dedup.types import Fingerprint
 
 Key = TypeVar("Key")
@@ -22,14 +23,26 @@ class AnalyzedTensor:
     nbytes: int
     leaves: tuple[str, ...] = ()
 
+    @property
+    def dtype(self) -> str:
+        return self.fingerprint.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.fingerprint.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One checkpoint: `tensors` are those large enough to count, `small` the others."""
+    """One checkpoint: `tensors` are those large enough to count, `small` the others.
+
+    `markers` are what it says it has of others.
+    """
 
     path: str
     tensors: Sequence[AnalyzedTensor]
     small: Sequence[str] = ()
+    markers: Sequence[Marker] = ()
 
     @property
     def nbytes(self) -> int:

@@ -6,20 +6,33 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from tensor_dedup.analyze import Analysis, analyze
 from tensor_dedup.analyze.analysis import compare
+from tensor_dedup.analyze.marker_checks import CheckedMarker, write_markers
 from tensor_dedup.analyze.stored import SCHEME
-from tensor_dedup.cli import WrongUse
+from tensor_dedup.analyze.variants import Variant, variants
+from tensor_dedup.cli import WrongUse, printable
 from tensor_dedup.cli.analysis_page import write_page
 from tensor_dedup.cli.analysis_tables import show_tables
 from tensor_dedup.cli.analysis_text import show_summary
-from tensor_dedup.cli.output import ByteBar, byte_size, console, json_option, say
+from tensor_dedup.cli.output import (
+    ByteBar,
+    byte_size,
+    console,
+    counted,
+    json_option,
+    say,
+    say_lines,
+)
 from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.text_table import human
+
+_WRONG_SHOWN = 4
 
 
 @click.command(name="analyze")
@@ -55,6 +68,20 @@ from tensor_dedup.text_table import human
     metavar="FILE",
     help="Also draw it as a page of its own, which needs nothing else.",
 )
+@click.option(
+    "--write-markers",
+    "markers",
+    type=click.Path(path_type=Path),
+    metavar="OUT",
+    help="Write what each PATH has of the first one into the new folder OUT.",
+)
+@click.option(
+    "--variants",
+    "count",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also say what N models like these cost: as they are, quantised, shared.",
+)
 @follow_links_option
 @store_option
 @click.option("--no-hints", is_flag=True, help="Hash every file, also those remembered.")
@@ -66,6 +93,8 @@ def command(
     top: int,
     details: bool,
     page: Path | None,
+    markers: Path | None,
+    count: int | None,
     follow_links: bool,
     store: str | None,
     no_hints: bool,
@@ -94,10 +123,20 @@ def command(
     if page is not None:
         drawn, _ = _of_tensors(analysis)
         write_page(page, drawn, _labels(paths))
+    written = None if markers is None else write_markers(analysis.checkpoints, markers)
+    rows = [] if count is None else variants(_of_tensors(analysis)[0].checkpoints, count)
     if as_json:
-        say(analysis.to_dict(top), as_json)
-    else:
-        show_analysis(analysis, console(), top, details=details)
+        more = {} if count is None else {"variants": [row.to_dict() for row in rows]}
+        say(analysis.to_dict(top) | more, as_json)
+        return
+    show_analysis(analysis, console(), top, details=details)
+    if rows:
+        _show_variants(rows, len(paths), console())
+    if markers is not None:
+        for folder in written or ():
+            say_lines(f"written: {folder}")
+        if not written:
+            say_lines(f"no PATH has a tensor of the first one; {markers} is empty")
 
 
 def show_analysis(
@@ -110,8 +149,35 @@ def show_analysis(
     if details:
         show_tables(analysis, labels, console, top)
         _say_reading(analysis, console)
+    for marker in analysis.markers:
+        console.print(_marked(marker))
     if left_out:
         console.print(left_out)
+
+
+def _show_variants(rows: Sequence[Variant], given: int, console: Console) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("approach", "weights", "answers"):
+        table.add_column(heading, justify="right" if heading == "weights" else "left")
+    for row in rows:
+        table.add_row(row.approach, ("" if row.measured else "~ ") + human(row.nbytes), row.answers)
+    console.print()
+    console.print(table)
+    console.print("~ from shapes, or the assumption that a head is a tenth; not measured.")
+    if given == 1:
+        console.print("What variants share is not known: give the base first, then some of them.")
+
+
+def _marked(marker: CheckedMarker) -> str:
+    count, base = counted(marker.tensors, "tensor"), printable(marker.base)
+    says = f"{printable(marker.path)} says that {count} of it are those of {base}"
+    if marker.found is None:
+        return f"{says}; give that one, too, to check it."
+    if not marker.wrong:
+        return f"{says}, and they are."
+    some = ", ".join(map(printable, marker.wrong[:_WRONG_SHOWN]))
+    more = f" and {len(marker.wrong) - _WRONG_SHOWN} more" if marker.wrong[_WRONG_SHOWN:] else ""
+    return f"{says}, and {len(marker.wrong)} are not: {some}{more}."
 
 
 def _of_tensors(analysis: Analysis) -> tuple[Analysis, str]:

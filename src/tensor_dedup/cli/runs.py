@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
-from tensor_dedup.analyze.natural import natural
 from tensor_dedup.cli import Verbs, WrongUse, printable
 from tensor_dedup.cli.output import (
     Dotted,
@@ -36,6 +35,7 @@ from tensor_dedup.cli.store import (
     store_option,
 )
 from tensor_dedup.errors import StoreError, TensorDedupError
+from tensor_dedup.natural import natural
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import PinnedStepError

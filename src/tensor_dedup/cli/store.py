@@ -152,6 +152,10 @@ def print_table(store: Store, table: Table) -> None:
     console().print(table)
 
 
+# Of --base: the most similar checkpoint.
+_FOUND = "auto"
+
+
 @click.command(name="import")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -163,7 +167,7 @@ def print_table(store: Store, table: Table) -> None:
     "--base",
     metavar="N",
     shell_complete=stored_names,
-    help="With --compress: what to store differences from.",
+    help="With --compress: what to store differences from; `auto` finds it.",
 )
 @click.option("--external", is_flag=True, help="Index the weights where they are; copy none.")
 @click.option("--hub-cache", is_flag=True, help="All of your Hugging Face cache, in place.")
@@ -193,7 +197,8 @@ def import_(
 
     With --compress auto, new tensors are stored encoded where samples of them say that it saves a
     tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
-    default the most similar one. Exports are byte for byte the same; reading takes longer.
+    default (`auto`) the most similar one; those that markers of PATH name are compared first.
+    Exports are byte for byte the same; reading takes longer.
 
     With --external the weights are indexed where they are: no second copy is made, they are never
     changed or deleted, and a file that somebody else changes is missed and named. --hub-cache does
@@ -222,7 +227,7 @@ def import_(
             progress=progress,
             hints=StoreHints(),
             compress=compress,
-            base=base,
+            base=None if base == _FOUND else base,
             external=external,
             follow_links=follow_links,
         )

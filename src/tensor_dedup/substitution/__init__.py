@@ -1,7 +1,7 @@
 """Frozen-base substitution: chosen layers of a fine-tune are taken from its base, byte for byte.
 
 Unlike everything else in this package it changes what a model computes, so it happens only where it
-is asked for, and into a new checkpoint that says so (`tensor_dedup.substitution.markers`).
+is asked for, and into a new checkpoint that says so (`tensor_dedup.formats.markers`).
 """
 
 from tensor_dedup.errors import UnsupportedError

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 import torch
 
 from tensor_dedup.analyze.difference import ReadRange
+from tensor_dedup.analyze.tensors import AnalyzedTensor
 from tensor_dedup.dtypes import TORCH_NAMES
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.substitution.choice import Pair
+
+# A tensor of the fine-tune, and its counterpart in the base.
+Pair = tuple[AnalyzedTensor, AnalyzedTensor]
 
 # A multiple of every element's size; as float64 it is eight times this.
 _PIECE_BYTES = 8 << 20

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from tensor_dedup.analyze.tensors import AnalyzedTensor
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, UnsupportedError
-from tensor_dedup.substitution.choice import Layer, Pair
+from tensor_dedup.layer_pairs import Layer
+from tensor_dedup.substitution.distance import Pair
 from tensor_dedup.suggestions import install_hint
 
 
@@ -57,7 +59,7 @@ class Samples:
         self._own = self._model.state_dict()
         self._outputs = [self._run(each) for each in self._inputs]
 
-    def moved(self, layers: Sequence[Layer]) -> Movement:
+    def moved(self, layers: Sequence[Layer[AnalyzedTensor]]) -> Movement:
         """Return how far the outputs move with these layers of the base.
 
         Raises:

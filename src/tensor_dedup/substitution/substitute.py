@@ -17,11 +17,11 @@ from tensor_dedup.analyze.stored import SCHEME, StrPath, find
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.formats.markers import KEY, Marker, content_digest
+from tensor_dedup.layer_pairs import Layer, chosen, layers_of
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.writing.hashing import ProgressListener
-from tensor_dedup.substitution.choice import Layer, chosen, layers_of
 from tensor_dedup.substitution.distance import distance
-from tensor_dedup.substitution.markers import KEY, base_digest, marker
 from tensor_dedup.substitution.output import write_files
 from tensor_dedup.substitution.samples import Movement, Samples
 from tensor_dedup.text_table import human
@@ -29,6 +29,7 @@ from tensor_dedup.text_table import human
 # Of the JSON document.
 SCHEMA: Final = 1
 _COPY_BYTES: Final = 8 << 20
+_Layer = Layer[AnalyzedTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def substitute(
             taken = {layer.name: layer for layer in chosen(every, layers)}
         else:
             assert budget is not None
-            able = [each for each in every.values() if each.differs and each.obstacle is None]
+            able = [each for each in every.values() if _differs(each) and each.obstacle is None]
             costs = {
                 layer.name: runs.moved([layer]).distance
                 if runs is not None
@@ -170,7 +171,11 @@ def _check_target(target: Path, sources: Sequence[Path]) -> None:
         )
 
 
-def _moved(layer: Layer, read_tune: ReadRange, read_base: ReadRange) -> float | None:
+def _differs(layer: _Layer) -> bool:
+    return any(tensor.fingerprint != old.fingerprint for tensor, old in layer.pairs)
+
+
+def _moved(layer: _Layer, read_tune: ReadRange, read_base: ReadRange) -> float | None:
     try:
         found = distance(layer.pairs, read_tune, read_base)
     except UnsupportedError:
@@ -182,7 +187,7 @@ def _added(base: Measured, tune: Measured) -> int:
     return contributions([base, tune])[1].adds_bytes
 
 
-def _with(tune: Measured, taken: Mapping[str, Layer]) -> Measured:
+def _with(tune: Measured, taken: Mapping[str, _Layer]) -> Measured:
     """The fine-tune with the content of these layers' counterparts."""
     instead = {
         tensor.name: AnalyzedTensor(tensor.name, old.fingerprint, old.nbytes)
@@ -194,11 +199,11 @@ def _with(tune: Measured, taken: Mapping[str, Layer]) -> Measured:
 
 def _within(
     budget: int,
-    every: Mapping[str, Layer],
+    every: Mapping[str, _Layer],
     costs: Mapping[str, float],
     base: Measured,
     tune: Measured,
-) -> dict[str, Layer]:
+) -> dict[str, _Layer]:
     """The layers to take so that the rest fits; greedy, as for a knapsack.
 
     Those that cost least for each byte come first; then those are given back, the dearest
@@ -208,7 +213,7 @@ def _within(
         name: sum(t.nbytes for t, old in every[name].pairs if t.fingerprint != old.fingerprint)
         for name in costs
     }
-    taken: dict[str, Layer] = {}
+    taken: dict[str, _Layer] = {}
     for name in sorted(costs, key=lambda name: costs[name] / saves[name]):
         if _added(base, _with(tune, taken)) <= budget:
             break
@@ -234,16 +239,16 @@ def _write(
     base: StrPath,
     one: Measured,
     new: Measured,
-    taken: Mapping[str, Layer],
+    taken: Mapping[str, _Layer],
     read_base: ReadRange,
 ) -> list[str]:
     pairs = {tensor.name: old for layer in taken.values() for tensor, old in layer.pairs}
-    content = base_digest(one.tensors)
+    content = content_digest((t.name, t.fingerprint.digest) for t in one.tensors)
     given = os.fspath(base).removeprefix(SCHEME)
     called = Path(given).name if os.path.lexists(given) else given
 
     def metadata(names: Sequence[str]) -> dict[str, str]:
-        return {KEY: marker(called, content, {name: pairs[name].name for name in names})}
+        return {KEY: Marker(called, content, {n: pairs[n].name for n in names}).text()}
 
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")

@@ -1,23 +1,35 @@
-"""Which layers of a fine-tune can be taken from its base, and which ones a user means."""
+"""The layers of a fine-tune beside those of its base, and which of them the base's can replace."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
-from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.picture import unwrapped
-from tensor_dedup.analyze.tensors import AnalyzedTensor
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.layer_names import meant, split
+from tensor_dedup.layer_names import meant, split, unwrapped
+from tensor_dedup.natural import natural
 
 _SHOWN: Final = 4
 
-Pair = tuple[AnalyzedTensor, AnalyzedTensor]
+
+class NamedTensor(Protocol):
+    """A tensor of a checkpoint by its name, type and shape; `nbytes` is its size in the file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=NamedTensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Generic[_T]):
     """A layer of a fine-tune, or some of its tensors, and what stands for them in the base.
 
     `found` are tensors of the fine-tune, each with its counterpart in the base or None; `left` are
@@ -25,21 +37,16 @@ class Layer:
     """
 
     name: str
-    found: tuple[tuple[AnalyzedTensor, AnalyzedTensor | None], ...]
+    found: tuple[tuple[_T, _T | None], ...]
     left: tuple[str, ...] = ()
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[tuple[_T, _T], ...]:
         return tuple((tensor, old) for tensor, old in self.found if old is not None)
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor, _ in self.found)
-
-    @property
-    def differs(self) -> bool:
-        """Whether any tensor of it has other bytes in the base."""
-        return any(tensor.fingerprint != old.fingerprint for tensor, old in self.pairs)
 
     @property
     def obstacle(self) -> str | None:
@@ -50,26 +57,25 @@ class Layer:
         if self.left:
             return f"the fine-tune has no {_listed(self.left)}, which this layer of the base has"
         for tensor, old in self.pairs:
-            one, two = old.fingerprint, tensor.fingerprint
-            if (one.dtype, one.shape) != (two.dtype, two.shape):
-                was, now = f"{one.dtype} {[*one.shape]}", f"{two.dtype} {[*two.shape]}"
+            if (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
+                was, now = f"{old.dtype} {[*old.shape]}", f"{tensor.dtype} {[*tensor.shape]}"
                 return f"{tensor.name} is {was} in the base and {now} in the fine-tune"
         return None
 
-    def part(self, names: Collection[str]) -> "Layer":
+    def part(self, names: Collection[str]) -> "Layer[_T]":
         """Return only these tensors of it; of all of them, the layer itself."""
         kept = tuple(pair for pair in self.found if pair[0].name in names)
         return self if len(kept) == len(self.found) else Layer(self.name, kept)
 
 
-def layers_of(tune: Sequence[AnalyzedTensor], base: Sequence[AnalyzedTensor]) -> dict[str, Layer]:
+def layers_of(tune: Sequence[_T], base: Sequence[_T]) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order.
 
     Tensors belong together by name; names of modules that only wrap the model do not count.
     """
     there = {tensor.name: tensor for tensor in base}
     plain = {unwrapped(tensor.name): tensor for tensor in base}
-    layers = defaultdict[str, list[tuple[AnalyzedTensor, AnalyzedTensor | None]]](list)
+    layers = defaultdict[str, list[tuple[_T, _T | None]]](list)
     taken: set[str] = set()
     for tensor in tune:
         old = there.get(tensor.name) or plain.get(unwrapped(tensor.name))
@@ -91,7 +97,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def chosen(layers: Mapping[str, Layer], spec: str) -> list[Layer]:
+def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
     """Return the layers that `spec` means, in the order of `layers`.
 
     `tensor_dedup.layer_names.meant` has the grammar.

@@ -1,0 +1,176 @@
+"""Layers of a checkpoint that are taken from its base while it is loaded.
+
+The base's tensors take the place of the checkpoint's own as *sources*: from there on everything
+(recipes, hints, look-ups, reads) follows from the bytes that are really used, so a load with a
+frozen base can never be taken for one without. The checkpoint's own bytes of those layers are not
+read, and nothing is remembered of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensor_dedup.config import FrozenBase
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.formats.hub_cache import locate
+from tensor_dedup.layer_pairs import chosen, layers_of
+from tensor_dedup.loader.checkpoint_io.from_store import FromDisk, FromStore, store_behind
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, resolve
+from tensor_dedup.store.store import Store
+
+if TYPE_CHECKING:
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
+    from tensor_dedup.loader.checkpoint_io.sources import Placed, SourceFile, SourceTensor
+
+_Place = tuple[Path, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of either checkpoint: what it looks like, and the source it lies in."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    place: _Place
+    source: SourceTensor
+    placed: Placed | None
+
+    @classmethod
+    def of(cls, file: SourceFile, prefix: str = "") -> Iterator[_Tensor]:
+        for name, source, placed in file.named():
+            dtype, shape = (placed or source.spec).dtype, (placed or source.spec).shape
+            place = (file.path, name)
+            yield cls(prefix + name, dtype, shape, source.spec.nbytes, place, source, placed)
+
+
+class FrozenLayers:
+    """The tensors of a base that one load uses in place of the checkpoint's own.
+
+    It owns the base's open files until `close`. For the one thread that loads.
+    """
+
+    def __init__(self, config: TensorDedupConfig, *, trust: bool) -> None:
+        """Open nothing yet; `config.frozen_base` is set. With `trust`, hints of the base count."""
+        self.wanted = FrozenBase.from_any(config.frozen_base)
+        self.files: list[SourceFile] = []
+        self._config, self._trust = config, trust
+        self._opening: OpenCheckpoint | None = None
+        self._instead: dict[_Place, _Tensor] | None = None
+
+    def choose(self, files: Sequence[SourceFile]) -> None:
+        """Determine which tensors of these files the base replaces.
+
+        `files` are those of the checkpoint itself. Further calls of one load do nothing: what a
+        model reads besides its checkpoint has no base.
+
+        Raises:
+            ConfigError: A layer is not there, or the base has none that fits.
+            CheckpointError, StoreError: The base is missing or cannot be read.
+        """
+        if self._instead is not None:
+            return
+        tune = [tensor for file in files for tensor in _Tensor.of(file)]
+        try:
+            layers = chosen(layers_of(tune, list(self._base())), self.wanted.layers)
+        except (ConfigError, UnsupportedError) as error:
+            raise ConfigError(
+                f"frozen_base {self.wanted.base}: {error.message}",
+                **{**error.facts, "field": "frozen_base", "base": self.wanted.base},
+            ) from error
+        self._instead = {t.place: old for layer in layers for t, old in layer.pairs}
+
+    def _base(self) -> Iterator[_Tensor]:
+        for path, prefix in self._open():
+            assert self._opening is not None
+            file = self._opening.open(path)
+            self.files.append(file)
+            yield from _Tensor.of(file, prefix)
+
+    def _open(self) -> list[tuple[Path, str]]:
+        """Open the base; return the paths of its files, with what precedes the names in them."""
+        base, trust = self.wanted.base, self._trust
+        if base.startswith(SCHEME):
+            checkout = resolve(base, self._config.store_folder)
+            store = Store.open(checkout.store, create=False)
+            self._opening = FromStore(store, checkout, trust=trust)
+            return [(Path(checkout.folder, name), "") for name in checkout.weights]
+        checkpoint = open_checkpoint(locate(base), follow_links=True)
+        behind = store_behind(self._config)
+        algorithm = self._config.hash_algorithm
+        self._opening = FromDisk(HintIndex(), algorithm, trust=trust, store=behind)
+        return [(file.path, file.prefix) for file in checkpoint.files]
+
+    def source(
+        self, file: SourceFile, name: str, source: SourceTensor, placed: Placed | None
+    ) -> tuple[SourceTensor, Placed | None]:
+        """Return the source of a tensor, and its place in it: the base's, or what was given."""
+        old = (self._instead or {}).get((file.path, name))
+        return (source, placed) if old is None else (old.source, old.placed)
+
+    @property
+    def bytes_from_store(self) -> int:
+        """The number of bytes of the base that were read from a store."""
+        return self._opening.bytes_from_store if self._opening is not None else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a report says of it: the base, the layers, and how much was taken."""
+        taken = [] if self._instead is None else list(self._instead.values())
+        return {
+            **self.wanted.to_dict(),
+            "tensors": len(taken),
+            "bytes": sum(tensor.nbytes for tensor in taken),
+        }
+
+    def close(self) -> None:
+        """Close the base's files. Idempotent."""
+        for file in self.files:
+            file.close()
+        if self._opening is not None:
+            self._opening.close()
+            self._opening = None
+
+
+@contextmanager
+def taken_plainly(
+    frozen: FrozenLayers, files: Sequence[Path], opening: OpenCheckpoint
+) -> Iterator[Callable[[str], SourceTensor | None]]:
+    """Choose among the tensors of `files`; yield what gives a name's source in the base, or None.
+
+    For a load that defers nothing. Closes what it opened, `frozen` included.
+
+    Raises:
+        UnsupportedError: The base holds a chosen tensor as a view of another.
+    """
+    ours = [opening.open(path) for path in files]
+    try:
+        frozen.choose(ours)
+        named = {name: (file, source) for file in ours for name, source, _ in file.named()}
+
+        def instead(name: str) -> SourceTensor | None:
+            if name not in named:
+                return None
+            file, own = named[name]
+            source, placed = frozen.source(file, name, own, None)
+            if source is not own and placed is not None:
+                raise UnsupportedError(
+                    f"{source.place} is a view of another tensor, which a load without sharing "
+                    "cannot take from a base; save the base as safetensors",
+                    tensor=name,
+                )
+            return None if source is own else source
+
+        yield instead
+    finally:
+        for file in ours:
+            file.close()
+        opening.close()
+        frozen.close()

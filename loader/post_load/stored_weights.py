@@ -1,0 +1,200 @@
+"""The tensors of a stored checkpoint for loaders that read files: resident ones are not read.
+
+A loader that asks for a tensor gets a mapping of the resident with its bytes, found by the digest
+in the manifest. Only what nobody has is read from the store, verified, and becomes a resident; so
+`ModuleDedup` finds parameters that are shared already.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
+
+import torch
+
+from tensor_dedup.loader.checkpoint_io.from_store import FromStore
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
+from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
+from tensor_dedup.loader.residents.provider import host_provider_for
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.loader.unsharing.private import map_shared
+from tensor_dedup.memory_manager.protocol.layout import ALIGNMENT
+from tensor_dedup.store.store import Store
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from tensor_dedup.config import TensorDedupConfig
+    from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
+    from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
+    from tensor_dedup.loader.residents.resident import Resident
+
+
+class StoredWeights:
+    """The weights of one stored checkpoint during one load. Safe from any thread; close it.
+
+    `error` is the first error that reading raised: loaders wrap what they catch, or go on. `built`
+    are the residents that this load made.
+    """
+
+    def __init__(self, config: TensorDedupConfig, checkout: Checkout, *, trust: bool) -> None:
+        """Open the checkpoint. Without `trust` its manifest is not believed: all is read.
+
+        Raises:
+            StoreError: The checkpoint cannot be read.
+            ChangedFileError: The name refers to another checkpoint by now.
+        """
+        self.checkout: Final = checkout
+        self.trusted: Final = trust
+        self.error: Exception | None = None
+        self.built: WeakSet[Resident] = WeakSet()
+        self._config = config
+        # A provider of its own: the load uses another one, in another thread.
+        self._provider = host_provider_for(config.memory_manager, checkout.url, keep_alignment=True)
+        self._opening = FromStore(Store.open(checkout.store, create=False), checkout, trust=trust)
+        self._files: dict[str, SourceFile] = {}
+        self._held: dict[ResidentKey, Resident] = {}
+        self._lock = threading.Lock()
+        self._rng = random.Random()
+
+    @property
+    def bytes_read(self) -> int:
+        """The number of bytes read from the store."""
+        return self._opening.bytes_from_store
+
+    def holds(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether this is a file of weights in the folder that stands for the checkpoint."""
+        given, folder = Path(path), Path(self.checkout.folder)
+        return (
+            given.is_relative_to(folder)
+            and given.relative_to(folder).as_posix() in self.checkout.weights
+        )
+
+    def file(self, path: str | os.PathLike[str]) -> SourceFile:
+        """Return the file at this path, whose `tensors` are by name.
+
+        Raises:
+            StoreError, FormatError: The file cannot be read.
+        """
+        with self._lock:
+            return self._file(str(path))
+
+    def _file(self, path: str) -> SourceFile:
+        if path not in self._files:
+            file = self._files[path] = self._opening.open(Path(path))
+            self._find([each for each in file.tensors.values() if self._is_shared(each)])
+        return self._files[path]
+
+    def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
+        """Return a tensor in host memory, which the caller may write to.
+
+        Raises:
+            StoreError: The store cannot read the bytes, or they are damaged; it names the tensor.
+            UnsupportedError: torch has no such element type.
+        """
+        try:
+            with self._lock:
+                return self._tensor(self._file(str(path)), name)
+        except Exception as error:
+            if self.error is None:
+                self.error = error
+            raise
+
+    def close(self) -> None:
+        """Close the checkpoint. What was mapped stays."""
+        self._held.clear()
+        self._opening.close()
+
+    def _tensor(self, file: SourceFile, name: str) -> torch.Tensor:
+        source = file.tensors[name]
+        if not self._is_shared(source):
+            return _read(source)
+        key = _key(source)
+        # Not held any longer than its mapping: what is cast or merged is gone when that is done.
+        resident = self._held.pop(key, None) or registry.lookup(key)
+        if resident is None:
+            return self._build(file, source)
+        if self._is_compared() and not same_bytes(read := _read(source), map_shared(resident)):
+            if not self._config.verifies_bytes:
+                raise_audit(source.place, "the resident", "the stored tensor")
+            return read
+        return map_shared(resident)
+
+    def _is_shared(self, source: SourceTensor) -> bool:
+        """Return whether this tensor may be a resident: it is known, and large enough."""
+        nbytes = source.spec.nbytes
+        least = max(1, self._config.min_tensor_bytes)
+        return source.digest is not None and nbytes >= least
+
+    def _is_compared(self) -> bool:
+        config = self._config
+        return config.verifies_bytes or (config.audit > 0 and self._rng.random() < config.audit)
+
+    def _find(self, sources: Sequence[SourceTensor]) -> None:
+        """Look up, in one batch, which tensors are resident, here or in the manager."""
+        keys = list(dict.fromkeys(map(_key, sources)))
+        found = self._provider.find([ResidentQuery(f"content:{key}", key) for key in keys])
+        for key, resident in zip(keys, found, strict=True):
+            if resident is not None:
+                self._held[key] = resident
+
+    def _build(self, file: SourceFile, source: SourceTensor) -> torch.Tensor:
+        """Read a tensor, with small ones that follow it in the file: they share a slab."""
+        batch, size = {_key(source): source}, source.spec.nbytes
+        after = (
+            each
+            for each in sorted(file.tensors.values(), key=lambda each: each.spec.start)
+            if each.spec.start > source.spec.start and self._is_shared(each)
+        )
+        for each in after if size < OWN_SLAB_BYTES else ():
+            key = _key(each)
+            if each.spec.nbytes >= OWN_SLAB_BYTES or size + each.spec.nbytes > BATCH_BYTES:
+                break
+            if key not in self._held and key not in batch and registry.lookup(key) is None:
+                batch[key] = each
+                size += each.spec.nbytes
+        read = {key: _read(each) for key, each in batch.items()}
+        requests = [
+            ResidentRequest(f"content:{key}", tensor, key.digest) for key, tensor in read.items()
+        ]
+        try:
+            residents = self._provider.get_or_build(requests)
+        except SharedMemoryError:  # it stays private; the load says so if it meets it, too
+            return read[_key(source)]
+        for key, (resident, new) in zip(read, residents, strict=True):
+            self._held[key] = resident
+            if new:
+                self.built.add(resident)
+        return map_shared(self._held.pop(_key(source)))
+
+
+def _key(source: SourceTensor) -> ResidentKey:
+    assert source.digest is not None
+    shape, stride, step = source.spec.shape, [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return ResidentKey(source.spec.dtype, shape, tuple(reversed(stride)), source.digest)
+
+
+def _read(source: SourceTensor) -> torch.Tensor:
+    """Read a tensor to memory that is aligned as in the mapped file.
+
+    Products on a CPU are rounded by where their factors lie.
+    """
+    spec, dtype = source.spec, torch_dtype(source.spec.dtype)
+    beyond = spec.start % ALIGNMENT if spec.start % dtype.itemsize == 0 else 0
+    memory = torch.empty(spec.nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT + beyond
+    flat = memory[start : start + spec.nbytes]
+    if spec.nbytes:
+        source.file.read_into(spec, flat.numpy().data)
+    return flat.view(dtype).reshape(spec.shape)

@@ -1,0 +1,105 @@
+"""What N variants of a model cost in memory: as they are, quantised, on a frozen base, shared.
+
+The table is that of "Tensor Deduplication for Multi-Model Inference" (section Frozen Base
+Substitution), with the user's own checkpoints in place of a model of 7B.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tensor_dedup.analyze.tensors import Measured
+from tensor_dedup.dtypes import BITS
+from tensor_dedup.errors import ConfigError
+
+# The article's share of a model that each variant has for itself, on one frozen base.
+HEAD: Final = 0.1
+# INT4 as GPTQ and AWQ write it: a scale of 16 bits for each 128 weights. INT8: one for each row.
+_GROUP: Final = 128
+_SCALE_BYTES: Final = 2
+_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to keep the variants in memory, and how many bytes of weights it takes.
+
+    `measured` tells whether that follows from the bytes of these checkpoints; otherwise it follows
+    from shapes, or from the article's assumption. `answers` says what becomes of the outputs.
+    """
+
+    approach: str
+    nbytes: int
+    measured: bool
+    answers: str
+
+    def to_dict(self) -> dict[str, object]:
+        """Return it as a JSON object."""
+        return {
+            "approach": self.approach,
+            "bytes": self.nbytes,
+            "measured": self.measured,
+            "answers": self.answers,
+        }
+
+
+def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
+    """Return the rows for `count` variants of which these checkpoints are examples. No I/O.
+
+    The first checkpoint is the base, the others are variants, whose average stands for each of the
+    `count`; a base alone stands for its variants, too, and nothing is known of what they share.
+    Quantised sizes count every matrix of floating-point numbers, embeddings included, and are
+    therefore the least that such formats take.
+
+    Raises:
+        ConfigError: `count` is below 1.
+    """
+    if count < 1:
+        raise ConfigError(f"variants are {count}; give 1 or more", value=count)
+    base, *others = checkpoints
+    examples = others or [base]
+
+    def each(size: int) -> int:
+        return round(count * size / len(examples))
+
+    rows = [
+        Variant(
+            f"{count} independent models", each(sum(c.nbytes for c in examples)), True, "their own"
+        ),
+        *(
+            Variant(f"INT{bits}", each(sum(_quantised(c, bits) for c in examples)), False, answers)
+            for bits, answers in ((8, "less exact in every layer"), (4, "less exact still"))
+        ),
+        Variant(
+            f"1 frozen base + {count} heads ({HEAD:.0%})",
+            base.nbytes + each(round(HEAD * sum(c.nbytes for c in examples))),
+            False,
+            "others, where layers are the base's",
+        ),
+    ]
+    if others:
+        held = {tensor.fingerprint.digest for tensor in base.tensors}
+        own = sum(
+            nbytes
+            for variant in others
+            for digest, nbytes in {t.fingerprint.digest: t.nbytes for t in variant.tensors}.items()
+            if digest not in held
+        )
+        distinct = sum({t.fingerprint.digest: t.nbytes for t in base.tensors}.values())
+        rows.append(
+            Variant("exact sharing, beside the base", distinct + each(own), True, "their own")
+        )
+    return rows
+
+
+def _quantised(checkpoint: Measured, bits: int) -> int:
+    total = 0
+    for tensor in checkpoint.tensors:
+        if tensor.dtype not in _FLOATS or len(tensor.shape) < 2 or BITS[tensor.dtype] <= bits:
+            total += tensor.nbytes
+            continue
+        rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+        scales = rows if bits == 8 else rows * math.ceil(width / _GROUP)
+        total += math.ceil(rows * width * bits / 8) + scales * _SCALE_BYTES
+    return total

@@ -1,0 +1,293 @@
+"""State dicts in the memory manager: published by one process, mapped by others."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import managers
+from tensor_dedup.digest import digest
+from tensor_dedup.errors import ConfigError, FormatError, UnsupportedError
+from tensor_dedup.memory_manager import StateDictClient, connect
+from tensor_dedup.memory_manager.client import NewLayer, NewTensor
+from tensor_dedup.memory_manager.client.connection import Connection
+from tensor_dedup.memory_manager.client.state_dicts import _key
+from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
+
+FORK = multiprocessing.get_context("fork")
+# A process that gets `full`, and writes what it found, and what is of one storage, to a file.
+OTHER = """
+import pickle, sys
+from tensor_dedup.memory_manager import connect
+
+sys.path.insert(0, sys.argv[1])
+from test_state_dicts import described
+
+with connect(sys.argv[2]) as shared:
+    found = shared.get("full")
+    with open(sys.argv[3], "wb") as out:
+        pickle.dump(None if found is None else described(found), out)
+"""
+
+
+def full() -> dict[str, torch.Tensor]:
+    """Ties, views of every kind, every dtype, equal storages, nothing, and many storages."""
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(64, 48, generator=draw)
+    found = {
+        "whole": whole,
+        "tied": whole,
+        "transposed": whole.T,
+        "slice": whole[3:9, ::2],
+        "row": whole[5],
+        "expanded": torch.arange(7).expand(3, 7),
+        "as_bytes": whole.view(torch.uint8)[:, 4:8],
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "twin": torch.ones(10),
+        "other twin": torch.ones(10),
+        "conjugated": torch.randn(4, dtype=torch.complex64, generator=draw).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+    }
+    for dtype in (
+        *(torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8),
+        *(torch.uint16, torch.int64, torch.bool),
+    ):
+        found[str(dtype)] = torch.arange(9).to(dtype)
+    found |= {f"many.{number}": torch.full((5,), float(number)) for number in range(300)}
+    return found
+
+
+def described(found: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Type, geometry and bytes of each tensor, and which of them are of one storage."""
+    first: dict[int, str] = {}
+    return {
+        name: (
+            str(tensor.dtype),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
+            if tensor.numel()
+            else [],
+            first.setdefault(tensor.untyped_storage().data_ptr(), name)
+            if tensor.numel() and name != "conjugated"
+            else name,
+        )
+        for name, tensor in found.items()
+    }
+
+
+def got_elsewhere(manager: managers.Manager, out: Path) -> Any:
+    support = Path(__file__).parents[1] / "support"
+    path = os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", OTHER, str(Path(__file__).parent), str(manager.socket)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([*command, str(out)], env=environment, check=True, timeout=120)
+    return pickle.loads(out.read_bytes())
+
+
+@pytest.fixture
+def shared(manager: managers.Manager) -> Iterator[StateDictClient]:
+    with connect(manager.socket, name="test") as client:
+        yield client
+
+
+def test_another_process_maps_what_one_has_put(
+    manager: managers.Manager, shared: StateDictClient, tmp_path: Path
+) -> None:
+    given = full()
+    assert got_elsewhere(manager, tmp_path / "out") is None
+    done = shared.put("full", given)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given.values()}
+    assert (done.name, done.tensors) == ("full", len(given))
+    assert done.nbytes == done.written_bytes == sum(sizes.values())
+    wanted = described(given)
+    assert len({of for *_, of in wanted.values()}) < len(wanted)
+    assert got_elsewhere(manager, tmp_path / "out") == wanted
+    again = shared.get("full")
+    assert again is not None
+    assert described(again) == wanted
+    assert list(again) == list(given)
+
+
+def test_a_writer_changes_its_own_views_and_nobody_else(shared: StateDictClient) -> None:
+    shared.put("full", full())
+    one, two = shared.get("full"), shared.get("full")
+    assert one is not None
+    assert two is not None
+    wanted = described(two)
+    one["whole"].zero_()
+    one["twin"].add_(1)
+    assert not one["row"].any()
+    assert not one["transposed"].any()
+    assert torch.equal(one["other twin"], torch.ones(10))
+    assert described(two) == wanted
+    third = shared.get("full")
+    assert third is not None
+    assert described(third) == wanted
+
+
+def test_what_others_have_is_not_stored_again(
+    manager: managers.Manager, shared: StateDictClient
+) -> None:
+    base = {f"layer.{n}": torch.randn(256, 256) for n in range(4)}
+    first = shared.put("base", base)
+    tune = {**base, "layer.3": base["layer.3"] + 1}
+    used = manager.overview().totals.resident_bytes
+    second = shared.put("tune", tune)
+    assert second.nbytes == first.nbytes
+    grown = manager.overview().totals.resident_bytes - used
+    assert 0 < grown < first.nbytes / 2
+    found = shared.get("tune")
+    assert found is not None
+    assert all(torch.equal(found[name], tensor) for name, tensor in tune.items())
+    assert shared.put("base", base).written_bytes == 0
+
+
+def test_a_name_means_one_state_dict(shared: StateDictClient) -> None:
+    shared.put("base", {"w": torch.ones(4)})
+    with pytest.raises(ConfigError, match="under another name"):
+        shared.put("base", {"w": torch.zeros(4)})
+    found = shared.get("base")
+    assert found is not None
+    assert torch.equal(found["w"], torch.ones(4))
+    assert shared.get("none") is None
+    assert shared.put("nothing", {}).nbytes == 0
+    assert shared.get("nothing") == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (3, "w is a int; only plain tensors"),
+        (torch.eye(3).to_sparse(), "w has no plain layout"),
+        (torch.empty(3, device="meta"), "w is on meta"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_refused(value: Any, said: str, shared: StateDictClient) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        shared.put("wrong", {"w": value})
+    with pytest.raises(ConfigError, match="is no name"):
+        shared.put("", {})
+    assert shared.get("wrong") is None
+
+
+def test_tensors_outlive_the_connection_and_the_manager(
+    manager: managers.Manager, shared: StateDictClient
+) -> None:
+    wanted = described(full())
+    shared.put("full", full())
+    found = shared.get("full")
+    assert found is not None
+    shared.close()
+    manager.kill()
+    gc.collect()
+    assert described(found) == wanted
+    with pytest.raises(MemoryManagerError):
+        shared.get("full")
+    with pytest.raises(ManagerGoneError):
+        connect(manager.socket)
+
+
+def test_leases_end_with_the_last_tensor(
+    manager: managers.Manager, shared: StateDictClient
+) -> None:
+    shared.put("base", {"w": torch.ones(1000), "v": torch.zeros(10)})
+    shared.drop("base")
+    found = shared.get("base")
+    assert found is not None
+    kept = found["w"][3:5]
+    del found
+    gc.collect()
+    assert torch.equal(kept, torch.ones(2))
+    assert any(row.name == "base" for row in manager.overview().checkpoints)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda index: b"no index",
+        lambda index: index[:-1] + b"\xff",
+        lambda index: index.replace(b"float32", b"float99"),
+        lambda index: index.replace(b"\x94\x0a", b"\x94\x0b"),
+    ],
+)
+def test_an_index_that_lies_is_an_error(
+    spoil: Callable[[bytes], bytes], manager: managers.Manager, shared: StateDictClient
+) -> None:
+    shared.put("base", {"w": torch.ones(4)})
+    with manager.client() as client:
+        (layer,) = client.get([_key("base")])
+    assert layer is not None
+    broken = spoil(managers.bytes_of(layer.leases[0]))
+    if broken == managers.bytes_of(layer.leases[0]):
+        broken = broken[:-2]
+    tensor = NewTensor(len(broken), digest(broken), broken)
+    with manager.client() as client:
+        client.put({_key("spoiled"): NewLayer(layer.record, (tensor,))})
+        with pytest.raises(FormatError, match="is no state dict"):
+            shared.get("spoiled")
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_put_that_is_killed_leaves_nothing_that_is_found(
+    step: int, manager: managers.Manager
+) -> None:
+    assert killed_at(step, manager) == -signal.SIGKILL
+
+
+@pytest.mark.long
+def test_a_put_may_be_killed_at_any_step(tmp_path: Path) -> None:
+    step, ended = 0, -signal.SIGKILL
+    while ended:
+        with managers.running(tmp_path, "--build-timeout", "1", "--stall-timeout", "1") as manager:
+            ended = killed_at(step, manager)
+        step += 1
+    assert step > 5  # reserve, allocate, seal, publish, and again for the index
+
+
+def killed_at(step: int, manager: managers.Manager) -> int:
+    """Let a process put, and kill it at a message; how it ended."""
+    given = full()
+    process = FORK.Process(target=put_and_die, args=(manager.socket, given, step))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        process.start()
+    process.join(60)
+    ended = process.exitcode
+    assert ended in (0, -signal.SIGKILL)
+    with connect(manager.socket) as shared:
+        found = shared.get("full")
+        assert found is None or described(found) == described(given)
+        assert ended or found is not None
+        shared.put("full", given)
+        again = shared.get("full")
+        assert again is not None
+        assert described(again) == described(given)
+    return ended
+
+
+def put_and_die(socket: Path, given: dict[str, torch.Tensor], step: int) -> None:
+    """Put, and be killed before the message of this number is sent."""
+    left, ask = step, Connection.ask
+
+    def counted(self: Connection, *args: Any, **more: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return ask(self, *args, **more)
+
+    with mock.patch.object(Connection, "ask", counted), connect(socket) as shared:
+        shared.put("full", given)
