@@ -270,8 +270,8 @@ class Store:
 
     def push(
         self,
-        name: str,
         url: "StrPath | Remote",
+        name: str,
         *,
         replace: bool = False,
         progress: "TransferListener | None" = None,

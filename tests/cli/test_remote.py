@@ -91,7 +91,7 @@ def test_exit_statuses(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     other = Store.open(folder / "another")
     other.import_(folder / "base", "tiny")  # another checkpoint of this name
-    other.push("tiny", f"file://{folder}/others")
+    other.push(f"file://{folder}/others", "tiny")
     places = {
         "URL": f"file://{folder}/nothing",
         "OTHER": f"file://{folder}/others",

@@ -60,7 +60,7 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
     The first push makes the remote, and tries whether the server keeps conditions.
     """
     with _TransferBar("pushing") as progress:
-        result = existing(store).push(name, url, replace=replace, progress=progress)
+        result = existing(store).push(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "there"))
 
 

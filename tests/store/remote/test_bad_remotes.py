@@ -41,7 +41,7 @@ def bucket(tmp_path: Path, paths: dict[str, Path]) -> MemoryBucket:
     store = open_store(tmp_path / "full")
     for name, path in paths.items():
         store.import_(path, name, compress="auto")
-        store.push(name, Remote(found))
+        store.push(Remote(found), name)
     return found
 
 
@@ -170,7 +170,7 @@ def test_another_kind_of_remote(
     bucket = MemoryBucket()
     bucket.put("FORMAT", [memoryview(text)])
     with pytest.raises(error):
-        store.push("mine", Remote(bucket))
+        store.push(Remote(bucket), "mine")
     with pytest.raises(error):
         store.pull(Remote(bucket), "base")
     assert [*bucket.objects] == ["FORMAT"]
@@ -179,7 +179,7 @@ def test_another_kind_of_remote(
 def test_names_without_a_marker_are_somebody_else_s(store: Store, bucket: MemoryBucket) -> None:
     del bucket.objects["FORMAT"]
     with pytest.raises(NotARemoteError, match="no FORMAT"):
-        store.push("mine", Remote(bucket))
+        store.push(Remote(bucket), "mine")
 
 
 class _Full(RealFiles):
@@ -228,9 +228,9 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_is_not_there(store: Store) -> None:
-    for work in (store.push, lambda name, url: store.pull(url, name)):
+    for work in (store.push, store.pull):
         with pytest.raises(NotARemoteError, match="no such bucket") as caught:
-            work("mine", "s3://no-bucket-of-this-name/x")
+            work("s3://no-bucket-of-this-name/x", "mine")
         assert caught.value.exit_status == NOBODY_THERE
 
 
@@ -239,7 +239,7 @@ def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(RemoteUnreachableError, match="goes on from there") as caught:
-        store.push("mine", "s3://bucket/x")
+        store.push("s3://bucket/x", "mine")
     assert caught.value.exit_status == NOBODY_THERE
     assert "testing-secret-key" not in str(caught.value)
 
@@ -269,7 +269,7 @@ def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     try:
         with pytest.raises(RemoteAccessError, match="AWS_SESSION_TOKEN"):
-            store.push("mine", "s3://bucket/x")
+            store.push("s3://bucket/x", "mine")
     finally:
         server.shutdown()
         server.server_close()
@@ -278,11 +278,11 @@ def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store, ranges: bool) -> None:
     """What a push to a folder has left, behind a server of files, which may know ranges."""
-    store.push("mine", f"file://{tmp_path}/served")
+    store.push(f"file://{tmp_path}/served", "mine")
     with remotes.web(tmp_path / "served", ranges=ranges) as url:
         other = open_store(tmp_path / "other")
         other.pull(url, "mine")
         assert stored(other, "mine") == content(tmp_path / "tiny")
         store.import_(tmp_path / "base", "base")
         with pytest.raises(ReadOnlyRemoteError):
-            store.push("base", url)
+            store.push(url, "base")
