@@ -170,14 +170,10 @@ class RegistryRepository:
         Raises:
             DamagedRemoteError: it does not have the digest that it was asked for by.
         """
-        found = self._request("GET", f"manifests/{reference}", {"Accept": _ACCEPTED})
-        if found.status_code == 404:
+        accept = {"Accept": _ACCEPTED}
+        blob = self._small(f"manifests/{reference}", accept, reference, 4 * MANIFEST_BYTES)
+        if blob is None:
             return None
-        self._check(found, reference, 200)
-        blob: bytes = found.content
-        self.traffic.add(received=len(blob))
-        if len(blob) > 4 * MANIFEST_BYTES:
-            raise too_large(self.at(reference), len(blob), 4 * MANIFEST_BYTES)
         digest = f"sha256:{hashlib.sha256(blob).hexdigest()}"
         if ":" in reference and digest != reference:
             raise DamagedRemoteError.at(self.at(reference), f"its bytes have the digest {digest}")
@@ -207,17 +203,28 @@ class RegistryRepository:
         Raises:
             DamagedRemoteError: it does not have its digest, or more than `limit` bytes.
         """
-        found = self._request("GET", f"blobs/{digest}")
-        if found.status_code == 404:
+        blob = self._small(f"blobs/{digest}", {}, digest, limit)
+        if blob is None:
             return None
-        self._check(found, digest, 200)
-        blob: bytes = found.content
-        self.traffic.add(received=len(blob))
-        if len(blob) > limit:
-            raise too_large(self.at(digest), len(blob), limit)
         if digest != f"sha256:{hashlib.sha256(blob).hexdigest()}":
             raise DamagedRemoteError.at(self.at(digest), "its bytes do not have this digest")
         return blob
+
+    def _small(
+        self, path: str, headers: Mapping[str, str], reference: str, limit: int
+    ) -> bytes | None:
+        """What is at a path, which is read no further than to its limit; None: nothing."""
+        with self._request("GET", path, headers, stream=True) as found:
+            if found.status_code == 404:
+                return None
+            self._check(found, reference, 200)
+            blob = bytearray()
+            for chunk in self._streamed(found, reference):
+                blob += chunk
+                if len(blob) > limit:
+                    raise too_large(self.at(reference), len(blob), limit)
+        self.traffic.add(received=len(blob))
+        return bytes(blob)
 
     def blob_range(self, digest: str, start: int, stop: int) -> memoryview:
         """Return bytes of a blob, fewer where it is shorter; nothing is verified.

@@ -7,14 +7,14 @@ import pytest
 
 import remotes
 from remotes import MemoryBucket, Proxy
-from stores import content, noise, open_store, stored, three
+from stores import content, noise, open_store, safetensors, stored, three, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.format import frames, manifests
-from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.buckets import scrubbed
 from tensor_dedup.store.remote.errors import (
@@ -224,6 +224,36 @@ def test_nothing_of_a_server_s_message_tells_a_secret(monkeypatch: pytest.Monkey
 def proxy() -> Iterator[Proxy]:
     with remotes.s3() as found:
         yield found
+
+
+MANY = 10**6
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [
+        (Manifest([FileEntry("f", 0, 0, "")] * MANY, [], 0, 0, {}), DamagedRemoteError, "one path"),
+        (Manifest([], [bytes(32)] * MANY, 256 * MANY, 0, {}), MissingRemoteError, "is gone"),
+        (Manifest([], [], MANY, 0, {}), DamagedRemoteError, "0 pages, 3907 expected"),
+        (Manifest([FileEntry("f", 0, -1, "")], [], 0, 0, {}), DamagedRemoteError, "than none"),
+    ],
+)
+def test_a_manifest_of_a_million_entries(
+    tmp_path: Path, content: Manifest, error: type[StoreError], says: str
+) -> None:
+    """Whatever it claims: an error that names the object, and a store that is whole."""
+    bucket = MemoryBucket()
+    store = open_store(tmp_path / "store")
+    files = {"model.safetensors": safetensors({"w": ("U8", (9,), noise(1, 9))})}
+    store.import_(write(tmp_path / "m", files), "mine")
+    store.push(Remote(bucket), "mine")
+    name, blob = encode_manifest(content)
+    bucket.put(layout.manifest_key(name), [memoryview(blob)])
+    bucket.put(layout.ref_key("large"), [memoryview(layout.reference("large", name))])
+    with pytest.raises(error, match=f"manifests/.*{says}.*remote verify"):
+        store.pull(Remote(bucket), "large")
+    assert store.names() == ["mine"]
+    assert store.verify(full=True).fine
 
 
 @pytest.mark.usefixtures("proxy")

@@ -472,6 +472,16 @@ class TestFaults:
         assert other.names() == []
         assert other.verify(full=True).fine
 
+    def test_what_is_too_large_is_not_read_to_its_end(
+        self, tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        full.push(f"{team}/base:v1", "base")
+        other = open_store(tmp_path / "other")
+        monkeypatch.setattr("tensor_dedup.store.remote.registry.MANIFEST_BYTES", 64)
+        with pytest.raises(DamagedRemoteError, match="the limit is 256"):
+            other.pull(f"{team}/base:v1", "base")
+        assert other.names() == []
+
     def test_a_push_that_was_cut_short_goes_on(
         self, tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
